@@ -1,0 +1,111 @@
+"""The batch contract: everything that crosses from data to model.
+
+`encode_batch` returns a dict with these keys and `vlm_step` takes it:
+
+    input_ids       (B, S) int64     image tokens already expanded by the processor
+    labels          (B, S) int64     next-token ids, already shifted, IGNORE_INDEX where not trained
+    loss_mask       (B, S) float32   1 where `labels` is trained; the two always agree
+    position_ids    (B, S) or (3, B, S) int64, restarting at each document
+    attention_mask  (B, S) int32     document number in its row, 1, 2, ...; 0 is padding
+    visual_inputs   GenericVisualInputs or None, items concatenated in document order
+    __key__         list of B lists of sample keys: which samples made each row
+    __restore_key__ Energon's key to replay this batch (absent on other sources)
+
+Shape legend, used as suffix of local names in model, packing and position code:
+B rows, S tokens per row, G documents, N items (images or videos), P raw patches, M visual tokens,
+D language-model width, E tower width, H heads, K head width, V padded vocabulary.
+Megatron is sequence first: hidden states are (S, B, D).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class GenericVisualInputs:
+    """The visual tensors of a sample or of a micro batch; a field that is None is absent.
+
+    Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
+    (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
+    """
+
+    pixel_values: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    image_grid_thw: Tensor | None = None
+    video_grid_thw: Tensor | None = None
+    image_sizes: Tensor | None = None
+    second_per_grid_ts: Tensor | None = None
+
+    @classmethod
+    def from_mapping(cls, tensors: Mapping[str, Tensor]) -> GenericVisualInputs:
+        """Take every entry of `tensors`; raises ValueError on a key that is not a field."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(tensors) - known)
+        if unknown:
+            raise ValueError(
+                f"GenericVisualInputs: unknown visual keys {unknown}; known are {sorted(known)}. "
+                "Add a field for a new visual tensor, or leave it out of the family's visual_keys."
+            )
+        return cls(**tensors)
+
+    @classmethod
+    def cat(cls, items: list[GenericVisualInputs]) -> GenericVisualInputs | None:
+        """Concatenate along the first axis, in order; None when there is nothing.
+
+        Trailing axes that differ (Pixtral pads to its largest image) are zero-padded right and bottom.
+        """
+        merged: dict[str, Tensor] = {}
+        for field in dataclasses.fields(cls):
+            present = [t for item in items if (t := getattr(item, field.name)) is not None]
+            if present:
+                merged[field.name] = _cat_padded(present)
+        return cls(**merged) if merged else None
+
+    def as_model_kwargs(self) -> dict[str, Tensor]:
+        """The fields that are present, by name."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: value for name, value in values if value is not None}
+
+    def normalized_for_model(self) -> dict[str, Tensor]:
+        """As `as_model_kwargs`, with a leading per-sample axis merged into the item axis.
+
+        (B, N, C, H, W) pixels become (B*N, C, H, W), (B, N, 3) grids become (B*N, 3), and so on.
+        """
+        item_rank = {"image_grid_thw": 2, "video_grid_thw": 2, "image_sizes": 2, "second_per_grid_ts": 1}
+
+        def flat(name: str, value: Tensor) -> Tensor:
+            has_sample_axis = value.dim() == item_rank[name] + 1 if name in item_rank else value.dim() in (3, 5)
+            return value.flatten(0, 1) if has_sample_axis else value
+
+        return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> GenericVisualInputs:
+        """A copy with `fn` applied to every tensor present."""
+        return type(self)(**{name: fn(value) for name, value in self.as_model_kwargs().items()})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> GenericVisualInputs:
+        return self.map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self, device: str | None = None) -> GenericVisualInputs:
+        """Called by torch's DataLoader."""
+        return self.map(lambda t: t.pin_memory())
+
+
+def _cat_padded(tensors: list[Tensor]) -> Tensor:
+    if len({t.shape[1:] for t in tensors}) == 1:
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    sizes = [max(t.shape[axis] for t in tensors) for axis in range(1, tensors[0].dim())]
+    out = tensors[0].new_zeros(sum(t.shape[0] for t in tensors), *sizes)
+    row = 0
+    for t in tensors:
+        out[(slice(row, row + t.shape[0]), *(slice(0, n) for n in t.shape[1:]))] = t
+        row += t.shape[0]
+    return out
