@@ -109,3 +109,12 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
         out[(slice(row, row + t.shape[0]), *(slice(0, n) for n in t.shape[1:]))] = t
         row += t.shape[0]
     return out
+
+
+def pad_rows(batch: dict, length: int) -> dict:
+    """`batch` with rows of `length` tokens: the pipeline schedule wants all micro batches of a step alike."""
+    extra = length - batch["input_ids"].shape[1]
+    if not extra:
+        return batch
+    fill = {"input_ids": 0, "labels": IGNORE_INDEX, "loss_mask": 0, "position_ids": 0, "attention_mask": 0}
+    return batch | {key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill}

@@ -1,0 +1,21 @@
+"""The families, by HF model_type. A new one is a file here and a line in FAMILIES."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+
+FAMILIES = {"gemma3": "gemma3"}  # HF model_type -> module of this package
+
+
+def family_for(hf_config: Any) -> Family:
+    """The family of an HF config; raises ValueError for a model type the package does not know."""
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model type {hf_config.model_type!r} of the checkpoint is not supported; known are {sorted(FAMILIES)}. "
+            "A text-only Gemma3 checkpoint ('gemma3_text') has no vision tower: take the multimodal one."
+        )
+    return import_module(f"{__name__}.{FAMILIES[hf_config.model_type]}").FAMILY

@@ -1,0 +1,46 @@
+"""What a family is: everything the package needs to know about one HF model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_vlm.models.rotary import Rotary
+from megatron_vlm.models.weights import Rule
+
+
+@dataclass(frozen=True)
+class Family:
+    """One HF `model_type`. Every function takes the HF config (`PretrainedConfig`) of the whole model.
+
+    `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())` that
+    gives visual features (M, D) in document order; `dummy_visual(hf_config)` the smallest valid arguments.
+    """
+
+    model_type: str
+    visual_keys: tuple[str, ...]
+    architecture: Callable[[Any], dict]  # fields of LanguageModelConfig
+    rotary: Callable[[Any], Rotary]
+    build_vision: Callable[[Any], nn.Module]
+    dummy_visual: Callable[[Any], dict[str, Tensor]]
+    weights: Callable[[Any], list[Rule]]
+    # HF key prefixes found in the wild -> the hub's own
+    renames: tuple[tuple[str, str], ...] = ()
+    ignored_keys: dict[str, str] = field(default_factory=dict)  # pattern -> why it is not imported
+    # freeze group -> prefix of its parameters in VLMModel
+    groups: dict[str, str] = field(
+        default_factory=lambda: {
+            "tower": "vision.vision_tower.",
+            "projector": "vision.multi_modal_projector.",
+            "language_model": "language_model.",
+        }
+    )
+    # tokens of one image see each other both ways
+    bidirectional_images: bool = False
+    # (input_ids (T,), visual inputs or None) -> (T,) or (3, T); None: 0, 1, 2, ...
+    position_ids: Callable[..., Tensor] | None = None
+    # token ids whose embeddings are replaced by visual features
+    visual_token_ids: Callable[[Any], tuple[int, ...]] = lambda hf_config: (hf_config.image_token_id,)

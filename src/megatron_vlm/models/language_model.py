@@ -1,0 +1,151 @@
+"""The one place that builds Megatron's language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.norms import NormThenAdd, RMSNorm
+from megatron_vlm.models.rotary import Rotary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class LanguageModelConfig(TransformerConfig):
+    """Megatron's TransformerConfig and what it cannot say about our families."""
+
+    vocab_size: int = 0
+    tie_embeddings: bool = False
+    embedding_scale: float = 1.0  # text embeddings are multiplied by this; visual features are not
+    layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
+    layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all the first
+    norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
+    attention_backend_name: str = "sdpa"
+
+
+def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelConfig:
+    """The family's architecture under the run's layout and precision."""
+    on_cpu = not torch.cuda.is_available()
+    dtype = DTYPES[run.model.dtype]
+    layout, train = run.parallel, run.train
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective"},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[run.model.recompute]
+    return LanguageModelConfig(
+        **{
+            # our defaults; a family may overrule any of them
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **architecture,
+        },
+        **recompute,
+        attention_backend_name=run.model.attention,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.tp > 1 if layout.sp is None else layout.sp,
+        variable_seq_lengths=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=not run.model.load_weights,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        # These need CUDA extensions that we do not ask for.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
+    """One transformer layer out of Megatron's parallel linears and our attention and norms."""
+    qk_norm = RMSNorm if config.qk_layernorm else None
+    attention = ModuleSpec(
+        module=RotarySelfAttention,
+        params={"attn_mask_type": AttnMaskType.arbitrary},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    add = ModuleSpec(NormThenAdd, params={"config": config}) if config.norm_after_sublayer else get_bias_dropout_add
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)),
+            mlp_bda=add,
+        ),
+    )
+
+
+class LanguageModel(GPTModel):
+    """GPTModel that takes its input embeddings from outside and its rotary tables from `rotary`."""
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        rotary: Rotary,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ):
+        layers = get_num_layers_to_build(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * layers, layer_norm=RMSNorm),
+            vocab_size=config.vocab_size,
+            max_sequence_length=0,  # only used by learned positions
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=config.tie_embeddings,
+            scatter_embedding_sequence_parallel=False,
+            vp_stage=vp_stage,
+        )
+        self.rotary = rotary
+        # rounded to the weights' dtype, as Transformers does
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=config.params_dtype).item()
+
+    def embed(self, input_ids_BS: Tensor) -> Tensor:
+        """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank."""
+        hidden_SBD = self.embedding(input_ids=input_ids_BS, position_ids=None)
+        return hidden_SBD.transpose(0, 1) * self.embedding_scale
+
+    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
+        return decoder_input, self.rotary(position_ids), None, None, None, padding_mask
+

@@ -1,0 +1,49 @@
+"""Norms in plain PyTorch with Megatron's constructor, and Gemma's norm after a sub-layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, statistics in fp32.
+
+    With `layernorm_zero_centered_gamma` the weight is an offset from one and is applied in fp32 before the
+    cast back; otherwise it multiplies after the cast. Both are the orders of the Transformers modules
+    (Gemma3RMSNorm, LlamaRMSNorm). Under sequence parallelism the weight's gradient is summed over TP.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.zero_centered else torch.ones
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+class NormThenAdd(nn.Module):
+    """residual + norm(sub-layer output): takes the place of Megatron's bias-dropout-add."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        return residual + self.norm(output if bias is None else output + bias)

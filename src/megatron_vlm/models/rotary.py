@@ -1,0 +1,41 @@
+"""Rotary tables from the Hugging Face config's own rule, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
+    """(inverse frequencies (R/2,), factor on cos and sin) of `text_config.rope_parameters`, fp32.
+
+    The scaled rules (linear, YaRN, ...) are Transformers' own functions, so they round as Transformers does.
+    """
+    rule = text_config.rope_parameters[layer_type] if layer_type else text_config.rope_parameters
+    if rule["rope_type"] != "default":
+        by_layer = {"layer_type": layer_type} if layer_type else {}
+        return ROPE_INIT_FUNCTIONS[rule["rope_type"]](text_config, torch.device("cpu"), **by_layer)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    width = int(head_dim * rule.get("partial_rotary_factor", 1.0))
+    return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+
+
+class Rotary(nn.Module):
+    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, 2, S, B, 1, R) fp32.
+
+    One rule for most models; Gemma3 has two, one for its local and one for its global layers.
+    """
+
+    def __init__(self, rules: list[tuple[Tensor, float]]):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False)
+        self.factors = [factor for _, factor in rules]
+
+    def forward(self, position_ids_BS: Tensor) -> Tensor:
+        angles_SBR = position_ids_BS.t()[..., None].float() * self.inv_freq[:, None, None, :]
+        angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
+        factor = angles.new_tensor(self.factors).view(-1, 1, 1, 1, 1)
+        return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)

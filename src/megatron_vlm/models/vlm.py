@@ -1,0 +1,140 @@
+"""VLMModel: HF tower and projector, then place, then Megatron's language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
+
+
+class VLMModel(MegatronModule):
+    """One pipeline chunk of a vision-language model.
+
+    The first chunk holds tower, projector and embedding, the last the output layer; every chunk takes the
+    batch contract's `input_ids`, `position_ids` and `attention_mask`. The tower is replicated over TP.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        family: Family,
+        hf_config: Any,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config)
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = config.tie_embeddings
+        token_ids = torch.tensor(family.visual_token_ids(hf_config))
+        self.register_buffer("visual_token_ids", token_ids, persistent=False)
+        self.bidirectional_images = family.bidirectional_images
+        if pre_process:
+            self.vision = family.build_vision(hf_config).to(config.params_dtype)
+            self._dummy_visual = family.dummy_visual(hf_config)
+            for param in self.vision.parameters():  # keeps the TP replicas of the tower in step
+                param.average_gradients_across_tp_domain = True
+        self.language_model = LanguageModel(config, family.rotary(hf_config), pre_process, post_process, vp_stage)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        visual_inputs: GenericVisualInputs | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Per-token loss (B, S) on the last stage when given labels, its logits (B, S, V / tp) otherwise.
+
+        Other stages return hidden states for the next. Raises when placeholders and features differ in number.
+        """
+        is_visual_BS = torch.isin(input_ids, self.visual_token_ids)
+        hidden_SBD = self._embed(input_ids, is_visual_BS, visual_inputs) if self.pre_process else None
+        return self.language_model(
+            input_ids=None,
+            position_ids=position_ids,
+            attention_mask=self._segments(attention_mask, is_visual_BS),
+            decoder_input=hidden_SBD,
+            labels=labels,
+        )
+
+    def _embed(self, input_ids: Tensor, is_visual_BS: Tensor, visual_inputs: GenericVisualInputs | None) -> Tensor:
+        """Token embeddings with the visual features in place: (S, B, D), or this rank's rows of S under SP."""
+        hidden_BSD = self.language_model.embed(input_ids)
+        if visual_inputs is not None:
+            features_MD = self.vision(**visual_inputs.normalized_for_model())
+            torch._assert_async(is_visual_BS.sum() == len(features_MD), "placeholders and visual features differ")
+            hidden_BSD = hidden_BSD.masked_scatter(is_visual_BS[..., None], features_MD.to(hidden_BSD.dtype))
+        elif self.training and any(param.requires_grad for param in self.vision.parameters()):
+            hidden_BSD = hidden_BSD + 0.0 * self._dummy_features(hidden_BSD.device).sum()
+        hidden_SBD = hidden_BSD.transpose(0, 1).contiguous()
+        if self.config.sequence_parallel:
+            hidden_SBD = tensor_parallel.scatter_to_sequence_parallel_region(hidden_SBD)
+        return hidden_SBD
+
+    def _dummy_features(self, device: torch.device) -> Tensor:
+        """Features of a blank image, so that a micro batch without images starts the same collectives."""
+        return self.vision(**{name: value.to(device) for name, value in self._dummy_visual.items()})
+
+    def _segments(self, documents_BS: Tensor, is_visual_BS: Tensor) -> Tensor:
+        """Document and bidirectional block of every token, see `models.attention`."""
+        blocks_BS = torch.zeros_like(documents_BS)
+        if self.bidirectional_images:
+            before_BS = torch.nn.functional.pad(is_visual_BS, (1, 0))[:, :-1]
+            blocks_BS = (is_visual_BS & ~before_BS).cumsum(1, dtype=documents_BS.dtype) * is_visual_BS
+        return torch.stack((documents_BS, blocks_BS))
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Called by Megatron's schedules with the previous stage's output."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Called by Megatron to keep tied weights on the first and last stage equal."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+
+def build_model(run: RunConfig, family: Family, hf_config: Any) -> list[VLMModel]:
+    """This rank's model chunks (several with virtual pipeline stages), frozen groups not requiring gradients."""
+    config = language_model_config(run, family.architecture(hf_config))
+    check_divisible(config)
+    vpp = run.parallel.vpp
+    chunks = []
+    for stage in range(vpp):
+        vp_stage = stage if vpp > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage))
+    for chunk in chunks:
+        freeze(chunk, family, run.model.freeze)
+    return chunks
+
+
+def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
+    """Parameters of the named groups stop requiring gradients."""
+    prefixes = tuple(family.groups[group] for group in groups)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(prefixes))
+
+
+def check_divisible(config: LanguageModelConfig) -> None:
+    """Raises ValueError when tensor parallelism does not divide the model, before anything is built."""
+    tp = config.tensor_model_parallel_size
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key/value heads": config.num_query_groups,
+        "feed-forward width": config.ffn_hidden_size,
+        "vocabulary": config.vocab_size,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"parallel: tp {tp} does not divide the model's {size} {name}; choose a divisor of {size}")
+
+

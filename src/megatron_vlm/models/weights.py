@@ -1,0 +1,395 @@
+"""Hugging Face weights in and out, by one list of rules per family played in both directions.
+
+A rule pairs a parameter of `VLMModel` with the HF tensors it is made of, and an operation that knows how
+tensor parallelism cuts it. Import reads, from safetensors, only the slices that this rank holds; export
+gathers one parameter at a time. Layer numbers are global on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from megatron.core import parallel_state
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch import distributed as dist
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.vlm import VLMModel
+
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 2**30  # export starts a new file after this much
+
+
+# --- operations ------------------------------------------------------------------------------------------
+
+
+class Slices(Protocol):
+    """A tensor on disk: `source[a:b]` reads only that part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class Operation(Protocol):
+    """How a parameter is cut over the `size` ranks of the tensor-parallel group."""
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        """This rank's parameter from the HF tensors."""
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        """The HF tensors from all ranks' parameters."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same on every rank."""
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        return sources[0][...]
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Equal parts along `axis`."""
+
+    axis: int
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        return _part(sources[0], self.axis, rank, size)
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(shards, dim=self.axis)]
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        return torch.cat([_part(source, 0, rank, size) for source in sources])
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return [torch.cat(gates), torch.cat(ups)]
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """Megatron's linear_qkv: for each key/value group its query heads, its key head, its value head."""
+
+    heads: int
+    groups: int
+    head_dim: int
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        groups = self.groups // size
+        parts = [_part(source, 0, rank, size) for source in sources]
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        grouped = torch.cat(shards).unflatten(0, (self.groups, -1))
+        sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
+        return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+def _part(source: Slices, axis: int, rank: int, size: int) -> Tensor:
+    length = source.get_shape()[axis]
+    if length % size:
+        raise ValueError(f"axis {axis} of length {length} is not divisible by tp {size}")
+    step = length // size
+    return source[(slice(None),) * axis + (slice(rank * step, (rank + 1) * step),)]
+
+
+# --- rules -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`param` of VLMModel <-> `hf` tensors. `*` stands for a number, `**` for any rest of a name.
+
+    `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
+    """
+
+    param: str
+    hf: tuple[str, ...]
+    operation: Operation
+    export: bool = True
+
+    def hf_names(self, name: str) -> list[str] | None:
+        """The HF tensors of parameter `name`, None when the rule is not about it."""
+        match = re.fullmatch(_pattern(self.param), name)
+        return match and [_fill(hf, match.groups()) for hf in self.hf]
+
+    def covers(self, key: str) -> bool:
+        return any(re.fullmatch(_pattern(hf), key) for hf in self.hf)
+
+
+def _pattern(wildcards: str) -> str:
+    return re.escape(wildcards).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d+)")
+
+
+def _fill(wildcards: str, values: tuple[str, ...]) -> str:
+    remaining = iter(values)
+    return re.sub(r"\*\*|\*", lambda _: next(remaining), wildcards)
+
+
+def find_rule(rules: list[Rule], name: str) -> tuple[Rule, list[str]]:
+    for rule in rules:
+        if names := rule.hf_names(name):
+            return rule, names
+    raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
+
+
+def named_global_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of one model chunk, with layer numbers counted over the whole model."""
+    offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
+
+    def rename(name: str) -> str:
+        local = r"(?<=^language_model\.decoder\.layers\.)\d+"
+        return re.sub(local, lambda match: str(offsets[match[0]]), name)
+
+    return ((rename(name), param) for name, param in model.named_parameters())
+
+
+# --- checkpoints on disk ---------------------------------------------------------------------------------
+
+
+class HFCheckpoint:
+    """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use."""
+
+    def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
+        self.folder = resolve(path)
+        self._renames = renames
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def files(self) -> dict[str, tuple[str, str]]:
+        """hub key -> (file, key in that file)."""
+        index = self.folder / INDEX_FILE
+        if index.exists():
+            stored = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / WEIGHT_FILE).exists():
+            stored = dict.fromkeys(self._file(WEIGHT_FILE).keys(), WEIGHT_FILE)
+        else:
+            raise FileNotFoundError(
+                f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save the checkpoint as safetensors first"
+            )
+        return {self._hub_name(key): (file, key) for key, file in stored.items()}
+
+    def _hub_name(self, key: str) -> str:
+        for pattern, replacement in self._renames:
+            key = re.sub(pattern, replacement, key)
+        return key
+
+    def _file(self, name: str) -> Any:
+        if Path(name).name != name:
+            raise ValueError(f"{self.folder / INDEX_FILE}: file name {name!r} leaves the folder")
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt")
+        return self._open[name]
+
+    def slices(self, key: str) -> Slices:
+        file, stored_key = self.files[key]
+        return self._file(file).get_slice(stored_key)
+
+    def stored(self, key: str) -> tuple[str, torch.dtype]:
+        """Name and dtype that `key` has in the files."""
+        file, stored_key = self.files[key]
+        return stored_key, _DTYPES[self._file(file).get_slice(stored_key).get_dtype()]
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+def resolve(path: str | Path) -> Path:
+    """The folder of a checkpoint; a name that is no folder is fetched from the Hugging Face hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).is_absolute() or str(path).startswith("."):
+        raise FileNotFoundError(f"checkpoint {path}: no such folder")
+    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+
+
+# --- import ----------------------------------------------------------------------------------------------
+
+
+def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_config: Any) -> None:
+    """Fill the parameters of this rank's model chunks from the HF checkpoint, reading only their slices.
+
+    Raises ValueError that names the keys when the checkpoint has one that no rule covers, lacks one that a
+    parameter needs, or has one of another shape. Values are cast to the parameters' dtype.
+    """
+    checkpoint, rules = HFCheckpoint(path, family.renames), family.weights(hf_config)
+    _check_no_unknown(checkpoint, rules, family)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    params = [pair for chunk in chunks for pair in named_global_parameters(chunk)]
+    for name, param in tqdm(params, "import", unit="tensor", disable=dist.get_rank() != 0, leave=False):
+        rule, keys = find_rule(rules, name)
+        if missing := [key for key in keys if key not in checkpoint.files]:
+            raise ValueError(f"{checkpoint.folder}: lacks {missing}, needed for {name} {tuple(param.shape)}")
+        sources = [checkpoint.slices(key) for key in keys]
+        value = rule.operation.read(sources, rank, size)
+        if value.shape != param.shape:
+            shapes = {key: tuple(source.get_shape()) for key, source in zip(keys, sources, strict=True)}
+            raise ValueError(
+                f"{checkpoint.folder}: {shapes} gives {tuple(value.shape)} at tp {size} rank {rank}, but "
+                f"{name} is {tuple(param.shape)}; do config.json and weights belong together?"
+            )
+        with torch.no_grad():
+            param.copy_(value)
+
+
+def _check_no_unknown(checkpoint: HFCheckpoint, rules: list[Rule], family: Family) -> None:
+    def known(key: str) -> bool:
+        return any(rule.covers(key) for rule in rules) or any(
+            re.fullmatch(_pattern(pattern), key) for pattern in family.ignored_keys
+        )
+
+    if unknown := sorted(key for key in checkpoint.files if not known(key)):
+        raise ValueError(
+            f"{checkpoint.folder}: {len(unknown)} keys that {family.model_type} does not have: {unknown[:5]}; "
+            "importing would lose them"
+        )
+
+
+# --- export ----------------------------------------------------------------------------------------------
+
+
+def hf_tensors(
+    chunks: list[VLMModel],
+    rules: list[Rule],
+    value: Callable[[nn.Parameter], Tensor] = lambda param: param.detach(),
+) -> Iterator[tuple[str, Tensor]]:
+    """(hub key, whole tensor) of this pipeline stage, one parameter gathered over TP at a time.
+
+    A collective over the tensor-parallel group: every rank iterates to the end. `value` picks what is
+    exported of a parameter (the tests export gradients).
+    """
+    for chunk in chunks:
+        for name, param in named_global_parameters(chunk):
+            rule, keys = find_rule(rules, name)
+            if not rule.export:
+                continue
+            local = value(param).contiguous()
+            shards = [local] if isinstance(rule.operation, Whole) else _gather(local)
+            yield from zip(keys, rule.operation.write(shards), strict=True)
+
+
+def _gather(local: Tensor) -> list[Tensor]:
+    shards = [torch.empty_like(local) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
+    return shards
+
+
+def export_hf(
+    chunks: list[VLMModel], output: str | Path, source: str | Path, family: Family, hf_config: Any
+) -> None:
+    """Write the model as an HF folder: weights under the names and dtypes of `source`, its other files as they are.
+
+    Collective over all ranks, which must share the file system. Each pipeline stage writes its own files
+    while it gathers; `output` appears when everything is written. Raises FileExistsError when it exists.
+    """
+    output, checkpoint = Path(output), HFCheckpoint(source, family.renames)
+    partial = output.with_name(output.name + ".partial")
+    if dist.get_rank() == 0:
+        if output.exists():
+            raise FileExistsError(f"{output} exists; export to a new folder or remove it")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        copy_side_files(checkpoint.folder, partial)
+    dist.barrier()
+    written: dict[str, list[str]] = {}
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        tensors = hf_tensors(chunks, family.weights(hf_config))
+        is_writer = parallel_state.get_tensor_model_parallel_rank() == 0
+        written = _write_shards(tensors, checkpoint, partial, is_writer)
+    stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, written)
+    if dist.get_rank() == 0:
+        files = {file: keys for stage in stages for file, keys in stage.items()}
+        _check_complete(files, checkpoint, family)
+        _name_shards(partial, files)
+        partial.rename(output)
+    dist.barrier()
+
+
+def copy_side_files(source: Path, output: Path) -> None:
+    """Config, tokenizer, processor and chat template: everything small that is not a weight."""
+    for file in source.iterdir():
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and file.name != INDEX_FILE:
+            shutil.copyfile(file, output / file.name)
+
+
+def _write_shards(
+    tensors: Iterator[tuple[str, Tensor]], checkpoint: HFCheckpoint, folder: Path, is_writer: bool
+) -> dict[str, list[str]]:
+    """File name -> keys of what this rank wrote; ranks that only take part in the gathering write nothing."""
+    written: dict[str, list[str]] = {}
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if pending:
+            file = f"rank{dist.get_rank():05d}-{len(written):05d}.safetensors"
+            save_file(pending, folder / file, metadata={"format": "pt"})
+            written[file] = list(pending)
+            pending.clear()
+
+    for key, tensor in tensors:
+        if is_writer:
+            name, dtype = checkpoint.stored(key)
+            pending[name] = tensor.to("cpu", dtype).contiguous()
+            if sum(t.nbytes for t in pending.values()) >= SHARD_BYTES:
+                flush()
+    flush()
+    return written
+
+
+def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, family: Family) -> None:
+    exported = [key for keys in files.values() for key in keys]
+    expected = {
+        stored
+        for key, (_, stored) in checkpoint.files.items()
+        if not any(re.fullmatch(_pattern(pattern), key) for pattern in family.ignored_keys)
+    }
+    assert len(exported) == len(set(exported)), "an HF key was exported twice"
+    assert set(exported) == expected, f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
+
+
+def _name_shards(folder: Path, files: dict[str, list[str]]) -> None:
+    """Rename to HF's scheme and write the index; a single file needs none."""
+    if len(files) == 1:
+        (folder / next(iter(files))).rename(folder / WEIGHT_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (file, keys) in enumerate(sorted(files.items()), start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / file).rename(folder / name)
+        weight_map |= dict.fromkeys(keys, name)
+    size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

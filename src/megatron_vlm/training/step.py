@@ -1,0 +1,98 @@
+"""One optimizer step: forward and backward over the micro batches, one loss over all their trained tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import tee
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_vlm.batch import pad_rows
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.vlm import VLMModel
+
+
+def vlm_step(data_iterator: Iterator[dict], model: VLMModel):
+    """Megatron's forward step: one micro batch of the batch contract through one model chunk."""
+    batch = next(data_iterator)
+    losses_BS = model(
+        batch["input_ids"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        batch["visual_inputs"],
+        labels=batch["labels"],
+    )
+    return losses_BS, partial(token_loss, batch["loss_mask"])
+
+
+def token_loss(mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum over trained tokens, their number, report); Megatron divides once, by the global number.
+
+    That is `calculate_per_token_loss`: without it the loss would be a mean of micro-batch means.
+    """
+    total = (losses_BS.float() * mask_BS).sum()
+    count = mask_BS.sum()
+    return total, count.int(), {"sum_and_count": torch.stack((total.detach(), count)).double()}
+
+
+def data_parallel(chunks: list[VLMModel], run: RunConfig) -> list[DistributedDataParallel]:
+    """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step."""
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=run.parallel.distributed_optimizer
+    )
+    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+
+
+def forward_backward(
+    chunks: list[torch.nn.Module], micro_batches: list[dict], forward_step=vlm_step, forward_only: bool = False
+) -> list:
+    """Run Megatron's schedule for the layout; what the loss function reported, on the last stage."""
+    length = max(batch["input_ids"].shape[1] for batch in micro_batches)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        micro_batches = [pad_rows(batch, length) for batch in micro_batches]
+    iterators = list(tee(micro_batches, len(chunks)))
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=length,
+        micro_batch_size=micro_batches[0]["input_ids"].shape[0],
+        forward_only=forward_only,
+    )
+
+
+def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):
+    """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = forward_backward(chunks, micro_batches)
+    updated, grad_norm, _ = optimizer.step()
+    if updated:
+        scheduler.step(increment=1)
+    loss, tokens = mean_loss(reports)
+    return loss, tokens, grad_norm
+
+
+def mean_loss(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
+    """Mean loss over all trained tokens of all ranks, and their number; NaN when there are none.
+
+    Collective: the last stage's reports are summed over data-parallel ranks and made known to all.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for report in reports:
+            total += report["sum_and_count"]
+    dist.all_reduce(total)
+    loss_sum, count = total.tolist()
+    return (loss_sum / count if count else float("nan")), int(count)
