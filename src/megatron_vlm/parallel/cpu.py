@@ -1,0 +1,218 @@
+"""Megatron-Core on a machine without CUDA: gloo, CPU tensors, no Transformer Engine, no Apex.
+
+Megatron-Core asks for CUDA by name in many places. `install()` answers each of them once, here; nothing
+else in the package knows about it. Checked against Megatron-Core 0.19 and torch 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+def install() -> None:
+    """Let Megatron-Core run on CPU; does nothing where CUDA is present, or when called again.
+
+    Imports Megatron-Core, about 5 s. Call it before anything else imports `megatron.core`: the import is
+    then twice as fast, since nothing pulls in torch's compiler. After such an import it works all the same,
+    but has to turn `torch.compile` off for the whole process.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _import_megatron_without_compiler()
+    _redirect_factories()
+    _redirect_tensor_methods()
+    _answer_cuda_module()
+    _keep_rng_on_cpu()
+    _split_sizes_as_ints()
+    _pad_uneven_collectives()
+
+
+def _import_megatron_without_compiler() -> None:
+    """Megatron's `jit_fuser` is `torch.compile`, which on CPU compiles C++ at the first call."""
+    if "megatron.core" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+        return
+    compile_ = torch.compile
+    torch.compile = lambda fn=None, **_: fn if fn is not None else (lambda inner: inner)
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compile_
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+
+
+def _is_cuda(device) -> bool:
+    """Whether `device` names CUDA in one of torch's spellings; a bare index does too."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand rand_like randint "
+    "randn randn_like tensor zeros zeros_like"
+).split()
+
+
+def _redirect_factories() -> None:
+    """`torch.empty(..., device="cuda")` and the like allocate on the CPU.
+
+    Wrapped functions and not a TorchFunctionMode: a mode is not active inside autograd's backward.
+    """
+    for name in _FACTORIES:
+        setattr(torch, name, _with_cpu_device(getattr(torch, name)))
+
+
+def _with_cpu_device(factory):
+    @functools.wraps(factory)
+    def on_cpu(*args, **kwargs):
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+class _TypeName(str):
+    """A CPU tensor's type name, equal to its CUDA name too."""
+
+    def __eq__(self, other):
+        return str.__eq__(self, other) or str.__eq__(self.replace("torch.", "torch.cuda.", 1), other)
+
+    def __ne__(self, other):
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _redirect_tensor_methods() -> None:
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(tensor_to)
+    def to(self, *args, **kwargs):
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return tensor_to(self, *args, **kwargs)
+
+    @functools.wraps(tensor_type)
+    def type_(self, *args, **kwargs):
+        name = tensor_type(self, *args, **kwargs)
+        return _TypeName(name) if isinstance(name, str) else name
+
+    torch.Tensor.to = to  # `weight.to(device=torch.cuda.current_device())` of the MoE router and others
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # tied embeddings, optimizer state
+    torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"
+
+
+class _Stream:
+    """Stands for a stream and for an event: work on the CPU is done when the call returns."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record_event(self, *args) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *args) -> None:
+        pass
+
+    record = synchronize = wait = wait_event = wait_stream = _nothing
+
+
+def _answer_cuda_module() -> None:
+    def nothing(*args, **kwargs) -> None:
+        pass
+
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU  # `device=torch.cuda.current_device()` everywhere
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = nothing  # schedules, p2p, checkpoint writer
+    cuda.Stream = cuda.Event = _Stream  # MoE dispatcher, shared experts, DDP
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _keep_rng_on_cpu() -> None:
+    """Megatron's RNG tracker and activation recomputation save and restore the CUDA generator."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    def get_state(device=None, clone=False, graph_safe=False):
+        return torch.random.get_rng_state()
+
+    def set_state(state, device=-1, graph_safe=False):
+        torch.random.set_rng_state(state)
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = get_state, set_state
+    torch.cuda.manual_seed = torch.manual_seed
+    # The tracker warns when the CPU generator moved inside `fork`; here that is the generator it forks.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
+
+
+def _split_sizes_as_ints() -> None:
+    """The MoE dispatcher turns split sizes into numpy only when they are CUDA tensors; gloo wants ints."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def on_host(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+def _pad_uneven_collectives() -> None:
+    """gloo refuses lists of tensors of different lengths, which expert tokens under TP x EP are.
+
+    Each tensor is padded along its first axis to the longest of the list; all ranks know all lengths.
+    """
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def padded_all_gather(tensor_list, tensor, group=None, async_op=False):
+        if _same_length(tensor_list):
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op, "uneven all_gather on gloo is synchronous"
+        longest = max(len(t) for t in tensor_list)
+        gathered = [_padded(t, longest) for t in tensor_list]
+        all_gather(gathered, _padded(tensor, longest), group=group)
+        for out, full in zip(tensor_list, gathered, strict=True):
+            out.copy_(full[: len(out)])
+
+    @functools.wraps(reduce_scatter)
+    def padded_reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if _same_length(input_list):
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        assert not async_op, "uneven reduce_scatter on gloo is synchronous"
+        longest = max(len(t) for t in input_list)
+        full = _padded(output, longest)
+        reduce_scatter(full, [_padded(t, longest) for t in input_list], op=op, group=group)
+        output.copy_(full[: len(output)])
+
+    dist.all_gather, dist.reduce_scatter = padded_all_gather, padded_reduce_scatter
+
+
+def _same_length(tensors) -> bool:
+    return len({t.shape[:1] for t in tensors}) == 1
+
+
+def _padded(tensor, length: int):
+    padding = tensor.new_zeros(length - len(tensor), *tensor.shape[1:])
+    return torch.cat([tensor, padding])

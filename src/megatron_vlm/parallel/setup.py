@@ -1,0 +1,103 @@
+"""Process groups, devices and seeds: from torchrun's environment to Megatron's parallel state."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.parallel import cpu
+from megatron_vlm.parallel.layout import LayoutLimits, check_layout
+
+cpu.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
+
+def init_distributed(parallel: ParallelConfig, seed: int, limits: LayoutLimits | None = None) -> None:
+    """Join the processes torchrun started, or be a single process without torchrun, and lay them out.
+
+    After it `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
+    the number of threads are set. Raises ValueError for a layout that cannot run, before any process waits
+    for another.
+    """
+    check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)), limits)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        torch.set_num_threads(_cpu_threads())
+    _join_processes()
+    _make_groups(parallel)
+    seed_all(seed)
+
+
+def reset_layout(parallel: ParallelConfig, seed: int) -> None:
+    """Lay the running processes out anew, as `init_distributed` would; models built before are void."""
+    check_layout(parallel, dist.get_world_size())
+    _destroy_groups()
+    _make_groups(parallel)
+    seed_all(seed)
+
+
+def shutdown() -> None:
+    """Leave all process groups; every process calls it, once its work is done."""
+    _destroy_groups()
+    dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """This process's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu.CPU
+
+
+def seed_all(seed: int) -> None:
+    """Seed python, numpy, torch and Megatron's tracker: stages differ, data-parallel ranks do not."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _join_processes() -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _make_groups(parallel: ParallelConfig) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+    )
+
+
+def _destroy_groups() -> None:
+    """`destroy_model_parallel` only forgets the groups; their threads and sockets go here."""
+    held = vars(parallel_state).values()
+    groups = {group for group in held if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
+    dist.barrier()
+    for group in sorted(groups, key=lambda group: group.group_name):
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def _cpu_threads() -> int:
+    """What the user set in OMP_NUM_THREADS, else this process's share of the cores.
+
+    torchrun itself sets OMP_NUM_THREADS to 1 when nobody did; that 1 is not the user's word.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

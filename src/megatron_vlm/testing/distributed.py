@@ -1,0 +1,117 @@
+"""Run a function on several fresh gloo processes and get back what each returned.
+
+Starting a process costs the imports of torch and Megatron-Core, several seconds: let one function go
+through many layouts with `parallel.setup.reset_layout` rather than start processes for each.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) -> list[Any]:
+    """Call `fn(*args)` on `world_size` processes with torchrun's environment; its results by rank.
+
+    `fn` is a function at the top level of a module, `args` can be pickled, the result is plain data and
+    tensors. `fn` calls `parallel.setup.init_distributed` itself. When a process fails, or when `timeout`
+    seconds have passed, all are killed and a RuntimeError carries the output of those that failed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(folder, rank, world_size, store.port, fn, args))
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait_for_all(processes, Path(folder), time.monotonic() + timeout, timeout)
+        finally:
+            _kill(processes)
+        return [torch.load(_result(folder, rank), weights_only=True) for rank in range(world_size)]
+
+
+def _rank_main(folder: str, rank: int, world_size: int, port: int, fn: Callable, args: tuple) -> None:
+    os.setpgrp()  # so that what it starts dies with it
+    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's, as under torchrun
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.save(fn(*args), _result(folder, rank))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _wait_for_all(processes: list[BaseProcess], folder: Path, deadline: float, timeout: float) -> None:
+    running = list(processes)
+    while running:
+        if not wait([p.sentinel for p in running], max(0.0, deadline - time.monotonic())):
+            ranks = [processes.index(p) for p in running]
+            raise RuntimeError(
+                f"run_distributed: ranks {ranks} of {len(processes)} still run after {timeout:.0f} s; raise "
+                f"timeout or look for a collective that not all enter.\n{_output(folder, ranks)}"
+            )
+        for process in running:
+            process.join(0)
+        failed = [rank for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
+        if failed:
+            codes = [processes[rank].exitcode for rank in failed]
+            raise RuntimeError(
+                f"run_distributed: ranks {failed} of {len(processes)} failed with exit codes {codes}.\n"
+                f"{_output(folder, failed)}"
+            )
+        running = [p for p in running if p.exitcode is None]
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.exitcode is None and process.pid is not None:
+            _signal_group(process)
+            process.join()
+
+
+def _signal_group(process: BaseProcess) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not made its group yet, or is already gone
+        process.kill()
+
+
+def _output(folder: Path, ranks: list[int]) -> str:
+    parts = []
+    for rank in ranks:
+        log = Path(_log(folder, rank))
+        text = log.read_text(errors="replace") if log.exists() else "(it did not start)"
+        parts.append(f"--- rank {rank} ---\n{text[-6000:]}")
+    return "\n".join(parts)
+
+
+def _log(folder: str | Path, rank: int) -> str:
+    return os.path.join(folder, f"rank{rank}.log")
+
+
+def _result(folder: str | Path, rank: int) -> str:
+    return os.path.join(folder, f"rank{rank}.pt")
