@@ -14,6 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _installed = False
@@ -73,6 +74,7 @@ def _redirect_factories() -> None:
 
     Wrapped functions and not a TorchFunctionMode: a mode is not active inside autograd's backward.
     """
+    _device_constructors()  # caches the originals, by which `with torch.device(...)` knows a factory
     for name in _FACTORIES:
         setattr(torch, name, _with_cpu_device(getattr(torch, name)))
 
@@ -144,7 +146,8 @@ def _answer_cuda_module() -> None:
 
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # `device=torch.cuda.current_device()` everywhere
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = nothing  # schedules, p2p, checkpoint writer
+    for name in ("set_device", "synchronize", "empty_cache"):  # schedules, p2p, checkpoint writer
+        setattr(cuda, name, functools.partial(nothing))  # torch._dynamo wants distinct objects
     cuda.Stream = cuda.Event = _Stream  # MoE dispatcher, shared experts, DDP
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
