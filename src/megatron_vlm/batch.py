@@ -112,9 +112,10 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
 
 
 def pad_rows(batch: dict, length: int) -> dict:
-    """`batch` with rows of `length` tokens: the pipeline schedule wants all micro batches of a step alike."""
+    """`batch` with rows of `length` tokens; the new tokens are padding, untrained and of document 0."""
     extra = length - batch["input_ids"].shape[1]
     if not extra:
         return batch
     fill = {"input_ids": 0, "labels": IGNORE_INDEX, "loss_mask": 0, "position_ids": 0, "attention_mask": 0}
-    return batch | {key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill}
+    padded = {key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill if key in batch}
+    return batch | padded

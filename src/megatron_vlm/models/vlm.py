@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class VLMModel(MegatronModule):
     ):
         super().__init__(config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
         self.share_embeddings_and_output_weights = config.tie_embeddings
         token_ids = torch.tensor(family.visual_token_ids(hf_config))
         self.register_buffer("visual_token_ids", token_ids, persistent=False)

@@ -172,6 +172,13 @@ def named_global_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter
 # --- checkpoints on disk ---------------------------------------------------------------------------------
 
 
+def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
+    """`key` as the hub's files spell it, from any of the spellings found in the wild or in memory."""
+    for pattern, replacement in renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
 class HFCheckpoint:
     """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use."""
 
@@ -192,12 +199,7 @@ class HFCheckpoint:
             raise FileNotFoundError(
                 f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save the checkpoint as safetensors first"
             )
-        return {self._hub_name(key): (file, key) for key, file in stored.items()}
-
-    def _hub_name(self, key: str) -> str:
-        for pattern, replacement in self._renames:
-            key = re.sub(pattern, replacement, key)
-        return key
+        return {hub_name(key, self._renames): (file, key) for key, file in stored.items()}
 
     def _file(self, name: str) -> Any:
         if Path(name).name != name:

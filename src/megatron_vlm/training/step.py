@@ -55,19 +55,26 @@ def forward_backward(
     chunks: list[torch.nn.Module], micro_batches: list[dict], forward_step=vlm_step, forward_only: bool = False
 ) -> list:
     """Run Megatron's schedule for the layout; what the loss function reported, on the last stage."""
-    length = max(batch["input_ids"].shape[1] for batch in micro_batches)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        micro_batches = [pad_rows(batch, length) for batch in micro_batches]
+    micro_batches = _padded_for_layout(micro_batches)
     iterators = list(tee(micro_batches, len(chunks)))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=length,
+        seq_length=micro_batches[0]["input_ids"].shape[1],
         micro_batch_size=micro_batches[0]["input_ids"].shape[0],
         forward_only=forward_only,
     )
+
+
+def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
+    """Rows that sequence parallelism can cut; under pipeline parallelism all micro batches of one length."""
+    lengths = [batch["input_ids"].shape[1] for batch in micro_batches]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        lengths = [max(lengths)] * len(lengths)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return [pad_rows(batch, -(-n // tp) * tp) for batch, n in zip(micro_batches, lengths, strict=True)]
 
 
 def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):

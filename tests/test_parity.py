@@ -1,0 +1,42 @@
+"""Equal to Transformers under every layout: logits, loss and the gradient of every parameter, fp32 on CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+
+from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
+
+FAMILIES = ["gemma3"]
+REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[dict]:
+    """All measurements, also written to reports/parity.json."""
+    folder, found = tmp_path_factory.mktemp("parity"), []
+    for family in FAMILIES:
+        path = build_tiny_checkpoint(family, folder / family)
+        cases = folder / f"{family}.pt"
+        torch.save({name: parity.case_for(path, images) for name, images in parity.INPUTS.items()}, cases)
+        for processes in (1, 2, 4):
+            names = [name for name, (count, _) in parity.LAYOUTS.items() if count == processes]
+            measured = run_distributed(processes, parity.measure, names, str(path), str(cases))[0]
+            found += [{"family": family} | row for row in measured]
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", parity.LAYOUTS)
+def test_equals_transformers(rows, family, layout):
+    mine = [row for row in rows if row["family"] == family and row["layout"] == layout]
+    assert [row["input"] for row in mine] == list(parity.INPUTS)
+    for row in mine:
+        assert row["passed"], row
