@@ -141,15 +141,15 @@ class _Stream:
 
 
 def _answer_cuda_module() -> None:
-    def nothing(*args, **kwargs) -> None:
-        pass
-
+    """One function per name: torch's compiler, which torch.optim imports, refuses a name for two."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # `device=torch.cuda.current_device()` everywhere
-    for name in ("set_device", "synchronize", "empty_cache"):  # schedules, p2p, checkpoint writer
-        setattr(cuda, name, functools.partial(nothing))  # torch._dynamo wants distinct objects
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None  # pipeline communication, checkpoint writer
+    cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = _Stream  # MoE dispatcher, shared experts, DDP
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
 
 
@@ -164,8 +164,9 @@ def _keep_rng_on_cpu() -> None:
         torch.random.set_rng_state(state)
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
-    torch.cuda.get_rng_state, torch.cuda.set_rng_state = get_state, set_state
-    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.random.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.random.set_rng_state(state)
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     # The tracker warns when the CPU generator moved inside `fork`; here that is the generator it forks.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
 

@@ -78,6 +78,7 @@ def _make_groups(parallel: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
+        create_gloo_process_groups=False,  # the default groups carry CPU tensors already
     )
 
 
