@@ -127,7 +127,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     the setting's type. Raises ConfigError naming the place of an unknown key or of an unfit value.
     """
     if not isinstance(overrides, Mapping):
-        overrides = dict(_split_override(text) for text in overrides)
+        overrides = dict(split_override(text) for text in overrides)
     tree = OmegaConf.structured(config)
     for key, value in _flatten(overrides):
         _set(tree, key, value)
@@ -151,8 +151,15 @@ def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{place}: not readable as YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}.")
+        raise ConfigError(
+            f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}."
+        )
     return settings
+
+
+def missing_settings(config: RunConfig) -> list[str]:
+    """The settings that have no default and were not given."""
+    return [key for key, value in _settings(config) if value == MISSING]
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
@@ -174,9 +181,24 @@ def validate_paths(config: RunConfig) -> None:
     problems = [
         f"{key}: {path} does not exist; {remedy}"
         for key, path, may_be_on_hub, remedy in (
-            ("model.hf_path", config.model.hf_path, True, "give a checkpoint folder or a Hugging Face hub name."),
-            ("data.train_data_path", data.train_data_path, hub_data, "write one with `megatron-vlm prepare`."),
-            ("data.valid_data_path", data.valid_data_path, hub_data, "leave it out to use the training data's."),
+            (
+                "model.hf_path",
+                config.model.hf_path,
+                True,
+                "give a checkpoint folder or a Hugging Face hub name.",
+            ),
+            (
+                "data.train_data_path",
+                data.train_data_path,
+                hub_data,
+                "write one with `megatron-vlm prepare`.",
+            ),
+            (
+                "data.valid_data_path",
+                data.valid_data_path,
+                hub_data,
+                "leave it out to use the training data's.",
+            ),
         )
         if path is not None and not _may_exist(path, may_be_on_hub)
     ]
@@ -187,7 +209,7 @@ def validate_paths(config: RunConfig) -> None:
 def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int | bool]:
     """The numbers that follow from a valid configuration; `world_size` None: the fewest processes."""
     parallel, train = config.parallel, config.train
-    world_size = world_size or _fewest_processes(parallel)
+    world_size = world_size or fewest_processes(parallel)
     data_parallel = world_size // parallel.model_size
     return {
         "processes": world_size,
@@ -196,8 +218,21 @@ def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int |
         "micro_batches_per_step": train.global_batch_size // (train.micro_batch_size * data_parallel),
         "most_tokens_per_micro_batch": train.micro_batch_size * config.data.seq_length,
         "most_tokens_per_step": train.global_batch_size * config.data.seq_length,
-        "rows_in_all": train.global_batch_size * train.steps,
+        "rows_over_all_steps": train.global_batch_size * train.steps,
     }
+
+
+def fewest_processes(parallel: ParallelConfig) -> int:
+    """The smallest number of processes that the layout divides."""
+    return lcm(parallel.model_size, parallel.tp * parallel.pp * parallel.ep)
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """`key.path=value` in two; the value may hold more equals signs. Raises ConfigError without one."""
+    key, equals, value = text.partition("=")
+    if not (equals and key.strip()):
+        raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
+    return key.strip(), value
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -205,13 +240,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."
-
-
-def _split_override(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (equals and key.strip()):
-        raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
-    return key.strip(), value
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -285,11 +313,11 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _setting_problems(config: RunConfig) -> Iterator[str]:
     settings = dict(_settings(config))
-    for key, value in settings.items():
-        if value == MISSING:
-            yield f"{key}: not set; pass {key}=…"
-        if key in CHOICES and value not in CHOICES[key]:
-            yield f"{key}: {value} is not one of {', '.join(CHOICES[key])}{suggestion(value, CHOICES[key])}"
+    for key in missing_settings(config):
+        yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"
+    for key, choices in CHOICES.items():
+        if (value := settings[key]) not in choices:
+            yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
     if not 0 <= config.data.max_drop_share <= 1:
@@ -329,7 +357,7 @@ def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     below = world_size // size * size
     start = f"{below} or {below + size}" if below else f"{size}"
     yield (
-        f"parallel: {named} = {size} does not divide {_count(world_size, 'process')}; "
+        f"parallel: {named} = {size} does not divide {world_size} {'process' if world_size == 1 else 'processes'}; "
         f"change one size or start {start}."
     )
 
@@ -338,14 +366,14 @@ def _row_problems(config: RunConfig) -> Iterator[str]:
     parallel, length = config.parallel, config.data.seq_length
     if parallel.tp >= 1 and parallel.sequence_parallel and length % parallel.tp:
         yield (
-            f"data.seq_length: {length} is not divisible by tp {parallel.tp}, over which sequence parallelism "
-            f"splits it; use {length - length % parallel.tp or parallel.tp} or sp=false."
+            f"data.seq_length: {length} is not divisible by tp {parallel.tp}, over which sequence "
+            f"parallelism splits it; use {length - length % parallel.tp or parallel.tp} or sp=false."
         )
 
 
 def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     train, parallel = config.train, config.parallel
-    data_parallel = (world_size or _fewest_processes(parallel)) // parallel.model_size
+    data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
     rows = train.micro_batch_size * data_parallel
     micro_batches, rest = divmod(train.global_batch_size, rows)
     if rest:
@@ -355,18 +383,11 @@ def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
             f"{train.micro_batch_size} × {data_parallel} data-parallel ranks = {rows}; use {start}."
         )
     elif parallel.vpp > 1 and micro_batches % parallel.pp:
+        enough = -(-micro_batches // parallel.pp) * parallel.pp * rows
         yield (
             f"train: {micro_batches} micro batches per step is not a multiple of pp {parallel.pp}, as vpp "
-            f"{parallel.vpp} needs; use global_batch_size {-(-micro_batches // parallel.pp) * parallel.pp * rows}."
+            f"{parallel.vpp} needs; use global_batch_size {enough}."
         )
-
-
-def _fewest_processes(parallel: ParallelConfig) -> int:
-    return lcm(parallel.model_size, parallel.tp * parallel.pp * parallel.ep)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
 
 
 def _may_exist(path: str, may_be_on_hub: bool) -> bool:

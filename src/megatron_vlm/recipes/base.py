@@ -47,14 +47,18 @@ SETTING_OF_ARGUMENT: dict[str, str] = {
 }
 
 
+def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe arguments by the settings they set. Raises ConfigError on an unknown argument."""
+    for name in arguments:
+        if name not in SETTING_OF_ARGUMENT:
+            raise ConfigError(f"{name}: not an argument of a recipe{suggestion(name, SETTING_OF_ARGUMENT)}")
+    return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
+
+
 def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     """A recipe's `defaults` with the caller's `changes` over them, over the defaults of `RunConfig`.
 
     A run without `run_dir` lives in `runs/<name>`. Raises ConfigError on an unknown argument or a value of
     the wrong type; text is converted, as it comes from a command line.
     """
-    for argument in changes:
-        if argument not in SETTING_OF_ARGUMENT:
-            raise ConfigError(f"{argument}: not an argument of a recipe{suggestion(argument, SETTING_OF_ARGUMENT)}")
-    arguments = {"run_dir": "runs/${name}", **defaults, **changes}
-    return apply_overrides(RunConfig(), {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()})
+    return apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))

@@ -12,7 +12,7 @@ from megatron_vlm.recipes.base import RecipeArgs, build
 
 
 def gemma3_vl_4b(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """Gemma3 4B; fits two 80 GB GPUs, as the memory arithmetic has it."""
+    """Gemma3 4B, for two 80 GB GPUs and up."""
     return _gemma3("4b", {"tp": 2}, changes)
 
 
@@ -22,7 +22,7 @@ def gemma3_vl_12b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 
 
 def gemma3_vl_27b(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """Gemma3 27B, for two nodes of eight 80 GB GPUs."""
+    """Gemma3 27B, for one node of eight 80 GB GPUs and up."""
     return _gemma3("27b", {"tp": 8, "recompute": "full"}, changes)
 
 
