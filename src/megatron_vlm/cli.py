@@ -237,7 +237,7 @@ def _torchrun(nproc: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # this process only starts and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     command = ["--standalone", f"--nproc_per_node={nproc}", "-m", "megatron_vlm.cli", *arguments]
     try:

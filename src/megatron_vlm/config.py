@@ -167,12 +167,29 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
 
     Raises ConfigError with every problem found, one a line.
     """
-    problems = [*_setting_problems(config), *_layout_problems(config.parallel, world_size)]
+    problems = [*_setting_problems(config), *layout_problems(config.parallel, world_size)]
     problems += _row_problems(config)
     if not problems:  # these divide by what was just checked
         problems += _batch_problems(config, world_size)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
+    """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
+    if parallel.cp > 1:
+        yield f"parallel: cp {parallel.cp} asks for context parallelism, which is not there yet; use cp 1."
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
+    if parallel.sp and parallel.tp == 1:
+        yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
+    if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
+        yield f"parallel: tp {parallel.tp} · ep {parallel.ep} needs sequence parallelism; drop sp=false."
+    if world_size is None or min(parallel.model_size, parallel.ep) < 1:
+        return
+    yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
+    if parallel.ep > 1:
+        yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}, world_size)
 
 
 def validate_paths(config: RunConfig) -> None:
@@ -335,20 +352,6 @@ _POSITIVE = (
 )
 
 
-def _layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
-    if parallel.cp > 1:
-        yield f"parallel: cp {parallel.cp} asks for context parallelism, which is not there yet; use cp 1."
-    if parallel.vpp > 1 and parallel.pp == 1:
-        yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
-    if parallel.sp and parallel.tp == 1:
-        yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
-    if world_size is None or min(parallel.model_size, parallel.ep) < 1:
-        return
-    yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
-    if parallel.ep > 1:
-        yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}, world_size)
-
-
 def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     size = prod(sizes.values())
     if world_size % size == 0:
@@ -356,10 +359,8 @@ def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     named = " · ".join(f"{name} {value}" for name, value in sizes.items())
     below = world_size // size * size
     start = f"{below} or {below + size}" if below else f"{size}"
-    yield (
-        f"parallel: {named} = {size} does not divide {world_size} {'process' if world_size == 1 else 'processes'}; "
-        f"change one size or start {start}."
-    )
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
 
 
 def _row_problems(config: RunConfig) -> Iterator[str]:
