@@ -15,9 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+from PIL import Image
+
 from evaluate import read_questions
 from make_digits import make_digits
-from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 FAMILY = os.environ.get("FAMILY", "gemma3")

@@ -89,4 +89,8 @@ def _read_run_file(file: Path) -> dict[str, Any]:
     for key in written:
         if key not in RUN_FILE_KEYS:
             raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE_KEYS)}")
-    return {key: value for key, value in written.items() if value is not None}
+    for key in ("args", "overrides"):
+        if not isinstance(written.setdefault(key, {}) or {}, dict):
+            kind = type(written[key]).__name__
+            raise ConfigError(f"{file}: {key}: expected settings as `key: value` lines, found {kind}.")
+    return {key: value or {} for key, value in written.items()}
