@@ -82,7 +82,9 @@ class GenericVisualInputs:
         item_rank = {"image_grid_thw": 2, "video_grid_thw": 2, "image_sizes": 2, "second_per_grid_ts": 1}
 
         def flat(name: str, value: Tensor) -> Tensor:
-            has_sample_axis = value.dim() == item_rank[name] + 1 if name in item_rank else value.dim() in (3, 5)
+            has_sample_axis = (
+                value.dim() == item_rank[name] + 1 if name in item_rank else value.dim() in (3, 5)
+            )
             return value.flatten(0, 1) if has_sample_axis else value
 
         return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}

@@ -1,8 +1,33 @@
-"""A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one."""
+"""A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one.
+
+A setting is named by its dotted key, `train.steps`, everywhere: in overrides, YAML files and errors.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+MISSING = "???"  # a setting without a default; OmegaConf's own mark
+CHOICES = {
+    "model.dtype": ("bf16", "fp32"),
+    "model.recompute": ("none", "selective", "full"),
+    "data.dataset_type": ("energon", "hf"),
+    "data.over_length": ("drop", "truncate"),
+}
+FREEZE_GROUPS = ("tower", "projector", "language_model")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used as written; the message says where and what to change."""
 
 
 @dataclass
@@ -24,6 +49,15 @@ class ParallelConfig:
     ep: int = 1  # expert
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one copy of the model."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass
@@ -84,3 +118,280 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
+    """A copy of `config` with settings replaced; the original stays as it was.
+
+    `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
+    the setting's type. Raises ConfigError naming the place of an unknown key or of an unfit value.
+    """
+    if not isinstance(overrides, Mapping):
+        overrides = dict(split_override(text) for text in overrides)
+    tree = OmegaConf.structured(config)
+    for key, value in _flatten(overrides):
+        _set(tree, key, value)
+    return _build(RunConfig, tree)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting, in the order of the dataclasses."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str) -> RunConfig:
+    """The inverse of `to_yaml`; what the text leaves out keeps its default. Raises as `apply_overrides`."""
+    return apply_overrides(RunConfig(), load_yaml(text))
+
+
+def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
+    """A YAML mapping as plain data. Raises ConfigError when it is anything else."""
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place}: not readable as YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}."
+        )
+    return settings
+
+
+def missing_settings(config: RunConfig) -> list[str]:
+    """The settings that have no default and were not given."""
+    return [key for key, value in _settings(config) if value == MISSING]
+
+
+def validate(config: RunConfig, world_size: int | None = None) -> None:
+    """Check what can be known without files, torch or a model; `world_size` None: any number of processes.
+
+    Raises ConfigError with every problem found, one a line.
+    """
+    problems = [*_setting_problems(config), *layout_problems(config.parallel, world_size)]
+    problems += _row_problems(config)
+    if not problems:  # these divide by what was just checked
+        problems += _batch_problems(config, world_size)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
+    """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
+    if parallel.cp > 1:
+        yield f"parallel: cp {parallel.cp} asks for context parallelism, which is not there yet; use cp 1."
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
+    if parallel.sp and parallel.tp == 1:
+        yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
+    if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
+        yield f"parallel: tp {parallel.tp} · ep {parallel.ep} needs sequence parallelism; drop sp=false."
+    if world_size is None or min(parallel.model_size, parallel.ep) < 1:
+        return
+    yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
+    if parallel.ep > 1:
+        yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}, world_size)
+
+
+def validate_paths(config: RunConfig) -> None:
+    """Raises ConfigError naming every local path of the configuration that does not exist."""
+    data, hub_data = config.data, config.data.dataset_type == "hf"
+    problems = [
+        f"{key}: {path} does not exist; {remedy}"
+        for key, path, may_be_on_hub, remedy in (
+            (
+                "model.hf_path",
+                config.model.hf_path,
+                True,
+                "give a checkpoint folder or a Hugging Face hub name.",
+            ),
+            (
+                "data.train_data_path",
+                data.train_data_path,
+                hub_data,
+                "write one with `megatron-vlm prepare`.",
+            ),
+            (
+                "data.valid_data_path",
+                data.valid_data_path,
+                hub_data,
+                "leave it out to use the training data's.",
+            ),
+        )
+        if path is not None and not _may_exist(path, may_be_on_hub)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int | bool]:
+    """The numbers that follow from a valid configuration; `world_size` None: the fewest processes."""
+    parallel, train = config.parallel, config.train
+    world_size = world_size or fewest_processes(parallel)
+    data_parallel = world_size // parallel.model_size
+    return {
+        "processes": world_size,
+        "data_parallel": data_parallel,
+        "sequence_parallel": parallel.sequence_parallel,
+        "micro_batches_per_step": train.global_batch_size // (train.micro_batch_size * data_parallel),
+        "most_tokens_per_micro_batch": train.micro_batch_size * config.data.seq_length,
+        "most_tokens_per_step": train.global_batch_size * config.data.seq_length,
+        "rows_over_all_steps": train.global_batch_size * train.steps,
+    }
+
+
+def fewest_processes(parallel: ParallelConfig) -> int:
+    """The smallest number of processes that the layout divides."""
+    return lcm(parallel.model_size, parallel.tp * parallel.pp * parallel.ep)
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """`key.path=value` in two; the value may hold more equals signs. Raises ConfigError without one."""
+    key, equals, value = text.partition("=")
+    if not (equals and key.strip()):
+        raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
+    return key.strip(), value
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or the known words when none is close."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _set(tree: DictConfig, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    node = tree
+    for section in sections:
+        node = node[section] if _is_group(node, section) else None
+    if node is None or name not in _types(node):
+        raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
+    if _is_group(node, name):
+        raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
+    wanted = _types(node)[name]
+    try:
+        OmegaConf.update(node, name, _parse(value, wanted) if isinstance(value, str) else value)
+        OmegaConf.to_container(node, resolve=True)  # an interpolation must have something to point to
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+
+
+def _parse(text: str, wanted: str) -> Any:
+    """Only lists and null need parsing: OmegaConf converts text to numbers and flags by the field's type."""
+    if text in ("null", "None") and "None" in wanted:
+        return None
+    if wanted.startswith("list"):
+        return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
+    return text
+
+
+def _types(node: DictConfig) -> dict[str, str]:
+    return {f.name: str(f.type) for f in fields(OmegaConf.get_type(node))}
+
+
+def _is_group(node: DictConfig | None, name: str) -> bool:
+    return node is not None and _types(node).get(name, "").endswith("Config")
+
+
+def _suggest_key(key: str) -> str:
+    known = [path for path, _ in _flatten(OmegaConf.to_container(OmegaConf.structured(RunConfig())))]
+    same_name = [path for path in known if path.split(".")[-1] == key.split(".")[-1]]
+    return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, known)
+
+
+def _build(cls: type, node: DictConfig) -> Any:
+    """`OmegaConf.to_object` refuses settings that are still missing; a dry run shows them."""
+    values = {}
+    for f in fields(cls):
+        value = MISSING if OmegaConf.is_missing(node, f.name) else node[f.name]
+        if isinstance(value, DictConfig):
+            value = _build(OmegaConf.get_type(value), value)
+        values[f.name] = list(value) if isinstance(value, ListConfig) else value
+    return cls(**values)
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            yield from _settings(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def _setting_problems(config: RunConfig) -> Iterator[str]:
+    settings = dict(_settings(config))
+    for key in missing_settings(config):
+        yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"
+    for key, choices in CHOICES.items():
+        if (value := settings[key]) not in choices:
+            yield f"{key}: {value} does not exist{suggestion(value, choices)}"
+    for group in set(config.model.freeze) - set(FREEZE_GROUPS):
+        yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    if not 0 <= config.data.max_drop_share <= 1:
+        yield f"data.max_drop_share: {config.data.max_drop_share} is not a share between 0 and 1."
+    for key in _POSITIVE:
+        if settings[key] < 1:
+            yield f"{key}: {settings[key]} is less than 1."
+
+
+_POSITIVE = (
+    *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
+    *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
+    *(f"data.{name}" for name in ("seq_length", "max_samples_per_sequence")),
+    "logging.log_every",
+)
+
+
+def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
+    size = prod(sizes.values())
+    if world_size % size == 0:
+        return
+    named = " · ".join(f"{name} {value}" for name, value in sizes.items())
+    below = world_size // size * size
+    start = f"{below} or {below + size}" if below else f"{size}"
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
+
+
+def _row_problems(config: RunConfig) -> Iterator[str]:
+    parallel, length = config.parallel, config.data.seq_length
+    if parallel.tp >= 1 and parallel.sequence_parallel and length % parallel.tp:
+        yield (
+            f"data.seq_length: {length} is not divisible by tp {parallel.tp}, over which sequence "
+            f"parallelism splits it; use {length - length % parallel.tp or parallel.tp} or sp=false."
+        )
+
+
+def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
+    rows = train.micro_batch_size * data_parallel
+    micro_batches, rest = divmod(train.global_batch_size, rows)
+    if rest:
+        start = f"{micro_batches * rows} or {(micro_batches + 1) * rows}" if micro_batches else f"{rows}"
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not divisible by micro_batch_size "
+            f"{train.micro_batch_size} × {data_parallel} data-parallel ranks = {rows}; use {start}."
+        )
+    elif parallel.vpp > 1 and micro_batches % parallel.pp:
+        enough = -(-micro_batches // parallel.pp) * parallel.pp * rows
+        yield (
+            f"train: {micro_batches} micro batches per step is not a multiple of pp {parallel.pp}, as vpp "
+            f"{parallel.vpp} needs; use global_batch_size {enough}."
+        )
+
+
+def _may_exist(path: str, may_be_on_hub: bool) -> bool:
+    """Object-store addresses and hub names (`owner/name`) are not looked up here."""
+    is_hub_name = may_be_on_hub and path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    return "://" in path or is_hub_name or Path(path).expanduser().exists()

@@ -1,0 +1,50 @@
+# `make demo` and `make test` do everything, set-up included. Python 3.12 comes from .python-version (pyenv)
+# or from uv. The set-up runs again only when the lock or pyproject.toml changed.
+
+SHELL := /bin/bash
+READY := .venv/.ready
+PY := .venv/bin/python
+UV := .venv/bin/uv
+IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint setup lock clean
+
+demo: $(READY)
+	@$(PY) examples/digits/demo.py
+
+test: $(READY)
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest
+
+lint: $(READY)
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@$(PY) tools/parity_table.py --check
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml .python-version | $(PY)
+	@echo "installing the locked packages into .venv"
+	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
+	@$(UV) pip sync --quiet --python $(PY) --require-hashes requirements.lock
+	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(PY):
+	@for python in python3.12 python3 python; do \
+		if $$python -c '$(IS_312)' 2>/dev/null; then exec $$python -m venv .venv; fi; \
+	done; \
+	if command -v uv >/dev/null; then exec uv venv --quiet --seed --python 3.12 .venv; fi; \
+	echo "no Python 3.12 found; install it, for instance with: pyenv install 3.12" >&2; exit 1
+
+# The newest versions that pyproject.toml allows, with hashes and without index addresses.
+lock: $(READY)
+	@$(UV) pip compile pyproject.toml --extra dev --upgrade --generate-hashes --python $(PY) \
+		--python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
+		--no-emit-index-url --no-emit-find-links --quiet --output-file requirements.lock
+
+clean:
+	rm -rf .venv runs build dist .pytest_cache .ruff_cache src/*.egg-info
+	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +

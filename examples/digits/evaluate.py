@@ -1,0 +1,103 @@
+"""Answer the held-out questions by generation, with a run's checkpoint or with an exported folder.
+
+    torchrun --nproc_per_node 2 evaluate.py megatron runs/demo DATA/held_out.jsonl answers.json
+    python evaluate.py transformers runs/demo/hf DATA/held_out.jsonl answers.json
+
+Both write the list of answers in the order of the questions. The prompts are the processor's, so the two
+see the same ids and pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_vlm.data.chatml import cook_chatml_sample
+
+MAX_NEW_TOKENS = 4  # a sum has two digits, and the turn ends
+BATCH = 32
+
+
+def read_questions(path: Path) -> list[dict]:
+    """Each record's prompt (HF messages without the answer), image files and expected answer."""
+    questions = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        messages, _ = cook_chatml_sample(record)
+        answer = "".join(part["text"] for part in messages[-1]["content"])
+        images = [path.parent / image for image in record["images"]]
+        questions.append({"id": record["id"], "messages": messages[:-1], "images": images, "answer": answer})
+    return questions
+
+
+def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
+    """The Megatron model under the run's own layout; every rank takes part, each gets the answers."""
+    from megatron_vlm.config import from_yaml
+    from megatron_vlm.training.generate import generate_answers
+
+    config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    return generate_answers(
+        config,
+        [question["messages"] for question in questions],
+        [[image.read_bytes() for image in question["images"]] for question in questions],
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+
+
+def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
+    """Plain Transformers: what anyone does with the exported folder."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    answers = [""] * len(questions)
+    for batch in batches(questions, BATCH):
+        texts = answer_batch(model, processor, [questions[index] for index in batch])
+        for index, text in zip(batch, texts, strict=True):
+            answers[index] = text
+    return answers
+
+
+def batches(questions: list[dict], size: int) -> list[list[int]]:
+    """Indices of questions with equally many images, so that little is padded."""
+    order = sorted(range(len(questions)), key=lambda index: len(questions[index]["images"]))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def answer_batch(model, processor, questions: list[dict]) -> list[str]:
+    import torch
+
+    from megatron_vlm.data.images import decode_image
+
+    prompts = [
+        processor.apply_chat_template(question["messages"], tokenize=False, add_generation_prompt=True)
+        for question in questions
+    ]
+    images = [[decode_image(image.read_bytes()) for image in question["images"]] for question in questions]
+    inputs = processor(
+        text=prompts,
+        images=images,
+        return_tensors="pt",
+        text_kwargs={"padding": True, "padding_side": "left", "add_special_tokens": False},
+    )
+    with torch.inference_mode():
+        ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    replies = ids[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in processor.batch_decode(replies, skip_special_tokens=True)]
+
+
+def main() -> None:
+    if len(sys.argv) != 5 or sys.argv[1] not in ("megatron", "transformers"):
+        sys.exit(__doc__)
+    source, model, data, output = sys.argv[1], *map(Path, sys.argv[2:])
+    questions = read_questions(data)
+    answer = answers_of_run if source == "megatron" else answers_of_folder
+    answers = answer(model, questions)
+    if os.environ.get("RANK", "0") == "0":
+        output.write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The command `megatron-vlm`. Everything heavy is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from megatron_vlm import config as configs
+from megatron_vlm import recipes as recipe_table
+from megatron_vlm.config import ConfigError, RunConfig
+
+# `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
+PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
+
+app = typer.Typer(
+    **PLAIN, no_args_is_help=True, help="Train vision-language models: Hugging Face checkpoint in and out."
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
+]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
+]
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A file of recipes/, or the config.yaml of a run folder.")
+    ] = None,
+    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
+    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
+    valid_data_path: Annotated[str | None, typer.Option("--valid_data_path", help="Validation data.")] = None,
+    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
+    nproc: Processes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
+) -> None:
+    """Train by a recipe. In torchrun's processes, or here with --nproc."""
+    flags = {
+        "dataset_type": dataset_type,
+        "train_data_path": train_data_path,
+        "valid_data_path": valid_data_path,
+        "hf_path": hf_path,
+        "run_dir": run_dir,
+    }
+    arguments = {name: value for name, value in flags.items() if value is not None}
+    run_config = recipe_table.compose(recipe, config, settings or (), arguments)
+    if dry_run:
+        _show(run_config, nproc or _world_size())
+        return
+    _check(run_config, nproc)
+    if nproc:
+        options = {"recipe": recipe, "config": config, **arguments}
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        raise typer.Exit(_torchrun(nproc, ["train", *given, *(settings or ())]))
+
+    from megatron_vlm.train import train as run
+
+    run(run_config)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes and their arguments."""
+    width = max(map(len, recipe_table.RECIPES))
+    for name in recipe_table.RECIPES:
+        typer.echo(f"{name:<{width}}  {recipe_table.summary(name)}")
+    typer.echo(f"\nArguments: {', '.join(recipe_table.ARGUMENTS)}.")
+    typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
+
+
+@app.command(context_settings=WHOLE_LINE)
+def prepare(context: typer.Context) -> None:
+    """Turn image conversations into an Energon dataset (see `prepare --help`)."""
+    from megatron_vlm.data.prepare import prepare_command
+
+    single(prepare_command)(context.args, prog_name="megatron-vlm prepare")
+
+
+@app.command("import")
+def import_(
+    settings: Settings = None,
+    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    nproc: Processes = None,
+) -> None:
+    """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
+    run_config = recipe_table.compose(recipe, config, settings or ())
+    _check(run_config, nproc, needs_data=False)
+    if nproc:
+        options = {"recipe": recipe, "config": config}
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        raise typer.Exit(_torchrun(nproc, ["import", *given, *(settings or ())]))
+
+    from megatron_vlm.train import import_run
+
+    import_run(run_config)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; must not exist.")],
+    settings: Settings = None,
+    nproc: Processes = None,
+) -> None:
+    """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
+    run_config = _config_of_run(run_dir, settings, nproc)
+    if nproc:
+        raise typer.Exit(_torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
+
+    from megatron_vlm.train import export_run
+
+    export_run(run_config, output)
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    question: Annotated[str, typer.Argument(help="The user's turn; <image> stands for each image.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image file; give one for each <image>.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+) -> None:
+    """Ask a run's latest checkpoint a question, in one process."""
+    run_config = _config_of_run(run_dir, None, None)
+    images = [_existing(path).read_bytes() for path in image or ()]
+
+    from megatron_vlm.train import generate_from_run
+
+    typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
+
+
+def single(command) -> typer.Typer:
+    """A program of one command."""
+    program = typer.Typer(**PLAIN)
+    program.command()(command)
+    return program
+
+
+def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a program and end the process: 2 with a short message for a user's error, 130 after Ctrl-C.
+
+    A ValueError or OSError that our own code raised is a message to the user; one from a library is shown
+    with its traceback, and so is every one when MEGATRON_VLM_TRACEBACK is set.
+    """
+    try:
+        program(arguments, prog_name=name)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if os.environ.get("MEGATRON_VLM_TRACEBACK") or not _is_ours(error.__traceback__):
+            raise
+        if not isinstance(error, ConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            typer.echo(f"{name}: {error}", err=True)
+        sys.exit(2)
+
+
+def main() -> None:
+    run(app, "megatron-vlm")
+
+
+def _is_ours(traceback: TracebackType | None) -> bool:
+    while traceback and traceback.tb_next:
+        traceback = traceback.tb_next
+    package = traceback.tb_frame.f_globals.get("__package__") if traceback else None
+    return (package or "").partition(".")[0] == "megatron_vlm"
+
+
+def _show(config: RunConfig, world_size: int | None) -> None:
+    """Valid YAML, so that it can be saved and given back as --config."""
+    typer.echo(configs.to_yaml(config))
+    missing = configs.missing_settings(config)
+    configs.validate(configs.apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
+    for name, value in configs.derived(config, world_size).items():
+        typer.echo(f"# {name}: {value}")
+    if missing:
+        typer.echo(f"# still to give: {', '.join(missing)}")
+
+
+def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
+    needed = configs.fewest_processes(config.parallel)
+    if needed > 1 and (nproc or _world_size()) is None:
+        raise ConfigError(
+            f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
+            f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
+        )
+    if not needs_data and config.data.train_data_path == configs.MISSING:
+        config = configs.apply_overrides(config, {"data.train_data_path": "none://"})
+    configs.validate(config, nproc or _world_size() or 1)
+    configs.validate_paths(config)
+
+
+def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
+    """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
+    file = _existing(run_dir) / "config.yaml"
+    arguments = {} if nproc or _world_size() else ONE_PROCESS
+    config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
+    configs.validate(config, nproc or _world_size() or 1)
+    return config
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give the path of an existing file or folder.")
+    return path
+
+
+def _world_size() -> int | None:
+    """What torchrun says, or None outside of it."""
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def _torchrun(nproc: int, arguments: Sequence[str]) -> int:
+    """Run this program in `nproc` processes; returns the exit code of the first that failed, or 0.
+
+    torchrun's own report of a failure is left out: the failing process has already said why.
+    """
+    import logging
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # this process only starts and waits
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    command = ["--standalone", f"--nproc_per_node={nproc}", "-m", "megatron_vlm.cli", *arguments]
+    try:
+        torchrun.run(torchrun.parse_args(command))
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            typer.echo(f"rank {rank} was ended by signal {-failure.exitcode}", err=True)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    main()

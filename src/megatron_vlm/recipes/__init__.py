@@ -1,0 +1,96 @@
+"""Recipes: functions with keyword arguments that return the full configuration of a run.
+
+from megatron_vlm.recipes import load_recipe
+config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    load_yaml,
+    split_override,
+    suggestion,
+)
+from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_settings
+
+RECIPES = {
+    "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
+    "gemma3_vl_12b": "megatron_vlm.recipes.gemma3",
+    "gemma3_vl_27b": "megatron_vlm.recipes.gemma3",
+    "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
+}
+ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
+RUN_FILE_KEYS = ("recipe", "args", "overrides")
+
+
+def load_recipe(name: str) -> Callable[..., RunConfig]:
+    """The recipe function of that name. Raises ConfigError on an unknown one."""
+    if name not in RECIPES:
+        raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
+    return getattr(importlib.import_module(RECIPES[name]), name)
+
+
+def summary(name: str) -> str:
+    """The first line of a recipe's docstring."""
+    return (load_recipe(name).__doc__ or "").strip().splitlines()[0]
+
+
+def compose(
+    recipe: str | None = None,
+    file: Path | None = None,
+    settings: Iterable[str] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The configuration that a command line asks for; each of these goes over the ones before it.
+
+    1. the recipe, or the file's: `file` is YAML with `recipe`, `args` and `overrides`, or a run's own
+       `config.yaml`;
+    2. the file's `args`, then its `overrides`;
+    3. `arguments` and `settings`: `key=value` is a keyword argument of the recipe, `key.path=value` an
+       override on what it returns.
+
+    Raises ConfigError on an unknown recipe, argument or setting, and on a value of the wrong type.
+    """
+    written = _read_run_file(file) if file else {}
+    bare, dotted = _split_settings(settings)
+    bare = {**(arguments or {}), **bare}
+    if "recipe" in written or recipe:
+        function = load_recipe(recipe or written["recipe"])
+        config = function(**{**written.get("args", {}), **bare})
+        config = apply_overrides(config, written.get("overrides", {}))
+    elif written:
+        config = apply_overrides(RunConfig(), written)
+    else:
+        raise ConfigError(f"give --recipe NAME or --config FILE; the recipes are {', '.join(RECIPES)}.")
+    return apply_overrides(config, {**as_settings(bare), **dotted})
+
+
+def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    pairs = dict(split_override(text) for text in settings)
+    dotted = {key: value for key, value in pairs.items() if "." in key}
+    return {key: value for key, value in pairs.items() if key not in dotted}, dotted
+
+
+def _read_run_file(file: Path) -> dict[str, Any]:
+    try:
+        written = load_yaml(file.read_text(encoding="utf-8"), place=str(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
+    if "recipe" not in written:
+        return written
+    for key in written:
+        if key not in RUN_FILE_KEYS:
+            raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE_KEYS)}")
+    for key in ("args", "overrides"):
+        if not isinstance(written.setdefault(key, {}) or {}, dict):
+            kind = type(written[key]).__name__
+            raise ConfigError(f"{file}: {key}: expected settings as `key: value` lines, found {kind}.")
+    return {key: value or {} for key, value in written.items()}

@@ -1,0 +1,64 @@
+"""What all recipes share: their keyword arguments, each the short name of one setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, suggestion
+
+
+class RecipeArgs(TypedDict, total=False):
+    """The keyword arguments of every recipe, with the setting of `RunConfig` that each one sets."""
+
+    name: Annotated[str, "name"]
+    run_dir: Annotated[str, "run_dir"]
+    hf_path: Annotated[str, "model.hf_path"]
+    load_weights: Annotated[bool, "model.load_weights"]
+    dtype: Annotated[str, "model.dtype"]
+    freeze: Annotated[list[str], "model.freeze"]
+    recompute: Annotated[str, "model.recompute"]
+    tp: Annotated[int, "parallel.tp"]
+    pp: Annotated[int, "parallel.pp"]
+    vpp: Annotated[int, "parallel.vpp"]
+    cp: Annotated[int, "parallel.cp"]
+    ep: Annotated[int, "parallel.ep"]
+    sp: Annotated[bool | None, "parallel.sp"]
+    dataset_type: Annotated[str, "data.dataset_type"]
+    train_data_path: Annotated[str, "data.train_data_path"]
+    valid_data_path: Annotated[str | None, "data.valid_data_path"]
+    seq_length: Annotated[int, "data.seq_length"]
+    max_pixels: Annotated[int | None, "data.max_pixels"]
+    num_workers: Annotated[int, "data.num_workers"]
+    lr: Annotated[float, "optimizer.lr"]
+    min_lr: Annotated[float, "optimizer.min_lr"]
+    warmup_steps: Annotated[int, "optimizer.warmup_steps"]
+    steps: Annotated[int, "train.steps"]
+    micro_batch_size: Annotated[int, "train.micro_batch_size"]
+    global_batch_size: Annotated[int, "train.global_batch_size"]
+    seed: Annotated[int, "train.seed"]
+    eval_every: Annotated[int, "train.eval_every"]
+    save_every: Annotated[int, "train.save_every"]
+    wandb_project: Annotated[str | None, "logging.wandb_project"]
+
+
+SETTING_OF_ARGUMENT: dict[str, str] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(RecipeArgs, include_extras=True).items()
+}
+
+
+def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe arguments by the settings they set. Raises ConfigError on an unknown argument."""
+    for name in arguments:
+        if name not in SETTING_OF_ARGUMENT:
+            raise ConfigError(f"{name}: not an argument of a recipe{suggestion(name, SETTING_OF_ARGUMENT)}")
+    return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
+
+
+def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
+    """A recipe's `defaults` with the caller's `changes` over them, over the defaults of `RunConfig`.
+
+    A run without `run_dir` lives in `runs/<name>`. Raises ConfigError on an unknown argument or a value of
+    the wrong type; text is converted, as it comes from a command line.
+    """
+    return apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))

@@ -1,0 +1,158 @@
+"""The real command in real processes."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_vlm.config import from_yaml
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
+RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
+QUICK_SECONDS = 1.0  # 0.6 measured
+OUTSIDE_TORCHRUN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+
+
+def ask(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**OUTSIDE_TORCHRUN, **environment}
+    )
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["recipes"],
+        ["train", "--recipe", "gemma3_vl_27b", "pp=2", "train.steps=10", "--dry-run"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_answers_within_a_second(arguments):
+    """Processor time, which equals the time on an idle machine and does not depend on other load."""
+    before = processor_seconds()
+    answer = ask(*COMMAND, *arguments)
+    assert answer.returncode == 0 and answer.stdout
+    assert processor_seconds() - before < QUICK_SECONDS
+
+
+def test_recipes_lists_each_with_its_line():
+    listing = ask(*COMMAND, "recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listing[:4]] == [
+        "gemma3_vl_4b",
+        "gemma3_vl_12b",
+        "gemma3_vl_27b",
+        "gemma3_tiny_digits",
+    ]
+    assert listing[1].endswith("Gemma3 12B, for one node of eight 80 GB GPUs.")
+
+
+@pytest.mark.parametrize("program", [[*COMMAND, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])
+def test_dry_run_prints_the_merged_configuration_as_yaml(program):
+    flags = ["--recipe", "gemma3_vl_4b", "--dataset_type", "hf", "--train_data_path", "/data", "--run_dir=/r"]
+    answer = ask(*program, *flags, "tp=4", "train.steps=10", "--dry-run", "--nproc", "8")
+    config = from_yaml(answer.stdout)
+    assert (config.data.dataset_type, config.data.train_data_path, config.run_dir) == ("hf", "/data", "/r")
+    assert (config.parallel.tp, config.train.steps) == (4, 10)
+    assert {"# processes: 8", "# data_parallel: 2"} <= set(answer.stdout.splitlines())
+
+
+def test_dry_run_says_what_is_still_to_give():
+    answer = ask(*COMMAND, "train", "--recipe", "gemma3_vl_4b", "--dry-run")
+    assert answer.returncode == 0
+    assert answer.stdout.splitlines()[-1] == "# still to give: data.train_data_path"
+    assert yaml.safe_load(answer.stdout)["data"]["train_data_path"] == "???"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "give --recipe NAME or --config FILE"),
+        (["train", "--recipe", "gemma_vl_4b"], "did you mean gemma3_vl_4b?"),
+        (
+            ["train", "--recipe", "gemma3_vl_4b", "tpp=2"],
+            "tpp: not an argument of a recipe; did you mean tp?",
+        ),
+        (["train", "--recipe", "gemma3_vl_4b", "train.step=2"], "did you mean train.steps?"),
+        (["train", "--recipe", "gemma3_vl_4b", "tp=2"], "needs 2 processes and this is one; add --nproc 2"),
+        (["train", "--recipe", "gemma3_vl_4b", "tp=3", "--nproc", "4"], "does not divide 4 processes"),
+        (
+            ["train", "--recipe", "gemma3_vl_4b", "tp=1"],
+            "data.train_data_path: not set; pass --train_data_path",
+        ),
+        (
+            ["train", "--recipe=gemma3_vl_4b", "tp=1", "--train_data_path=/no"],
+            "/no does not exist; write one",
+        ),
+        (["train", "--config", "no.yaml"], "no.yaml: not readable (No such file or directory)"),
+        (["train", "--dryrun"], "No such option"),
+        (["train", "--nproc", "0"], "--nproc"),
+        (["export", "/no", "out"], "/no does not exist"),
+        (["generate", "/no", "What is this?"], "/no does not exist"),
+        (["exprot"], "exprot"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_a_short_message_and_code_2(arguments, message):
+    answer = ask(*COMMAND, *arguments)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr and len(answer.stderr.splitlines()) <= 5
+
+
+def test_export_without_a_configuration_names_the_file(tmp_path):
+    answer = ask(*COMMAND, "export", str(tmp_path), "out")
+    assert answer.returncode == 2
+    assert f"{tmp_path}/config.yaml: not readable" in answer.stderr
+
+
+def test_a_librarys_error_keeps_its_traceback():
+    code = "from megatron_vlm import cli\ndef bad(): int('x')\ncli.run(cli.single(bad), 'bad')"
+    answer = ask(sys.executable, "-c", code)
+    assert answer.returncode == 1
+    assert "Traceback" in answer.stderr and "invalid literal" in answer.stderr
+
+
+def test_our_own_error_shows_its_traceback_on_request():
+    answer = ask(*COMMAND, "train", MEGATRON_VLM_TRACEBACK="1")
+    assert answer.returncode == 1 and "Traceback" in answer.stderr
+
+
+def test_ctrl_c_ends_quietly():
+    code = (
+        "import time; from megatron_vlm import cli\n"
+        "def wait():\n    print('ready', flush=True); time.sleep(60)\n"
+        "cli.run(cli.single(wait), 'wait')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_nproc_starts_processes_and_returns_their_code_with_one_message():
+    code = (
+        "from megatron_vlm.cli import _torchrun; import sys; sys.exit(_torchrun(2, ['train', '--recipe=no']))"
+    )
+    started = time.monotonic()
+    answer = ask(sys.executable, "-c", code)
+    assert answer.returncode == 2
+    assert answer.stderr.count("no: no such recipe; known are gemma3_vl_4b") == 1
+    assert "Traceback" not in answer.stderr
+    assert time.monotonic() - started < 60

@@ -1,0 +1,185 @@
+import pytest
+
+from megatron_vlm.config import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    derived,
+    from_yaml,
+    missing_settings,
+    to_yaml,
+    validate,
+    validate_paths,
+)
+
+GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
+
+
+def config(*overrides: str) -> RunConfig:
+    return apply_overrides(RunConfig(), [*GIVEN, *overrides])
+
+
+def problem(*overrides: str, world_size: int | None = None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        validate(config(*overrides), world_size)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("train.steps=10", lambda c: c.train.steps, 10),
+        ("optimizer.lr=3e-4", lambda c: c.optimizer.lr, 3e-4),
+        ("parallel.sp=false", lambda c: c.parallel.sp, False),
+        ("parallel.sp=null", lambda c: c.parallel.sp, None),
+        ("data.max_pixels=null", lambda c: c.data.max_pixels, None),
+        ("model.freeze=tower,projector", lambda c: c.model.freeze, ["tower", "projector"]),
+        ("model.freeze=[tower]", lambda c: c.model.freeze, ["tower"]),
+        ("model.freeze=", lambda c: c.model.freeze, []),
+        ("name=010", lambda c: c.name, "010"),
+        ("data.train_data_path=/a: b=c", lambda c: c.data.train_data_path, "/a: b=c"),
+        ("run_dir=runs/${name}", lambda c: c.run_dir, "runs/run"),
+    ],
+)
+def test_override_takes_the_type_of_its_setting(override, read, value):
+    assert read(config(override)) == value
+
+
+def test_overrides_leave_the_original_alone():
+    original = config()
+    changed = apply_overrides(original, ["train.steps=7", "model.freeze=tower"])
+    assert (original.train.steps, original.model.freeze) == (1000, [])
+    assert (changed.train.steps, changed.model.freeze) == (7, ["tower"])
+
+
+def test_nested_and_dotted_mappings_mean_the_same():
+    nested = apply_overrides(config(), {"train": {"steps": 3}, "parallel": {"tp": 2}})
+    assert nested == apply_overrides(config(), {"train.steps": 3, "parallel.tp": 2})
+    assert nested == config("train.steps=3", "parallel.tp=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "train.step: no such setting; did you mean train.steps?"),
+        ("train.lr=3", "train.lr: no such setting; did you mean optimizer.lr?"),
+        ("trian.steps=3", "trian.steps: no such setting; did you mean train.steps?"),
+        ("train.steps.x=3", "train.steps.x: no such setting; did you mean train.steps?"),
+        ("train.steps=1.5", "train.steps: '1.5' does not fit; expected int."),
+        ("train.steps=null", "train.steps: 'null' does not fit; expected int."),
+        ("parallel.sp=maybe", "parallel.sp: 'maybe' does not fit; expected bool | None."),
+        ("model.freeze=[tower", "model.freeze: '[tower' does not fit; expected list[str]."),
+        ("run_dir=${nowhere}", "run_dir: '${nowhere}' does not fit; expected str."),
+        ("train.steps", "train.steps: expected key.path=value, as train.steps=100."),
+    ],
+)
+def test_bad_override_names_the_place_and_the_remedy(override, message):
+    with pytest.raises(ConfigError) as raised:
+        config(override)
+    assert str(raised.value) == message
+
+
+def test_a_group_of_settings_cannot_be_overridden_as_one():
+    with pytest.raises(ConfigError, match=r"^parallel: a group of settings \(tp, pp, .*set one of them"):
+        config("parallel=4")
+
+
+def test_yaml_round_trip_keeps_everything():
+    original = config("optimizer.lr=1e-05", "parallel.sp=true", "model.freeze=tower", "name=010")
+    assert from_yaml(to_yaml(original)) == original
+
+
+def test_yaml_keeps_missing_settings_missing():
+    assert from_yaml(to_yaml(RunConfig())) == RunConfig()
+    assert missing_settings(RunConfig()) == ["run_dir", "model.hf_path", "data.train_data_path"]
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "!!python/object/apply:os.getcwd []"])
+def test_yaml_that_is_no_mapping_of_plain_data_is_refused(text):
+    with pytest.raises(ConfigError, match="^YAML: "):
+        from_yaml(text)
+
+
+def test_a_layout_that_does_not_divide_the_processes_says_what_would():
+    message = problem("parallel.tp=2", "parallel.pp=3", world_size=16)
+    assert message == (
+        "parallel: tp 2 · pp 3 · cp 1 = 6 does not divide 16 processes; change one size or start 12 or 18."
+    )
+
+
+def test_a_layout_larger_than_the_processes_says_how_many_it_needs():
+    assert problem("parallel.tp=4", world_size=1) == (
+        "parallel: tp 4 · pp 1 · cp 1 = 4 does not divide 1 process; change one size or start 4."
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.cp=2"], "parallel: cp 2 asks for context parallelism, which is not there yet; use cp 1."),
+        (["parallel.vpp=2"], "parallel: vpp 2 divides pipeline stages, but pp is 1; raise pp or use vpp 1."),
+        (["parallel.sp=true"], "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; "),
+        (["parallel.tp=0"], "parallel.tp: 0 is less than 1."),
+        (
+            ["parallel.tp=2", "parallel.ep=2", "parallel.sp=false"],
+            "parallel: tp 2 · ep 2 needs sequence para",
+        ),
+        (["data.seq_length=1001", "parallel.tp=4"], "data.seq_length: 1001 is not divisible by tp 4, "),
+        (["model.dtype=fp16"], "model.dtype: fp16 does not exist; did you mean bf16?"),
+        (["data.dataset_type=csv"], "data.dataset_type: csv does not exist; known are energon, hf."),
+        (["model.freeze=towers"], "model.freeze: towers is not a part of the model; did you mean tower?"),
+        (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
+        (["data.max_drop_share=5"], "data.max_drop_share: 5.0 is not a share between 0 and 1."),
+    ],
+)
+def test_what_cannot_run_is_refused_before_any_model(overrides, message):
+    assert problem(*overrides, world_size=4).startswith(message)
+
+
+def test_all_problems_are_reported_together():
+    assert len(problem("parallel.vpp=2", "model.dtype=fp16", "train.steps=0").splitlines()) == 3
+
+
+def test_global_batch_must_divide_over_micro_batches_and_ranks():
+    message = problem("train.global_batch_size=10", "train.micro_batch_size=2", world_size=4)
+    assert message == (
+        "train.global_batch_size: 10 is not divisible by micro_batch_size 2 × 4 data-parallel ranks = 8; "
+        "use 8 or 16."
+    )
+
+
+def test_the_interleaved_schedule_needs_micro_batches_in_multiples_of_pp():
+    layout = ("parallel.pp=2", "parallel.vpp=2")
+    assert problem(*layout, "train.global_batch_size=6", world_size=4) == (
+        "train: 3 micro batches per step is not a multiple of pp 2, as vpp 2 needs; use global_batch_size 8."
+    )
+    validate(config(*layout, "train.global_batch_size=8"), 4)
+
+
+def test_derived_numbers():
+    numbers = derived(config("parallel.tp=2", "train.micro_batch_size=2", "data.seq_length=100"), 8)
+    assert numbers == {
+        "processes": 8,
+        "data_parallel": 4,
+        "sequence_parallel": True,
+        "micro_batches_per_step": 4,
+        "most_tokens_per_micro_batch": 200,
+        "most_tokens_per_step": 3200,
+        "rows_over_all_steps": 32000,
+    }
+
+
+def test_derived_numbers_without_a_world_use_the_fewest_processes():
+    assert derived(config("parallel.tp=2", "parallel.pp=2", "parallel.ep=3"))["processes"] == 12
+
+
+def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path):
+    validate_paths(config(f"data.train_data_path={tmp_path}"))
+    validate_paths(config("data.train_data_path=s3://bucket/data"))
+    validate_paths(config("data.train_data_path=org/dataset", "data.dataset_type=hf"))
+    with pytest.raises(ConfigError) as raised:
+        validate_paths(config("model.hf_path=./nope"))
+    assert [line.split(" does not exist; ")[0] for line in str(raised.value).splitlines()] == [
+        "model.hf_path: ./nope",
+        "data.train_data_path: /data/x",
+    ]

@@ -1,0 +1,114 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.config import ConfigError, validate
+from megatron_vlm.recipes import RECIPES, compose, load_recipe, summary
+
+ROOT = Path(__file__).parent.parent
+RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+# https://huggingface.co/google/gemma-3-4b-it and its two siblings: "Model size" of the safetensors
+PUBLISHED_PARAMETERS = {"4b": 4_300_079_472, "12b": 12_187_325_040, "27b": 27_432_406_640}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_runs_on_the_processes_its_layout_needs(name):
+    config = load_recipe(name)(train_data_path="/data")
+    parallel = config.parallel
+    validate(config, parallel.tp * parallel.pp)
+    assert config.run_dir == f"runs/{config.name}"
+    assert summary(name).endswith(".")
+
+
+def test_arguments_set_their_settings():
+    config = load_recipe("gemma3_vl_4b")(
+        dataset_type="hf", train_data_path="/data", tp=4, pp=2, seq_length=512, freeze=["tower"], name="mine"
+    )
+    assert (config.data.dataset_type, config.data.train_data_path) == ("hf", "/data")
+    assert (config.parallel.tp, config.parallel.pp, config.data.seq_length) == (4, 2, 512)
+    assert (config.model.freeze, config.run_dir) == (["tower"], "runs/mine")
+
+
+def test_unknown_recipe_and_argument_come_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"^gemma3_4b: no such recipe; did you mean gemma3_vl_4b\?$"):
+        load_recipe("gemma3_4b")
+    with pytest.raises(
+        ConfigError, match=r"^seq_len: not an argument of a recipe; did you mean seq_length\?$"
+    ):
+        load_recipe("gemma3_vl_4b")(seq_len=5)
+
+
+def test_argument_of_the_wrong_type_names_its_setting():
+    with pytest.raises(ConfigError, match=r"^parallel\.tp: 'two' does not fit; expected int\.$"):
+        load_recipe("gemma3_vl_4b")(tp="two")
+
+
+def test_recipes_import_no_torch():
+    code = (
+        "import sys; from megatron_vlm.recipes import RECIPES, load_recipe\n"
+        "for name in RECIPES: load_recipe(name)()\n"
+        "assert 'megatron_vlm.recipes.gemma3' in sys.modules\n"
+        "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: file.stem)
+def test_ready_experiment_is_valid(file):
+    config = compose(file=file, arguments={"train_data_path": "/data"})
+    validate(config, 16)
+    assert config.name == file.stem
+
+
+def test_there_are_ready_experiments():
+    assert len(RUN_FILES) >= 3
+
+
+def test_command_line_goes_over_the_file_and_the_file_over_the_recipe(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "recipe: gemma3_vl_12b\nargs: {lr: 1e-4, tp: 2}\noverrides: {train.steps: 5, train.seed: 6}"
+    )
+    config = compose(file=file, settings=["tp=8", "steps=7", "optimizer.beta2=0.99"])
+    assert (config.parallel.tp, config.train.steps, config.optimizer.beta2) == (8, 7, 0.99)
+    assert (config.optimizer.lr, config.train.seed) == (1e-4, 6)
+    assert config.model.hf_path == "google/gemma-3-12b-it"
+
+
+def test_a_runs_own_config_can_be_given_back(tmp_path):
+    from megatron_vlm.config import to_yaml
+
+    config = load_recipe("gemma3_vl_4b")(train_data_path="/data", steps=3)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose(file=tmp_path / "config.yaml") == config
+    assert compose(file=tmp_path / "config.yaml", settings=["tp=1"]).parallel.tp == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe: gemma3_vl_4b\nargz: {tp: 1}", "argz: no such entry; did you mean args?"),
+        ("recipe: gemma3_vl_4b\nargs: {tpp: 1}", "tpp: not an argument of a recipe; did you mean tp?"),
+        ("recipe: gemma3_vl_4b\nargs: 3", "args: expected settings as `key: value` lines, found int."),
+        ("[", "not readable as YAML"),
+    ],
+)
+def test_bad_run_file_names_the_entry(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        compose(file=tmp_path / "run.yaml")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("size", PUBLISHED_PARAMETERS)
+def test_configs_of_the_real_sizes_have_the_published_parameter_count(size):
+    import torch
+    from transformers import AutoModelForImageTextToText, Gemma3Config
+
+    public = json.loads((ROOT / "tests" / "hf_configs" / f"gemma3_{size}.json").read_text())
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(Gemma3Config.from_dict(public))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[size]
