@@ -150,7 +150,7 @@ def _compare(layout: ParallelConfig, path: str, case: dict) -> dict:
     for key, grad in hf_tensors(chunks, family.weights(hf_config), value=lambda param: param.main_grad):
         expected = case["grads"].get(key)
         expected = torch.zeros_like(grad) if expected is None else expected
-        scale = expected.abs().max().item() or 1.0
+        scale = gradient_scale(case["grads"], key)
         worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
 
     with torch.no_grad():
@@ -178,6 +178,16 @@ def _compare(layout: ParallelConfig, path: str, case: dict) -> dict:
     )
     assert parallel_state.get_data_parallel_world_size() * layout.tp * layout.pp == dist.get_world_size()
     return result
+
+
+def gradient_scale(grads: dict[str, torch.Tensor | None], key: str) -> float:
+    """What an error in the gradient of `key` is measured against: its largest entry.
+
+    A bias is measured against its layer's weight as well: a key projection's bias has a gradient of exactly
+    zero in theory (softmax does not see a shift), and of rounding noise in practice.
+    """
+    layer = {key, key.removesuffix("bias") + "weight"} if key.endswith("bias") else {key}
+    return max((grads[k].abs().max().item() for k in layer if grads.get(k) is not None), default=0.0) or 1.0
 
 
 def my_micro_batches(case: dict, layout: ParallelConfig) -> list[tuple[dict, list[int]]]:

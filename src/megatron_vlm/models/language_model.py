@@ -76,6 +76,9 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         perform_initialization=not run.model.load_weights,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
+        # Two stages are each other's next and previous: a batch of sends and receives would mix them up.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         # These need CUDA extensions that we do not ask for.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
