@@ -110,7 +110,7 @@ def scores(questions: list[dict], answers: list[str], hf_answers: list[str]) -> 
 
 def draw_contact_sheet(questions: list[dict], answers: list[str], count: int = 36) -> None:
     """Wrong answers first: they are what one wants to look at."""
-    from megatron_vlm.training.metrics import contact_sheet
+    from megatron_vlm.metrics import contact_sheet
 
     order = sorted(range(len(questions)), key=lambda index: questions[index]["answer"] == answers[index])
     shown = order[: count // 2] + order[-(count - count // 2) :]

@@ -105,7 +105,7 @@ def import_(
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         raise typer.Exit(_torchrun(nproc, ["import", *given, *(settings or ())]))
 
-    from megatron_vlm.train import import_run
+    from megatron_vlm.runs import import_run
 
     import_run(run_config)
 
@@ -122,7 +122,7 @@ def export(
     if nproc:
         raise typer.Exit(_torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
-    from megatron_vlm.train import export_run
+    from megatron_vlm.runs import export_run
 
     export_run(run_config, output)
     typer.echo(f"wrote {output}")
@@ -141,7 +141,7 @@ def generate(
     run_config = _config_of_run(run_dir, None, None)
     images = [_existing(path).read_bytes() for path in image or ()]
 
-    from megatron_vlm.train import generate_from_run
+    from megatron_vlm.runs import generate_from_run
 
     typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
 

@@ -1,0 +1,85 @@
+"""The story of one run: from a Hugging Face checkpoint and a dataset to a trained model."""
+
+from __future__ import annotations
+
+import time
+
+from transformers import AutoConfig, AutoProcessor
+
+from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.data.sources import RunData
+from megatron_vlm.metrics import RunLogger
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.vlm import build_model
+from megatron_vlm.models.weights import import_hf, resolve
+from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.broadcast import BatchBroadcaster
+from megatron_vlm.training import checkpoint
+from megatron_vlm.training.evaluate import validation_loss
+from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import data_parallel, train_step
+
+
+def train(config: RunConfig) -> None:
+    """Train to `config.train.steps`, on from the run folder's latest checkpoint where it has one.
+
+    Called by every process of the layout. The run folder then holds checkpoints, metrics and pictures.
+    """
+    setup.init_distributed(config.parallel, config.train.seed)
+    source = resolve(config.model.hf_path)
+    hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
+    family = family_for(hf_config)
+
+    model = build_model(config, family, hf_config)
+    if config.model.load_weights and not checkpoint.exists(config.run_dir):
+        import_hf(model, source, family, hf_config)
+    model = data_parallel(model, config)
+    optimizer, scheduler = build_optimizer(model, config)
+    resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
+    start = resumed.step if resumed else 0
+
+    broadcaster = BatchBroadcaster()
+    data = None
+    if broadcaster.reads:
+        rank, world_size = setup.data_parallel_place()
+        data = RunData(config, processor, family.visual_keys, family.position_ids, rank, world_size)
+        if resumed and resumed.loader_state is not None:
+            data.train_loader.load_state_dict(resumed.loader_state)
+    batches = data and data.train_batches()
+
+    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
+    if resumed:
+        log.message(f"resumed after step {start} from {resumed.path}")
+        if resumed.loader_note:
+            log.message(resumed.loader_note)
+
+    micro_batches_per_step = derived(config, setup.world_size())["micro_batches_per_step"]
+    try:
+        for step in range(start + 1, config.train.steps + 1):
+            began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
+            micro_batches = broadcaster.take(batches, micro_batches_per_step)
+            loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
+            seconds = time.monotonic() - began
+            log.log_step(step, loss, lr, grad_norm, tokens, seconds, data and data.dropped)
+
+            if is_due(step, config.train.eval_every, config.train.steps):
+                valid_batches = data and data.valid_batches()
+                valid_loss = validation_loss(model, broadcaster, valid_batches, config.train.eval_steps)
+                if valid_loss is not None:
+                    log.log_eval(step, valid_loss)
+            if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
+                loader_state = data and data.train_loader.state_dict()
+                checkpoint.save(
+                    config.run_dir, step, model, optimizer, scheduler, loader_state, config.train.keep_checkpoints
+                )
+                log.save()
+    finally:
+        log.close()
+        if data:
+            data.close()
+    setup.shutdown()
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` steps is done after `step`; also after the last; never when 0."""
+    return every > 0 and (step % every == 0 or step == last)
