@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_vlm.config import ParallelConfig  # noqa: E402
-from megatron_vlm.parallel.layout import sequence_parallel  # noqa: E402
+from megatron_vlm.parallel.layout import megatron_settings  # noqa: E402
 
 SEQ, ROWS, VOCAB = 16, 2, 64
 
@@ -39,18 +39,22 @@ class RMSNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def build(parallel: ParallelConfig, moe: bool = False, dtype=torch.float32, layers: int = 4) -> list:
+def build(parallel: ParallelConfig, moe=False, dtype=torch.float32, only_embedding=False) -> list:
     """This rank's model chunks, one per virtual stage, each in Megatron's DDP."""
     LocalSpecProvider.layer_norm = lambda self, **_: RMSNorm
     transformer_block.LayerNormImpl = RMSNorm
-    config = _config(parallel, moe, dtype, layers)
+    config = _config(parallel, moe, dtype)
     experts = {"num_experts": 4, "moe_grouped_gemm": False} if moe else {}
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **experts)
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
-    return [_wrap(config, parallel, _gpt(config, spec, vp), first=not vp) for vp in stages]
+    models = [_gpt(config, spec, vp) for vp in stages]
+    if only_embedding:
+        for name, parameter in ((n, p) for model in models for n, p in model.named_parameters()):
+            parameter.requires_grad_("word_embeddings" in name)
+    return [_wrap(config, parallel, model, first=i == 0) for i, model in enumerate(models)]
 
 
-def _config(parallel, moe, dtype, layers) -> TransformerConfig:
+def _config(parallel, moe, dtype) -> TransformerConfig:
     experts = dict(
         num_moe_experts=4,
         moe_router_topk=2,
@@ -60,7 +64,7 @@ def _config(parallel, moe, dtype, layers) -> TransformerConfig:
         moe_aux_loss_coeff=0.0,
     )
     return TransformerConfig(
-        num_layers=layers,
+        num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -69,11 +73,6 @@ def _config(parallel, moe, dtype, layers) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        expert_model_parallel_size=parallel.ep,
-        sequence_parallel=sequence_parallel(parallel),
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -86,6 +85,7 @@ def _config(parallel, moe, dtype, layers) -> TransformerConfig:
         apply_rope_fusion=False,
         bias_activation_fusion=False,
         calculate_per_token_loss=True,
+        **megatron_settings(parallel),
         **(experts if moe else {}),
     )
 
@@ -127,7 +127,6 @@ def run_step(chunks: list, step: int, optimizer=None, scheduler=None, count: int
     mine = micro_batches(step, count)[rank::dp]
     for chunk in chunks:
         chunk.zero_grad_buffer()
-        chunk.module_config = chunk.config
         chunk.config.finalize_model_grads_func = finalize_model_grads
     out = get_forward_backward_func()(
         forward_step_func=_forward,

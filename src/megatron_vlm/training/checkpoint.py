@@ -328,13 +328,37 @@ def _weights_only() -> Iterator[None]:
             os.environ[name] = before
 
 
+_CHECKPOINT = "torch.distributed.checkpoint."
+_METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (_CHECKPOINT + "filesystem", "_StorageInfo"),
+    *((_CHECKPOINT + "metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_CHECKPOINT + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_CHECKPOINT + "metadata", name) for name in ("TensorProperties", "TensorStorageMetadata")),
+    (_CHECKPOINT + "metadata", "_MEM_FORMAT_ENCODING"),
+    *((_CHECKPOINT + "planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem")),
+    (_CHECKPOINT + "planner", "WriteItemType"),
+}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the plain records torch writes into `.metadata`, and refuses every other name."""
+
     def find_class(self, module: str, name: str) -> Any:
-        print("NAME", module, name)
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _check_metadata(path: Path) -> None:
-    """Raise ValueError when torch's `.metadata` pickle names anything but what torch itself writes there."""
-    with open(path, "rb") as file:
-        _MetadataUnpickler(file).load()
+    """Raise ValueError when `.metadata`, which torch unpickles, names what torch does not write there."""
+    try:
+        with open(path, "rb") as file:
+            _MetadataUnpickler(file).load()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"checkpoint: {path} is not the metadata of a checkpoint of ours ({error}); "
+            "name another checkpoint in latest, or delete latest to start anew."
+        ) from error

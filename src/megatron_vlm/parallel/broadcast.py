@@ -1,0 +1,123 @@
+"""Batches from the one rank that reads to all ranks of its TP x CP x PP group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.parallel.setup import device, parallel_state
+
+_HEADER_DEVICE = torch.device("cpu")
+
+
+class BatchBroadcaster:
+    """Hands the batches of one reading rank to all ranks that share its data-parallel rank.
+
+    All ranks make one, as it makes process groups. All ranks of a group call `next` or `take` the same
+    number of times, outside Megatron's pipeline schedule, whose own order of calls differs between ranks.
+    """
+
+    def __init__(self):
+        self._group = _group_of_same_data()
+        self._stage_group = parallel_state.get_tensor_and_context_parallel_group()
+        self._source = dist.get_process_group_ranks(self._group)[0]
+        self._device = device()
+        self._first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank is the one that reads."""
+        return dist.get_rank() == self._source
+
+    def take(self, iterator: Iterator[dict[str, Any]] | None, count: int) -> list[dict[str, Any]]:
+        """Up to `count` batches, fewer when the iterator ends."""
+        batches = []
+        while len(batches) < count and (batch := self.next(iterator)) is not None:
+            batches.append(batch)
+        return batches
+
+    def next(self, iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
+        """The next batch, on this rank's device; None on every rank when the iterator has ended.
+
+        The reading rank passes its iterator, the others None. All tensors and plain values arrive on all
+        ranks bit-equal, `visual_inputs` only on the first pipeline stage; it is None on the others. When the
+        iterator raises, every rank of the group raises RuntimeError with the same text.
+        """
+        if self.reads:
+            header, batch = self._read(iterator)
+        else:
+            header, batch = self._exchange_header(None), {}
+        if header is None:
+            return None
+        if "error" in header:
+            raise RuntimeError(header["error"])
+        return self._deliver(header, batch)
+
+    def _read(self, iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        try:
+            batch = next(iterator, None)
+            header = None if batch is None else _header(batch)
+        except Exception as error:
+            text = f"data: rank {self._source} could not read a batch: {type(error).__name__}: {error}"
+            self._exchange_header({"error": text})
+            raise RuntimeError(text) from error
+        return self._exchange_header(header), batch or {}
+
+    def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any] | None:
+        box = [header]
+        if self._group.size() > 1:
+            dist.broadcast_object_list(box, self._source, group=self._group, device=_HEADER_DEVICE)
+        return box[0]
+
+    def _deliver(self, header: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+        received = dict(header["values"])
+        for name, shape, dtype in header["tensors"]:
+            received[name] = self._broadcast(batch.get(name), shape, dtype, self._group)
+        received["visual_inputs"] = None
+        if header["visual"] and self._first_stage:
+            held = batch["visual_inputs"].as_model_kwargs() if batch else {}
+            received["visual_inputs"] = GenericVisualInputs(
+                **{
+                    name: self._broadcast(held.get(name), shape, dtype, self._stage_group)
+                    for name, shape, dtype in header["visual"]
+                }
+            )
+        return received
+
+    def _broadcast(self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup) -> Tensor:
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        else:
+            tensor = tensor.to(self._device, non_blocking=True).contiguous()
+        if group.size() > 1 and tensor.numel():
+            # as bytes: gloo does not know every dtype
+            dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
+        return tensor
+
+
+def _group_of_same_data() -> dist.ProcessGroup:
+    """All ranks of this rank's data-parallel rank: Megatron's model-parallel group leaves out CP."""
+    dp_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank())
+    members = [[r for r, dp in enumerate(dp_ranks) if dp == d] for d in sorted(set(dp_ranks))]
+    return dist.new_subgroups_by_enumeration(members)[0]
+
+
+def _header(batch: dict[str, Any]) -> dict[str, Any]:
+    """What the others need to allocate: names, shapes and dtypes, and the values that are no tensors."""
+    visual = batch.get("visual_inputs")
+    others = {name: value for name, value in batch.items() if name != "visual_inputs"}
+    return {
+        "tensors": _shapes({name: v for name, v in others.items() if isinstance(v, Tensor)}),
+        "visual": _shapes(visual.as_model_kwargs()) if visual is not None else [],
+        "values": {name: v for name, v in others.items() if not isinstance(v, Tensor)},
+    }
+
+
+def _shapes(tensors: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]

@@ -1,0 +1,193 @@
+"""A run continues from its checkpoint as if it had never stopped, in the same or in another layout."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+
+import launches
+import pytest
+
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.testing.distributed import run_distributed
+
+SAME = [(1, "dp"), (1, "dp_plain"), *((2, case) for case in launches.CASES_OF_2.split()), (4, "tp_pp")]
+CROSS = [(saved, case) for saved, cases in launches.CROSS.items() for case in cases]
+LOSS_TOLERANCE = 1e-5
+BF16_LOSS_TOLERANCE = 5e-3
+
+
+@pytest.mark.parametrize(("world_size", "case"), [entry for entry in SAME if entry[0] < 4])
+def test_continued_run_is_bit_equal(world_size, case):
+    """Losses, and the bytes of weights, moments, Adam steps and learning rates of every rank."""
+    for before, after in zip(launches.first(world_size), launches.second(world_size), strict=True):
+        continued = after[f"{case} -> {case}"]
+        assert continued["losses"] == before[case]["losses"][launches.HALF :]
+        assert continued["digest"] == before[case]["digest"]
+
+
+@pytest.mark.parametrize(("saved", "case"), CROSS)
+def test_continued_in_another_layout(saved, case):
+    expected = launches.first(2)[0][saved]["losses"][launches.HALF :]
+    tolerance = BF16_LOSS_TOLERANCE if "bf16" in case else LOSS_TOLERANCE
+    for rank in launches.second(2):
+        assert rank[f"{saved} -> {case}"]["losses"] == pytest.approx(expected, abs=tolerance)
+
+
+def test_generators_continue_in_the_same_layout():
+    for before, after in zip(launches.first(2), launches.second(2), strict=True):
+        assert after["tp -> tp"]["draws"] == before["tp"]["draws"]
+        assert after["tp -> tp"]["state"]["rng_restored"]
+
+
+def test_generators_are_left_alone_in_another_layout():
+    before, after = launches.first(2)[0], launches.second(2)[0]
+    assert after["tp -> pp"]["draws"] != before["tp"]["draws"]
+    assert not after["tp -> pp"]["state"]["rng_restored"]
+
+
+def test_loader_state_returns_to_its_data_parallel_rank():
+    states = [rank["dp -> dp"]["state"] for rank in launches.second(2)]
+    assert [state["loader_state"] for state in states] == [{"rank": 0}, {"rank": 1}]
+    assert [state["loader_note"] for state in states] == [None, None]
+
+
+def test_loader_state_of_another_number_of_ranks_is_refused_with_the_reason():
+    state = launches.second(2)[0]["dp -> tp"]["state"]
+    assert state["loader_state"] is None
+    assert "of 2 data-parallel ranks cannot be used by 1" in state["loader_note"]
+
+
+def test_step_and_extra_come_back():
+    state = launches.second(2)[1]["pp -> pp"]["state"]
+    assert (state["step"], state["extra"]) == (launches.HALF, {"case": "pp"})
+
+
+# ---- folders, in one process ------------------------------------------------------------------------------
+
+
+def _runs_in_folders(root: str) -> dict:
+    """Everything below that needs a process of its own, in one."""
+    import tiny_gpt
+
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.init_distributed(ParallelConfig(), 1)
+    config = launches.run_config("dp")
+    chunks = tiny_gpt.build(config.parallel)
+    run = (chunks, *build_optimizer(chunks, config))
+
+    def listing(name: str) -> list[str]:
+        return sorted(os.listdir(os.path.join(root, name, "checkpoints")))
+
+    def error(name: str) -> str:
+        with pytest.raises(ValueError) as caught:
+            checkpoint.load_latest(os.path.join(root, name), *run)
+        return str(caught.value)
+
+    def saved(name: str, *steps: int) -> str:
+        for step in steps:
+            checkpoint.save(os.path.join(root, name), step, *run, keep=2)
+        return os.path.join(root, name, "checkpoints")
+
+    out = {"none": checkpoint.load_latest(os.path.join(root, "empty"), *run) is None}
+
+    saved("pruned", 1, 2, 3, 3)
+    out["pruned"] = listing("pruned")
+
+    os.makedirs(os.path.join(root, "half", "checkpoints", "step_00000007.tmp"))
+    out["half_loaded"] = checkpoint.load_latest(os.path.join(root, "half"), *run) is not None
+    saved("half", 8)
+    out["half"] = listing("half")
+
+    shutil.rmtree(os.path.join(saved("gone", 4), "step_00000004"))
+    out["gone"] = error("gone")
+
+    with open(os.path.join(saved("unsafe", 4), "step_00000004", ".metadata"), "wb") as file:
+        pickle.dump(_Payload(os.path.join(root, "executed")), file)
+    out["unsafe"] = error("unsafe")
+
+    saved("rate", 4)
+    config.optimizer.lr = 5e-3
+    run = (chunks, *build_optimizer(chunks, config))
+    checkpoint.load_latest(os.path.join(root, "rate"), *run)
+    out["rate"] = sorted({group["max_lr"] for group in run[1].param_groups})
+    return out
+
+
+class _Payload:
+    """Makes a folder when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    return root, run_distributed(1, _runs_in_folders, str(root))[0]
+
+
+def test_a_folder_without_checkpoints_loads_nothing(folders):
+    assert folders[1]["none"]
+
+
+def test_old_checkpoints_are_pruned(folders):
+    assert folders[1]["pruned"] == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_a_half_written_folder_is_not_loaded_and_goes_at_the_next_save(folders):
+    assert not folders[1]["half_loaded"]
+    assert folders[1]["half"] == ["latest", "step_00000008"]
+
+
+def test_a_latest_that_names_nothing_is_an_error_that_says_what_to_do(folders):
+    assert "latest names step_00000004, which is not complete" in folders[1]["gone"]
+
+
+def test_a_pickle_that_runs_code_is_refused_before_it_runs(folders):
+    root, out = folders
+    assert "posix.mkdir" in out["unsafe"]
+    assert not (root / "executed").exists()
+
+
+def test_a_new_learning_rate_holds_after_resume(folders):
+    assert folders[1]["rate"] == [5e-3]
+
+
+def test_checkpoint_state_is_plain_json(folders):
+    state = json.loads((folders[0] / "pruned/checkpoints/step_00000003/state.json").read_text())
+    assert state["step"] == 3
+    assert state["layout"]["dp"] == 1
+
+
+def _killed_while_saving(root: str) -> None:
+    import tiny_gpt
+
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    class KillsItsProcess:
+        def state_dict(self):  # asked for after the tensors are written and before the checkpoint is complete
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setup.init_distributed(ParallelConfig(), 1)
+    config = launches.run_config("dp")
+    chunks = tiny_gpt.build(config.parallel)
+    optimizer, scheduler = build_optimizer(chunks, config)
+    checkpoint.save(root, 1, chunks, optimizer, scheduler)
+    checkpoint.save(root, 2, chunks, optimizer, KillsItsProcess())
+
+
+def test_killed_while_saving_leaves_the_checkpoint_before_as_latest(tmp_path):
+    with pytest.raises(RuntimeError, match=r"exit codes \[-9\]"):
+        run_distributed(1, _killed_while_saving, str(tmp_path))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step_00000001", "step_00000002.tmp"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000001\n"
