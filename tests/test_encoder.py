@@ -1,10 +1,13 @@
 import io
 import json
 import multiprocessing
+import tarfile
 
 import pytest
 import torch
+from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
+from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -286,13 +289,52 @@ def test_a_report_continues_its_file_and_starts_its_counts(tmp_path):
 
 def test_too_many_drops_stop_the_run_and_say_what_to_do():
     report = DropReport()
-    for number in range(9):
+    for _ in range(9):
         report.keep()
     report.drop("shard/7", "over_length")
     report.check(0.1, min_samples=10)
     report.drop("shard/8", "over_length")
     report.check(0.1, min_samples=12)
-    with pytest.raises(
-        TooManyDrops, match="2 of 11(.|\n)*2 over_length: raise data.seq_length.*shard/7, shard/8"
-    ):
+    with pytest.raises(TooManyDrops, match="2 of 11(.|\n)*2 over_length: raise .*shard/7, shard/8"):
         report.check(0.1, min_samples=11)
+
+
+# ------------------------------------------------------------------------------------ through Energon
+
+
+def write_dataset(path, records):
+    """An Energon dataset of one shard: {key: {part: bytes}}."""
+    path.mkdir()
+    with tarfile.open(path / "shard.tar", "w") as shard:
+        for key, parts in records.items():
+            for name, data in parts.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(data)
+                shard.addfile(member, io.BytesIO(data))
+    BaseWebdatasetFactory.prepare_dataset(
+        path, ["shard.tar"], split_parts_patterns=[("val", "shard")], workers=1, tar_index_only=False
+    )
+    (path / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of forking workers from a process with threads
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_energon_delivers_every_good_sample_once_and_counts_the_others(processor, tmp_path, num_workers):
+    turns = json.dumps(conversation(1)).encode()
+    records = {f"{n:03d}": {"json": turns, "img000.jpg": jpeg(n % 4)} for n in range(12)}
+    records["003"]["img000.jpg"] = b"broken"
+    records["007"]["json"] = b"{"
+    del records["009"]["img000.jpg"]
+    write_dataset(tmp_path / "data", records)
+    encoder = HFEncoderVLMTaskEncoder(processor, 256, drops=DropReport(tmp_path / "drops.jsonl"))
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    dataset = get_val_dataset(tmp_path / "data", worker_config=workers, batch_size=2, task_encoder=encoder)
+    batches = list(get_savable_loader(dataset))
+    keys = [key.split("/")[-1] for batch in batches for row in batch["__key__"] for key in row]
+    assert sorted(keys) == [f"{n:03d}" for n in range(12) if n not in (3, 7, 9)]
+    assert all(len(batch["visual_inputs"].pixel_values) == len(batch["input_ids"]) for batch in batches)
+    reasons = {example["key"].split("/")[-1]: example["reason"] for example in encoder.drops.examples()}
+    assert reasons == {"003": "image_undecodable", "007": "bad_json", "009": "placeholder_mismatch"}
+    assert encoder.drops.summary()["encoded"] == 9
