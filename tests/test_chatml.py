@@ -88,6 +88,7 @@ def test_adjacent_texts_are_joined():
         ([{"role": 3, "content": "x"}], "bad_conversation"),
         ([{"role": "user", "content": 3}], "bad_conversation"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "bad_conversation"),
+        ([{"role": "user", "content": [{"type": ["image"]}]}], "bad_conversation"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "bad_conversation"),
         ([{"role": "assistant", "content": [IMAGE]}], "bad_conversation"),
         ({"messages": SHAREGPT, "tools": "look"}, "bad_json"),

@@ -27,6 +27,11 @@ def test_the_record_may_name_another_order():
     assert sample.imgs == [b"1", b"0"]
 
 
+def test_an_image_may_be_used_twice():
+    document = {"conversations": TURNS, "images": ["img000.jpg", "img000.jpg"]}
+    assert cook(json=json.dumps(document).encode(), img000_jpg=b"0").imgs == [b"0", b"0"]
+
+
 def test_text_only_records_have_no_images():
     assert cook(json=json.dumps(TURNS).encode()).imgs is None
 

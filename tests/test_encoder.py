@@ -197,34 +197,32 @@ def test_a_layout_that_cannot_be_cut_is_a_drop():
 # ------------------------------------------------------------------------------------------------ drops
 
 
+def nested(depth):
+    """A conversation with a tool call that holds lists in lists."""
+    call = "[" * depth + "]" * depth
+    return '[{"role": "user", "content": "x", "tool_calls": ' + call + "}]"
+
+
+def raw(**fields):
+    fields = {"conversation": json.dumps(conversation()), **fields}
+    return ChatMLSample(__key__="raw", __restore_key__=(), **fields)
+
+
 @pytest.mark.parametrize(
     "bad, reason",
     [
         (sample("{"), "bad_json"),
         (sample([]), "bad_conversation"),
+        (sample(conversation(question="half a pair: \ud800")), "bad_conversation"),
+        (sample(nested(1400)), "bad_conversation"),
         (sample(conversation(2), images=1), "placeholder_mismatch"),
         (sample(conversation(1), images=0), "placeholder_mismatch"),
         (sample(conversation()[:1]), "no_trained_tokens"),
         (sample(conversation(question="why " * 300)), "over_length"),
         (sample(conversation() + conversation()[1:]), "template_error"),
-        (
-            ChatMLSample(
-                __key__="broken", __restore_key__=(), conversation=json.dumps(conversation()), imgs=[b"x"]
-            ),
-            "image_undecodable",
-        ),
-        (
-            ChatMLSample(
-                __key__="video", __restore_key__=(), conversation=json.dumps(conversation()), videos=[b"x"]
-            ),
-            "video_unsupported",
-        ),
-        (
-            ChatMLSample(
-                __key__="cook", __restore_key__=(), conversation="", problem=BadSample("missing_media")
-            ),
-            "missing_media",
-        ),
+        (raw(imgs=[b"x"]), "image_undecodable"),
+        (raw(videos=[b"x"]), "video_unsupported"),
+        (raw(problem=BadSample("missing_media")), "missing_media"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -85,7 +85,7 @@ def _image_names(conversation: str, record: dict) -> list[str]:
     named = document.get("images") if isinstance(document, dict) else None
     if named is None:
         return stored
-    if not isinstance(named, list) or sorted(map(str, named)) != stored:
+    if not isinstance(named, list) or set(map(str, named)) != set(stored):
         raise BadSample("missing_media", f"the record names images {named}, its shard holds {stored}")
     return named
 

@@ -100,13 +100,20 @@ class SpanProcessor:
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
-        messages, tools = self._harmless(messages), self._harmless(tools)
         try:
+            messages, tools = self._harmless(messages), self._harmless(tools)
             if GENERATION_TAG.search(self._template):
-                return self._render(messages, tools, return_assistant_tokens_mask=True)
-            return self._render_beginnings(messages, tools)
+                prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
+            else:
+                prompt, spans = self._render_beginnings(messages, tools)
+            prompt.encode()
         except TemplateError as error:
             raise BadSample("template_error", str(error)) from error
+        except RecursionError as error:
+            raise BadSample("bad_conversation", "nested too deeply") from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            raise BadSample("bad_conversation", str(error)) from error
+        return prompt, spans
 
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
         prompts, spans = render_jinja_template(
