@@ -2,8 +2,8 @@
 
 What is written, ready for stock `energon` and for this package:
 
-    OUTPUT/train-00000.tar      per sample `<key>.json` (the conversation), `<key>.img000.jpg`, ... (the
-                                original encoded files, each decoded once to prove that it can be)
+    OUTPUT/train-00000.tar      per sample `<key>.json` (the conversation and its `images` in order) and
+                                `<key>.img000.jpg`, ... (the source's own encoded files, each decoded once)
     OUTPUT/.nv-meta/            Energon's index, `split.yaml` with explicit shard names, `dataset.yaml`
     OUTPUT/skipped.jsonl        every record left out: source, record number, split, reason, detail
 
@@ -411,9 +411,9 @@ def _sample_parts(source: JsonSource | HFSource, item: Any) -> dict[str, bytes]:
     record = source.read(item)
     conversation, images = conversation_of(record), images_of(record, source.image_root)
     extensions = check_sample(conversation, images)
-    parts = {"json": conversation_json(conversation)}
-    named = zip(extensions, images, strict=True)
-    return parts | {f"img{i:03d}.{extension}": image for i, (extension, image) in enumerate(named)}
+    names = [f"img{index:03d}.{extension}" for index, extension in enumerate(extensions)]
+    described = conversation | {"images": names} if names else conversation
+    return {"json": conversation_json(described), **dict(zip(names, images, strict=True))}
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -13,11 +13,16 @@ from typing import Any
 
 from PIL import Image
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.images import decode_image
 
 TURN_KEYS = ("conversations", "messages")
-EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}  # others: Pillow's format name in lower case
+EXTENSIONS = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "TIFF": "tif",
+    "JPEG2000": "jp2",
+}  # others: Pillow's format name in lower case
 
 
 def conversation_of(record: Any) -> dict:
@@ -28,12 +33,12 @@ def conversation_of(record: Any) -> dict:
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict):
-        raise BadSample("bad_record", f"a record is a JSON object, this is {type(record).__name__}")
+        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
     if record.get("video") or record.get("videos"):
-        raise BadSample("video", "video records are not supported by this source")
+        raise BadSample("video_unsupported", "the record carries video")
     key = next((key for key in TURN_KEYS if record.get(key)), None)
     if key is None:
-        raise BadSample("no_conversation", f"none of {list(TURN_KEYS)} among {sorted(record)}")
+        raise BadSample("bad_conversation", f"none of {list(TURN_KEYS)} among {sorted(record)}")
     return {name: record[name] for name in (key, "system", "tools") if record.get(name) is not None}
 
 
@@ -42,7 +47,7 @@ def conversation_json(conversation: dict) -> bytes:
     try:
         return json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadSample("bad_text", str(error)) from error
+        raise BadSample("bad_json", str(error)) from error
 
 
 def images_of(record: Any, root: Path) -> list[bytes]:
@@ -60,15 +65,15 @@ def _image_bytes(image: Any, root: Path) -> bytes:
         return image
     if not isinstance(image, str):
         raise BadSample(
-            "missing_image", f"an image is a path or encoded bytes, this is {type(image).__name__}"
+            "missing_media", f"an image is a path or encoded bytes, this is {type(image).__name__}"
         )
     try:
         path = (root / image).resolve()
         if path.is_relative_to(root.resolve()):
             return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise BadSample("missing_image", str(error)) from error
-    raise BadSample("image_outside_root", f"{image} leads out of {root}")
+        raise BadSample("missing_media", str(error)) from error
+    raise BadSample("missing_media", f"{image} leads out of {root}")
 
 
 def without_nulls(value: Any) -> Any:
@@ -82,16 +87,14 @@ def without_nulls(value: Any) -> Any:
 
 def check_sample(conversation: dict, images: list[bytes]) -> list[str]:
     """The file extension of every image; raises BadSample where the encoder would drop the sample."""
-    messages, _ = cook_chatml_sample(conversation_json(conversation).decode())
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadSample("no_assistant_turn", f"roles are {[message['role'] for message in messages]}")
-    placeholders = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if placeholders != len(images):
-        raise BadSample("placeholder_mismatch", f"{placeholders} image placeholders for {len(images)} images")
+    messages, _ = cook_chatml_sample(conversation)
+    place_media(messages, images=len(images))
+    if not any(message["role"] == "assistant" and message["content"] for message in messages):
+        raise BadSample("no_trained_tokens", f"no reply; roles are {[m['role'] for m in messages]}")
     return [_extension(image) for image in images]
 
 
 def _extension(image: bytes) -> str:
     decode_image(image)
-    format = Image.open(io.BytesIO(image)).format or "bin"
+    format = Image.open(io.BytesIO(image)).format
     return EXTENSIONS.get(format, format.lower())
