@@ -1,0 +1,179 @@
+"""Conversations: the one sample type of all sources, and the many ways people write them down."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from megatron.energon import Sample, edataclass
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+WRAPPERS = ("conversations", "messages", "conversation")
+PART_TYPES = {
+    "text": "text",
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+}
+PLACEHOLDER = re.compile(r"<(image|video)>")
+
+
+class BadSample(Exception):
+    """This sample cannot be trained on; `reason` is a key of `drops.REASONS`, `detail` is for people."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+@edataclass
+class ChatMLSample(Sample):
+    """A conversation with its media, still encoded.
+
+    `conversation` is JSON that `cook_chatml_sample` accepts. A record that could not be read carries why in
+    `problem`, so that the encoder counts it with all other drops.
+    """
+
+    conversation: str
+    imgs: list[bytes] | None = None
+    videos: list | None = None
+    problem: BadSample | None = None
+
+
+def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], list[dict] | None]:
+    """`(messages, tools)` in the form that Hugging Face chat templates take.
+
+    Accepts JSON or the object itself: a list of turns, bare or under `conversations`, `messages` or
+    `conversation`, beside it optionally `system` and `tools`; turns as role/content or from/value, with the
+    aliases in ROLES; content as text or as an OpenAI list of parts.
+
+    Content comes out as a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}` and
+    `{"type": "video"}`. `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a
+    list that already names its media. Adjacent texts are joined as they stand; other keys of a turn
+    (`tool_calls`, `name`, ...) pass through. The argument is not changed. Raises BadSample.
+    """
+    turns, system, tools = _unwrap(_parse(conversation))
+    messages = [_message(turn, index) for index, turn in enumerate(turns)]
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    return messages, tools
+
+
+def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[dict]:
+    """The messages with exactly one part per media item.
+
+    LLaVA and ShareGPT data often hold images and no placeholder at all: these go before the text of the first
+    user turn. Raises BadSample `placeholder_mismatch` when the numbers differ in any other way.
+    """
+    missing: list[dict] = []
+    for kind, count in (("image", images), ("video", videos)):
+        placeholders = sum(part["type"] == kind for message in messages for part in message["content"])
+        if placeholders == 0:
+            missing += [{"type": kind}] * count
+        elif placeholders != count:
+            raise BadSample("placeholder_mismatch", f"{placeholders} placeholders for {count} {kind}s")
+    if not missing:
+        return messages
+    first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first_user is None:
+        raise BadSample("placeholder_mismatch", f"{len(missing)} media items and no user turn to hold them")
+    turn = messages[first_user]
+    turn = turn | {"content": [*missing, *turn["content"]]}
+    return [*messages[:first_user], turn, *messages[first_user + 1 :]]
+
+
+def _parse(conversation: str | dict | list) -> Any:
+    if not isinstance(conversation, str | bytes):
+        return conversation
+    try:
+        return json.loads(conversation)
+    except (ValueError, RecursionError) as error:
+        raise BadSample("bad_json", str(error)) from error
+
+
+def _unwrap(record: Any) -> tuple[list, str | None, list[dict] | None]:
+    system = tools = None
+    if isinstance(record, dict):
+        system, tools = record.get("system"), _tools(record.get("tools"))
+        record = next((_parse(record[key]) for key in WRAPPERS if key in record), None)
+    if not isinstance(record, list) or not record:
+        raise BadSample("bad_conversation", f"no list of turns, bare or under one of {', '.join(WRAPPERS)}")
+    if not isinstance(system, str | None):
+        raise BadSample("bad_conversation", f"system is {type(system).__name__}, not text")
+    return record, system, tools
+
+
+def _tools(tools: Any) -> list[dict] | None:
+    tools = _parse(tools) if tools else None
+    if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return tools or None
+    raise BadSample("bad_conversation", "tools is not a list of objects")
+
+
+def _message(turn: Any, index: int) -> dict:
+    if not isinstance(turn, dict):
+        raise BadSample("bad_conversation", f"turn {index} is {type(turn).__name__}, not an object")
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise BadSample("bad_conversation", f"turn {index} has role {name!r}; known are {', '.join(ROLES)}")
+    content = turn.get("content", turn.get("value"))
+    others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
+    return others | {"role": role, "content": _parts(content, role, index)}
+
+
+def _parts(content: Any, role: str, index: int) -> list[dict]:
+    parts = [_part(part, index) for part in content] if isinstance(content, list) else []
+    if isinstance(content, str):
+        parts = [{"type": "text", "text": content}]
+    elif content is not None and not isinstance(content, list):
+        raise BadSample("bad_conversation", f"turn {index} has content {type(content).__name__}")
+    names_media = any(part["type"] != "text" for part in parts)
+    if names_media and role == "assistant":
+        raise BadSample("bad_conversation", f"turn {index}: an assistant turn cannot hold media")
+    if role == "user" and not names_media:
+        parts = [piece for part in parts for piece in _split_placeholders(part["text"])]
+    return _join_texts(parts)
+
+
+def _part(part: Any, index: int) -> dict:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = PART_TYPES.get(part.get("type")) if isinstance(part, dict) else None
+    if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
+        raise BadSample("bad_conversation", f"turn {index}: not a part of a known type: {str(part)[:100]}")
+    return {"type": "text", "text": part["text"]} if kind == "text" else {"type": kind}
+
+
+def _split_placeholders(text: str) -> list[dict]:
+    pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
+    return [
+        {"type": piece} if position % 2 else {"type": "text", "text": piece}
+        for position, piece in enumerate(pieces)
+    ]
+
+
+def _join_texts(parts: list[dict]) -> list[dict]:
+    """Joined, two harmless texts cannot meet in the template and spell a control token."""
+    joined: list[dict] = []
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(part)
+    return [part for part in joined if part["type"] != "text" or part["text"]]

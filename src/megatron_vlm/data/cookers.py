@@ -1,0 +1,104 @@
+"""The stored formats: record of a webdataset shard → `ChatMLSample`.
+
+Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
+`img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order.
+Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `videos`.
+
+Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from typing import Any
+
+from megatron.energon import Cooker, basic_sample_keys, stateless
+
+from megatron_vlm.data.chatml import BadSample, ChatMLSample
+
+IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+VIDEO_PARTS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+
+
+@stateless
+def cook_record(record: dict) -> ChatMLSample:
+    """Never fails on the record's content: what is wrong with it travels in `problem` to the encoder."""
+    try:
+        fields = _read_parts(record)
+    except BadSample as bad:
+        fields = {"conversation": "", "problem": bad.with_traceback(None)}
+    return ChatMLSample(**basic_sample_keys(record), **fields)
+
+
+COOKERS = [Cooker(cook_record)]
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses to look up any class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise BadSample("unsafe_pickle", f"the pickle asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise BadSample("unsafe_pickle", "the pickle refers to an object outside itself")
+
+
+def _read_parts(record: dict) -> dict:
+    if "json" not in record:
+        parts = sorted(name for name in record if not name.startswith("__"))
+        raise BadSample("bad_conversation", f"no part json among {parts}")
+    conversation = _text(record["json"])
+    if "jpgs" in record or "videos" in record:
+        imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
+    else:
+        imgs = [record[name] for name in _image_names(conversation, record)]
+        videos = [record[name] for name in _parts_ending(record, VIDEO_PARTS)]
+    return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample("bad_json", str(error)) from error
+
+
+def _image_names(conversation: str, record: dict) -> list[str]:
+    stored = _parts_ending(record, IMAGE_PARTS)
+    try:
+        document = json.loads(conversation)
+    except (ValueError, RecursionError) as error:
+        raise BadSample("bad_json", str(error)) from error
+    named = document.get("images") if isinstance(document, dict) else None
+    if named is None:
+        return stored
+    if not isinstance(named, list) or sorted(map(str, named)) != stored:
+        raise BadSample("missing_media", f"the record names images {named}, its shard holds {stored}")
+    return named
+
+
+def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:
+    dotted = ((f".{name}".lower(), name) for name in record if not name.startswith("__"))
+    return sorted(name for key, name in dotted if key.endswith(extensions))
+
+
+def _pickled_media(record: dict, name: str) -> list:
+    if name not in record:
+        return []
+    try:
+        media = PlainUnpickler(io.BytesIO(record[name])).load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
+    if name == "jpgs" and not (isinstance(media, list | tuple) and all(isinstance(i, bytes) for i in media)):
+        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded images")
+    return list(media or [])

@@ -1,0 +1,104 @@
+"""Counting what is trained on and what is dropped, over all loader workers of a rank."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+# Every reason a sample can be dropped for, and what to do about it.
+REASONS = {
+    "bad_json": "the record is not JSON; rebuild the shard from its source",
+    "bad_conversation": "see the README for the accepted conversation layouts",
+    "missing_media": "the record names a media part that its shard does not hold; prepare the dataset again",
+    "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
+    "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
+    "video_unsupported": "remove the samples with videos",
+    "image_undecodable": "replace or remove the images",
+    "image_truncated": "the files are cut short; copy them again",
+    "image_too_large": "shrink the images before preparing the dataset",
+    "image_aspect": "crop the images: one side is over 200 times the other",
+    "template_error": "the chat template refuses the conversation; its message says why",
+    "processor_error": "the Hugging Face processor refuses the sample; its message says why",
+    "over_length": 'raise data.seq_length, lower data.max_pixels, or set data.over_length="truncate"',
+    "no_trained_tokens": "the conversation has no assistant reply left to train on",
+}
+
+
+class TooManyDrops(RuntimeError):
+    """A larger share of the samples was dropped than the run allows."""
+
+
+class DropReport:
+    """Counts of encoded samples and of drops per reason, shared with worker processes forked later.
+
+    The first `examples_per_reason` drops of each reason are written, with key and detail, as JSON lines to
+    `path` (appended; None: a temporary file). Samples that a resumed loader encodes again count again.
+    """
+
+    def __init__(self, path: str | Path | None = None, examples_per_reason: int = 20):
+        self._counts = multiprocessing.get_context("fork").Array("q", 1 + len(REASONS))
+        self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
+        self._examples_per_reason = examples_per_reason
+        if path is None:
+            self._file = tempfile.TemporaryFile("a+b", buffering=0)
+        else:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+b", buffering=0)
+        self._start = os.fstat(self._file.fileno()).st_size
+
+    def keep(self) -> None:
+        """One more sample was encoded."""
+        with self._counts:
+            self._counts[0] += 1
+
+    def drop(self, key: str, reason: str, detail: str = "") -> None:
+        """One more sample was dropped. `reason` is one of REASONS."""
+        slot = self._slots[reason]
+        with self._counts:
+            self._counts[slot] += 1
+            count = self._counts[slot]
+        if count <= self._examples_per_reason:
+            line = json.dumps({"key": key, "reason": reason, "detail": detail[:500]})
+            self._file.write(line.encode() + b"\n")  # unbuffered and appending: whole lines from any process
+
+    def summary(self) -> dict:
+        """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, reasons that occurred only."""
+        with self._counts:
+            encoded, *counts = self._counts
+        reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
+        return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
+
+    def share(self) -> float:
+        """Dropped samples among all seen; 0 before the first."""
+        counts = self.summary()
+        return counts["dropped"] / max(1, counts["encoded"] + counts["dropped"])
+
+    def examples(self) -> list[dict]:
+        """The drops written down by this report: `key`, `reason`, `detail` each."""
+        size = os.fstat(self._file.fileno()).st_size
+        lines = os.pread(self._file.fileno(), size - self._start, self._start).splitlines()
+        return [json.loads(line) for line in lines]
+
+    def check(self, max_share: float, min_samples: int = 100) -> None:
+        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped."""
+        counts = self.summary()
+        seen = counts["encoded"] + counts["dropped"]
+        if seen < min_samples or counts["dropped"] <= max_share * seen:
+            return
+        raise TooManyDrops(
+            f"data: {counts['dropped']} of {seen} samples were dropped ({self.share():.1%}), "
+            f"more than data.max_drop_share = {max_share:.1%}:\n"
+            + "\n".join(self._reason_lines(counts["reasons"]))
+        )
+
+    def _reason_lines(self, reasons: dict[str, int]) -> list[str]:
+        keys: dict[str, list[str]] = {}
+        for example in self.examples():
+            keys.setdefault(example["reason"], []).append(example["key"])
+        return [
+            f"  {count} {reason}: {REASONS[reason]} (such as {', '.join(keys.get(reason, [])[:3])})"
+            for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
+        ]

@@ -1,0 +1,273 @@
+"""`ChatMLSample` → token ids, labels, positions and visual tensors → micro batch, with any HF processor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
+from megatron.energon.errors import SkipSample
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import ProcessorMixin
+
+from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
+from megatron_vlm.data.cookers import COOKERS
+from megatron_vlm.data.drops import DropReport
+from megatron_vlm.data.images import decode_image
+from megatron_vlm.data.spans import EncodedText, SpanProcessor
+
+# What processors return about the text. We make our own masks, and models find images by token id.
+TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
+
+PositionIds = Callable[[Tensor, GenericVisualInputs | None], Tensor]  # (T,) ids, visual → (T,) or (3, T)
+
+
+@edataclass
+class HFEncoderTaskSample(Sample):
+    """A row's worth of tokens, unpadded: one document, or several joined by `join_documents`."""
+
+    input_ids: Tensor  # (T,) int64
+    labels: Tensor  # (T,) int64
+    loss_mask: Tensor  # (T,) float32
+    position_ids: Tensor  # (T,) or (3, T) int64
+    attention_mask: Tensor  # (T,) int32: document number, from 1
+    visual_inputs: GenericVisualInputs | None
+    document_keys: list[str]
+
+
+@edataclass
+class HFEncoderTaskBatch(Batch):
+    """Padded rows; fields as in the batch contract, `document_keys` becomes its `__key__`."""
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    visual_inputs: GenericVisualInputs | None
+    document_keys: list[list[str]]
+
+
+class HFEncoderVLMTaskEncoder(
+    DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEncoderTaskBatch, dict]
+):
+    """Energon's task encoder for conversations with images.
+
+    processor      a Hugging Face processor; called once per sample
+    seq_length     most tokens in a row
+    visual_keys    the processor outputs that the model takes; any other output that is not about the text
+                   raises ValueError
+    min_pixels, max_pixels   images outside are scaled, aspect kept, before the processor sees them
+    over_length    "drop" longer samples, or "truncate" them, keeping whole images only
+    position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
+    pad_to         row length; None: the longest row of the micro batch, rounded up to `pad_multiple`
+    drops          where samples that cannot be trained on are counted
+    chat_template  instead of the processor's own
+    """
+
+    decoder = None  # images stay encoded until `encode_sample`; Energon's own decoder executes pickles
+    cookers = COOKERS
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        seq_length: int,
+        visual_keys: tuple[str, ...] = ("pixel_values",),
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        over_length: str = "drop",
+        position_ids: PositionIds | None = None,
+        pad_to: int | None = None,
+        pad_multiple: int = 1,
+        drops: DropReport | None = None,
+        chat_template: str | None = None,
+    ):
+        super().__init__()
+        if over_length not in ("drop", "truncate"):
+            raise ValueError(f'data.over_length = {over_length!r}; choose "drop" or "truncate"')
+        if min_pixels and max_pixels and min_pixels > max_pixels:
+            raise ValueError(f"data.min_pixels = {min_pixels} is over data.max_pixels = {max_pixels}")
+        if pad_to is not None and (pad_to < seq_length or pad_to % pad_multiple):
+            raise ValueError(
+                f"pad_to = {pad_to} must hold seq_length = {seq_length} and be a multiple of {pad_multiple}"
+            )
+        self.processor = processor
+        self.seq_length = seq_length
+        self.visual_keys = visual_keys
+        self.min_pixels, self.max_pixels = min_pixels, max_pixels
+        self.over_length = over_length
+        self.position_ids = position_ids or _count_up
+        self.pad_to, self.pad_multiple = pad_to, pad_multiple
+        self.drops = drops or DropReport()
+        self._encode_text = SpanProcessor(processor, chat_template)
+
+    @property
+    def tokenizer(self):
+        return self.processor.tokenizer
+
+    @stateless
+    def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
+        """One document. Uses nothing of Energon's loader, so any source may call it.
+
+        Raises SkipSample, after counting the drop, when the sample cannot be trained on.
+        """
+        try:
+            encoded = self._encode(sample)
+        except BadSample as bad:
+            self.drops.drop(sample.__key__, bad.reason, bad.detail)
+            raise SkipSample(f"{sample.__key__}: {bad}") from bad
+        self.drops.keep()
+        return encoded
+
+    @stateless
+    def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
+        """Rows padded on the right to one length; documents and visual items stay in order."""
+        length = self._row_length(max(len(sample.input_ids) for sample in samples))
+        pad_id = self.tokenizer.pad_token_id or 0
+        return HFEncoderTaskBatch(
+            __key__=[sample.__key__ for sample in samples],
+            __restore_key__=[sample.__restore_key__ for sample in samples],
+            input_ids=_stack([sample.input_ids for sample in samples], length, pad_id),
+            labels=_stack([sample.labels for sample in samples], length, IGNORE_INDEX),
+            loss_mask=_stack([sample.loss_mask for sample in samples], length, 0),
+            position_ids=_stack([sample.position_ids for sample in samples], length, 0),
+            attention_mask=_stack([sample.attention_mask for sample in samples], length, 0),
+            visual_inputs=_cat_visual(samples),
+            document_keys=[sample.document_keys for sample in samples],
+        )
+
+    @stateless
+    def encode_batch(self, batch: HFEncoderTaskBatch) -> dict:
+        """The batch contract's dict (see `megatron_vlm.batch`)."""
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
+        for energon_only in ("__subflavors__", "__sources__"):
+            del fields[energon_only]
+        return fields | {"__key__": fields.pop("document_keys")}
+
+    def _encode(self, sample: ChatMLSample) -> HFEncoderTaskSample:
+        if sample.problem is not None:
+            raise sample.problem
+        if sample.videos:
+            raise BadSample("video_unsupported", f"{len(sample.videos)} videos")
+        messages, tools = cook_chatml_sample(sample.conversation)
+        messages = place_media(messages, images=len(sample.imgs or []))
+        images = [decode_image(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
+        text = self._encode_text(messages, tools, images)
+        document = self._fit(_Document(text, self._visual_inputs(text)))
+        labels = _labels(document.text)
+        if not (labels != IGNORE_INDEX).any():
+            raise BadSample("no_trained_tokens", f"{len(labels)} tokens, none of a reply")
+        return HFEncoderTaskSample.derive_from(
+            sample,
+            input_ids=document.text.input_ids,
+            labels=labels,
+            loss_mask=(labels != IGNORE_INDEX).float(),
+            position_ids=self.position_ids(document.text.input_ids, document.visual_inputs),
+            attention_mask=torch.ones(len(labels), dtype=torch.int32),
+            visual_inputs=document.visual_inputs,
+            document_keys=[sample.__key__],
+        )
+
+    def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
+        unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))
+        if unexpected:
+            raise ValueError(
+                f"{type(self.processor).__name__} returned {unexpected}, which are not in "
+                f"visual_keys = {self.visual_keys}; add those that the model takes"
+            )
+        tensors = {key: text.outputs[key] for key in self.visual_keys if key in text.outputs}
+        return GenericVisualInputs.from_mapping(tensors) if tensors else None
+
+    def _fit(self, document: _Document) -> _Document:
+        length = len(document.text.input_ids)
+        if length <= self.seq_length:
+            return document
+        if self.over_length == "drop":
+            raise BadSample("over_length", f"{length} tokens, seq_length = {self.seq_length}")
+        return document.truncated(self.seq_length)
+
+    def _row_length(self, longest: int) -> int:
+        return self.pad_to or -(-longest // self.pad_multiple) * self.pad_multiple
+
+
+@dataclass
+class _Document:
+    text: EncodedText
+    visual_inputs: GenericVisualInputs | None
+
+    def truncated(self, length: int) -> _Document:
+        """The first `length` tokens, or fewer where the cut would go through an image, and their images."""
+        text = self.text
+        for start, stop in text.images:
+            if start < length < stop:
+                length = start
+        images = [span for span in text.images if span[1] <= length]
+        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], images, {})
+        return _Document(cut, _first_images(self.visual_inputs, len(images), len(text.images)))
+
+
+def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+    """One packed row: the samples' documents one after another, numbered through, positions restarting."""
+    numbers, count = [], 0
+    for sample in samples:
+        numbers.append(sample.attention_mask + count)
+        count += int(sample.attention_mask[-1])
+    return HFEncoderTaskSample.derive_from(
+        samples[0],
+        input_ids=torch.cat([sample.input_ids for sample in samples]),
+        labels=torch.cat([sample.labels for sample in samples]),
+        loss_mask=torch.cat([sample.loss_mask for sample in samples]),
+        position_ids=torch.cat([sample.position_ids for sample in samples], dim=-1),
+        attention_mask=torch.cat(numbers),
+        visual_inputs=_cat_visual(samples),
+        document_keys=[key for sample in samples for key in sample.document_keys],
+    )
+
+
+def _labels(text: EncodedText) -> Tensor:
+    """The next token where it belongs to a reply; the document's last position predicts nothing."""
+    labels = torch.full_like(text.input_ids, IGNORE_INDEX)
+    labels[:-1] = text.input_ids[1:].where(text.reply_mask[1:], labels[1:])
+    return labels
+
+
+def _count_up(input_ids: Tensor, visual_inputs: GenericVisualInputs | None) -> Tensor:
+    return torch.arange(len(input_ids))
+
+
+def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:
+    """(B, ..., length) of rows (..., T); an axis before T, as of M-RoPE positions, goes first."""
+    stacked = torch.stack([pad(row, (0, length - row.shape[-1]), value=value) for row in rows])
+    return stacked.transpose(0, 1) if stacked.dim() == 3 else stacked
+
+
+def _cat_visual(samples: list[HFEncoderTaskSample]) -> GenericVisualInputs | None:
+    return GenericVisualInputs.cat([s.visual_inputs for s in samples if s.visual_inputs is not None])
+
+
+def _first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> GenericVisualInputs | None:
+    """The tensors of the first `keep` of `images` images.
+
+    Every tensor must have one entry per image, or be patches that `image_grid_thw` counts; raises BadSample
+    `over_length` for any other layout (such as crops of images).
+    """
+    if visual is None or keep == 0:
+        return None
+    if keep == images:
+        return visual
+    tensors = {}
+    for name, tensor in visual.as_model_kwargs().items():
+        if len(tensor) == images:
+            tensors[name] = tensor[:keep]
+        elif name == "pixel_values" and visual.image_grid_thw is not None:
+            tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
+        else:
+            raise BadSample(
+                "over_length", f"{name} of shape {tuple(tensor.shape)} does not divide into {images} images"
+            )
+    return GenericVisualInputs(**tensors)
