@@ -1,20 +1,17 @@
 """Energon datasets as training and validation loaders.
 
 Energon shards, shuffles, batches and restores; this module adds what it leaves open: a dataset description
-that could run code is refused unread, buffers are checked to be restorable when the loader is built, the state
-is JSON data guarded by a fingerprint, only a BadSample drops a sample, and validation has equal length on
-every rank.
+that could run code is refused before Energon reads it, buffers are checked to be restorable when the loader
+is built, the state is JSON data guarded by a fingerprint, only a BadSample drops a sample, and validation has
+equal length on every rank.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import braceexpand
 import torch
 from megatron.energon import (
     GroupBatchDataset,
@@ -26,30 +23,27 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
-from megatron.energon.epathlib import EPath
-from megatron.energon.eyaml import load_yaml
 from megatron.energon.wrappers import PackingDataset
 
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.description import check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest, from_json_data, to_json_data
 from megatron_vlm.data.loaders import (
+    close_loader,
     encoder_settings,
     equal_length,
     next_or_too_many_drops,
     with_limited_drops,
 )
 
-META = ".nv-meta"
-ALLOWED_CLASSES = {"CrudeWebdataset", "Metadataset", "MetadatasetV2"}
-DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 CHECKPOINT_SECONDS = 10  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
 
 
 @dataclass
 class EnergonProvider:
-    """Loaders of an Energon dataset, metadataset or JSONL; see the loader interface in the architecture note."""
+    """Loaders of an Energon dataset, metadataset or JSONL file."""
 
     train_data_path: str
     valid_data_path: str | None = None
@@ -109,11 +103,11 @@ class EnergonProvider:
         """
         path = self.valid_data_path or self.train_data_path
         check_dataset(path)
-        splits = _splits(EPath(path), whole_file_is=None if self.valid_data_path is None else "val")
-        if "val" not in splits:
-            if self.valid_data_path is None:
-                return None
-            raise ValueError(f"data.valid_data_path: {path} has no 'val' split; it has {sorted(splits)}.")
+        splits = split_names(path)
+        if self.valid_data_path is None and "val" not in splits:
+            return None
+        if splits and "val" not in splits:
+            raise ValueError(f"data.valid_data_path: {path} has no 'val' split; it has {splits}.")
         encoder = with_limited_drops(encoder, self.max_drop_share)
         return EnergonValidLoader(
             path, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
@@ -133,7 +127,7 @@ class EnergonTrainLoader:
     """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
-        self._loader = _without_pinning(
+        self._loader = _undisturbing(
             get_savable_loader(
                 dataset,
                 checkpoint_every_sec=CHECKPOINT_SECONDS,
@@ -183,7 +177,7 @@ class EnergonTrainLoader:
 
     def close(self) -> None:
         """End the workers at once."""
-        _close(self._loader)
+        close_loader(self._loader)
 
 
 class EnergonValidLoader:
@@ -216,22 +210,18 @@ class EnergonValidLoader:
     def close(self) -> None:
         """End the workers of a pass under way at once."""
         if self._loader is not None:
-            _close(self._loader)
+            close_loader(self._loader)
 
     def _batches(self, workers: WorkerConfig) -> Iterator[dict]:
-        loader = self._loader = _without_pinning(
+        loader = self._loader = _undisturbing(
             get_loader(self._dataset(workers), watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
         )
         try:
             batches = iter(loader)
-            while True:
-                try:
-                    batch = next_or_too_many_drops(batches, self._encoder.drops)
-                except StopIteration:
-                    return
+            while (batch := next_or_too_many_drops(batches, self._encoder.drops)) is not None:
                 yield batch
         finally:
-            _close(loader)
+            close_loader(loader)
 
     def _first_batch(self) -> dict:
         """Of the whole split, for a rank that has no sample of its own."""
@@ -250,128 +240,11 @@ class EnergonValidLoader:
         )
 
     def _most_batches_of_a_rank(self) -> int:
-        """Energon cuts by world_size x num_workers alone, so one rank of as many workers shows all lengths."""
+        """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
         per_rank, world_size = max(1, self._workers.num_workers), self._workers.world_size
         dataset = self._dataset(_with_ranks_as_workers(self._workers, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
-
-
-def check_dataset(path: str | EPath) -> None:
-    """Raises ValueError unless everything that Energon would load for `path` is plain data.
-
-    A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
-    function to call. Here it may name CrudeWebdataset and metadatasets of such, and nothing else. Local
-    shards are checked to be there and as long as their index says.
-    """
-    _check_path(EPath(path), set())
-
-
-def _check_path(path: EPath, seen: set[str]) -> None:
-    if str(path) in seen:
-        return
-    seen.add(str(path))
-    if path.name.endswith(".jsonl"):
-        return
-    if path.name.endswith(".yaml"):
-        description = _read_description(path)
-        _check_plain(description, path)
-        for reference in _references(description):
-            _check_path(path.parent / reference, seen)
-        return
-    _check_folder(path)
-
-
-def _check_folder(path: EPath) -> None:
-    meta = path / META
-    if not (meta / ".info.json").is_file() and not (meta / ".info.yaml").is_file():
-        raise ValueError(f"data: {path} is not a prepared Energon dataset; run `megatron-vlm prepare` first.")
-    if (meta / "sample_loader.py").is_file():
-        raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
-    for file in sorted({*meta.glob("*.yaml"), *meta.glob("*.json")}, key=str):
-        description = _read_description(file)
-        _check_plain(description, file)
-        if "__module__" in description and set(description) - DATASET_KEYS:
-            extra = sorted(set(description) - DATASET_KEYS)
-            raise ValueError(f"data: {file} sets {extra}; only {sorted(DATASET_KEYS)} are allowed.")
-    if path.is_local():
-        for shard in sorted({name for names in _splits_of_folder(path).values() for name in names}):
-            _check_shard(path / shard)
-
-
-def _read_description(file: EPath) -> dict:
-    """With Energon's own YAML parser, which only makes plain data: what is checked is what it will see."""
-    with file.open("rb") as stream:
-        description = json.load(stream) if file.name.endswith(".json") else load_yaml(stream)
-    if not isinstance(description, dict):
-        raise ValueError(f"data: {file} holds a {type(description).__name__}; expected a mapping.")
-    return description
-
-
-def _check_plain(value: Any, file: EPath) -> None:
-    if isinstance(value, dict):
-        if "__function__" in value:
-            raise ValueError(
-                f"data: {file} names the function {value.get('__module__')}.{value['__function__']}; refused, "
-                "a dataset description must not call functions."
-            )
-        module, cls = value.get("__module__"), value.get("__class__")
-        plain = (module or "megatron.energon") == "megatron.energon" and (cls or "") in {*ALLOWED_CLASSES, ""}
-        if not plain:
-            raise ValueError(
-                f"data: {file} names the class {module}.{cls}; refused, only {sorted(ALLOWED_CLASSES)} of "
-                "megatron.energon are plain data."
-            )
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_plain(item, file)
-
-
-def _references(value: Any) -> Iterator[str]:
-    """Every `path` of a metadataset, and the auxiliary datasets."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _references(item)
-    elif isinstance(value, dict):
-        if isinstance(value.get("path"), str):
-            yield value["path"]
-        aux = value.get("aux") or {}
-        yield from (item for item in aux.values() if isinstance(item, str) and "filesystem" not in item)
-        for item in value.values():
-            yield from _references(item)
-
-
-def _splits(path: EPath, whole_file_is: str | None) -> dict:
-    """Split name → its shards or references; a JSONL file is one split, named by the caller."""
-    if path.name.endswith(".jsonl"):
-        return {whole_file_is: [path.name]}
-    if path.name.endswith(".yaml"):
-        return _read_description(path).get("splits") or {}
-    return _splits_of_folder(path)
-
-
-def _splits_of_folder(path: EPath) -> dict[str, list[str]]:
-    file = path / META / "split.yaml"
-    parts = (_read_description(file).get("split_parts") or {}) if file.is_file() else {}
-    return {
-        split: [name for pattern in patterns for name in braceexpand.braceexpand(pattern)]
-        for split, patterns in parts.items()
-    }
-
-
-def _check_shard(shard: EPath) -> None:
-    index = EPath(f"{shard}.idx")
-    for file in (shard, index):
-        if not file.is_file():
-            raise FileNotFoundError(f"data: {file} is missing; restore it or prepare the dataset again.")
-    with index.open("rb") as stream:
-        stream.seek(index.size() - 8)
-        (end,) = struct.unpack("<Q", stream.read(8))
-    if shard.size() < end:
-        raise ValueError(
-            f"data: {shard} holds {shard.size()} bytes, its index ends at {end}; the file is truncated, restore "
-            "it or prepare the dataset again."
-        )
 
 
 def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
@@ -452,14 +325,8 @@ def _shard_counts(config: Any) -> Iterator[tuple[str, int]]:
             yield from _shard_counts(item)
 
 
-def _without_pinning(loader):
-    """Energon asks for pinned memory always; without an accelerator torch warns at every loader."""
+def _undisturbing(loader):
+    """Starting it leaves the run's random numbers alone and does not warn where nothing can be pinned."""
+    loader.generator = torch.Generator()
     loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
     return loader
-
-
-def _close(loader) -> None:
-    """Left to garbage collection, Energon's workers take 5 s each to end."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None:
-        iterator._shutdown_workers()

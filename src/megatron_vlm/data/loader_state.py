@@ -112,7 +112,7 @@ def digest(value: Any) -> str:
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises ValueError that names every field in which the two differ.
 
-    `pipeline` is a digest that covers what has no field of its own; it is named only when nothing else differs.
+    `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
     """
     different = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
     if different:
