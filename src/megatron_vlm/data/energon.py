@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 from megatron.energon import (
-    GroupBatchDataset,
     RepeatDataset,
-    ShuffleBufferDataset,
     WorkerConfig,
     get_loader,
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
 )
-from megatron.energon.wrappers import PackingDataset
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description import check_dataset, split_names
@@ -259,13 +256,11 @@ def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
 
 
 def _check_restorable(dataset) -> None:
-    """Energon notices only on resume that an encoder function lacks `@stateless`."""
-    for inner in _walk(dataset):
-        if isinstance(inner, PackingDataset | ShuffleBufferDataset | GroupBatchDataset):
-            try:
-                inner.dataset.assert_can_restore()
-            except AssertionError as error:
-                raise ValueError(f"data: the encoder could not resume: {error} Decorate it.") from error
+    """Energon notices only on resume or replay that an encoder function lacks `@stateless`."""
+    try:
+        dataset.assert_can_restore()
+    except AssertionError as error:
+        raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
 
 
 def _walk(dataset) -> Iterator[Any]:
