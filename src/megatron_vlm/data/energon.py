@@ -1,0 +1,327 @@
+"""Energon datasets as training and validation loaders.
+
+Energon shards, shuffles, batches and restores; this module adds what it leaves open: a dataset description
+that could run code is refused before Energon reads it, buffers are checked to be restorable when the loader
+is built, the state is JSON data guarded by a fingerprint, only a BadSample drops a sample, and validation has
+equal length on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.energon import (
+    RepeatDataset,
+    WorkerConfig,
+    get_loader,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+)
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.description import check_dataset, split_names
+from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest, from_json_data, to_json_data
+from megatron_vlm.data.loaders import (
+    close_loader,
+    encoder_settings,
+    equal_length,
+    next_or_too_many_drops,
+    with_limited_drops,
+)
+
+CHECKPOINT_SECONDS = 10  # a restore replays in the workers what came after their last checkpoint
+FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
+
+
+@dataclass
+class EnergonProvider:
+    """Loaders of an Energon dataset, metadataset or JSONL file."""
+
+    train_data_path: str
+    valid_data_path: str | None = None
+    num_workers: int = 2
+    shuffle_buffer_size: int = 1000
+    max_samples_per_sequence: int | None = 100
+    max_drop_share: float = 0.05
+
+    @classmethod
+    def from_config(cls, data: DataConfig) -> EnergonProvider:
+        return cls(
+            data.train_data_path,
+            data.valid_data_path,
+            num_workers=data.num_workers,
+            shuffle_buffer_size=data.shuffle_buffer_size,
+            max_samples_per_sequence=data.max_samples_per_sequence,
+            max_drop_share=data.max_drop_share,
+        )
+
+    def train_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
+    ) -> EnergonTrainLoader:
+        """Shuffled, endless and savable; `rank` and `world_size` are those of data parallelism.
+
+        Raises ValueError for a dataset description that names code, a shard that is truncated, fewer samples
+        than data workers, or an encoder whose buffers could not be restored; FileNotFoundError for a shard
+        that is missing.
+        """
+        check_dataset(self.train_data_path)
+        encoder = with_limited_drops(encoder, self.max_drop_share)
+        workers = self._worker_config(rank, world_size, seed)
+        dataset = get_train_dataset(
+            self.train_data_path,
+            split_part="train",
+            worker_config=workers,
+            batch_size=micro_batch_size,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            max_samples_per_sequence=self.max_samples_per_sequence,
+            task_encoder=encoder,
+        )
+        _check_enough_samples(dataset, workers, self.train_data_path)
+        _check_restorable(dataset)
+        settings = {
+            "shuffle_buffer_size": self.shuffle_buffer_size,
+            "max_samples_per_sequence": self.max_samples_per_sequence,
+            "micro_batch_size": micro_batch_size,
+            "seed": seed,
+        }
+        return EnergonTrainLoader(dataset, workers, encoder, settings)
+
+    def valid_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
+    ) -> EnergonValidLoader | None:
+        """Finite, in stored order, each sample on exactly one rank, the same number of batches on every rank.
+
+        None when no validation path is set and the training dataset has no `val` split.
+        """
+        path = self.valid_data_path or self.train_data_path
+        check_dataset(path)
+        splits = split_names(path)
+        if self.valid_data_path is None and "val" not in splits:
+            return None
+        if splits and "val" not in splits:
+            raise ValueError(f"data.valid_data_path: {path} has no 'val' split; it has {splits}.")
+        encoder = with_limited_drops(encoder, self.max_drop_share)
+        return EnergonValidLoader(
+            path, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
+        )
+
+    def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
+        return WorkerConfig(
+            rank=rank,
+            world_size=world_size,
+            num_workers=self.num_workers,
+            seed_offset=seed,
+            global_error_handler=_raise_with_key,
+        )
+
+
+class EnergonTrainLoader:
+    """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
+
+    def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
+        self._loader = _undisturbing(
+            get_savable_loader(
+                dataset,
+                checkpoint_every_sec=CHECKPOINT_SECONDS,
+                watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS,
+            )
+        )
+        self._drops = encoder.drops
+        self._batches: Iterator[dict] | None = None
+        self.fingerprint = _fingerprint(self._loader.config(), workers, encoder) | settings
+
+    def __iter__(self) -> EnergonTrainLoader:
+        return self
+
+    def __next__(self) -> dict:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        return next_or_too_many_drops(self._batches, self._drops)
+
+    def state_dict(self) -> dict:
+        """JSON data."""
+        state = to_json_data(self._loader.save_state_rank())
+        return {"format": FORMAT, "fingerprint": self.fingerprint, "energon": state}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue after the batch that `state` was saved behind; only before the first batch.
+
+        Raises ValueError that names the difference when the state is of another dataset, rank or setting.
+        """
+        if self._batches is not None:
+            raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
+        if state.get("format") != FORMAT:
+            raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
+        check_fingerprint(state["fingerprint"], self.fingerprint)
+        saved = from_json_data(state["energon"])
+        self._loader.restore_state_rank(saved)
+        if saved is not None and self._loader.num_workers > 0:
+            # Energon 7.4.1 forgets the offset into a worker's checkpoint here, so that saving again before
+            # every worker has yielded would repeat samples.
+            self._loader._worker_sample_counters = [
+                -1 if worker.state is None else worker.state.sample_index - 1 + worker.offset
+                for worker in saved.worker_states
+            ]
+
+    def replay(self, restore_key: Any) -> dict:
+        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
+        return self._loader.restore_sample(restore_key)
+
+    def close(self) -> None:
+        """End the workers at once."""
+        close_loader(self._loader)
+
+
+class EnergonValidLoader:
+    """Each `for` is one pass over the split, with workers of its own that end with it.
+
+    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys), so that
+    every rank yields `len(self)` batches.
+    """
+
+    def __init__(self, path: str, workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
+        self._path, self._workers, self._encoder = path, workers, encoder
+        self._micro_batch_size = micro_batch_size
+        self._loader = None
+        self._length = self._most_batches_of_a_rank()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict]:
+        return equal_length(self._batches(self._workers), len(self), self._first_batch)
+
+    def state_dict(self) -> dict:
+        """Nothing to save: every pass begins at the first sample."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state:
+            raise ValueError("loader state: a validation loader has none; this one is of a training loader.")
+
+    def close(self) -> None:
+        """End the workers of a pass under way at once."""
+        if self._loader is not None:
+            close_loader(self._loader)
+
+    def _batches(self, workers: WorkerConfig) -> Iterator[dict]:
+        loader = self._loader = _undisturbing(
+            get_loader(self._dataset(workers), watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
+        )
+        try:
+            batches = iter(loader)
+            while (batch := next_or_too_many_drops(batches, self._encoder.drops)) is not None:
+                yield batch
+        finally:
+            close_loader(loader)
+
+    def _first_batch(self) -> dict:
+        """Of the whole split, for a rank that has no sample of its own."""
+        alone = _with_ranks_as_workers(self._workers, 0)
+        for batch in self._batches(alone):
+            return batch
+        raise ValueError(f"data: the 'val' split of {self._path} gives no sample; all were dropped.")
+
+    def _dataset(self, workers: WorkerConfig):
+        return get_val_dataset(
+            self._path,
+            split_part="val",
+            worker_config=workers,
+            batch_size=self._micro_batch_size,
+            task_encoder=self._encoder,
+        )
+
+    def _most_batches_of_a_rank(self) -> int:
+        """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
+        per_rank, world_size = max(1, self._workers.num_workers), self._workers.world_size
+        dataset = self._dataset(_with_ranks_as_workers(self._workers, per_rank * world_size))
+        lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
+        return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
+
+
+def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
+    for inner in _walk(dataset):
+        if isinstance(inner, RepeatDataset):
+            for worker in range(max(1, workers.num_workers)):
+                if inner.dataset.len_worker(worker) == 0:
+                    raise ValueError(
+                        f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x "
+                        f"{max(1, workers.num_workers)} workers; lower data.num_workers or use fewer ranks."
+                    )
+
+
+def _check_restorable(dataset) -> None:
+    """Energon notices only on resume or replay that an encoder function lacks `@stateless`."""
+    try:
+        dataset.assert_can_restore()
+    except AssertionError as error:
+        raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
+
+
+def _walk(dataset) -> Iterator[Any]:
+    yield dataset
+    for inner in getattr(dataset, "datasets", ()):
+        yield from _walk(inner)
+
+
+def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
+    """Energon's error handler: only SkipSample drops a sample, everything else is a bug and ends the run."""
+    if isinstance(error, TooManyDrops):
+        raise error
+    samples = sample if isinstance(sample, list) else [sample]
+    keys = [s.get("__key__") if isinstance(s, dict) else getattr(s, "__key__", None) for s in samples]
+    raise RuntimeError(
+        f"data: sample {', '.join(map(str, keys))}: {type(error).__name__}: {error}"
+    ) from error
+
+
+def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:
+    """One rank that reads everything; Energon's cut depends on the number of all workers alone."""
+    return WorkerConfig(
+        rank=0,
+        world_size=1,
+        num_workers=num_workers,
+        seed_offset=workers.seed_offset,
+        global_error_handler=workers.global_error_handler,
+    )
+
+
+def _fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
+    """JSON data; says which dataset in a way that does not change when its folder moves."""
+    config = _without_paths(config)
+    shards = sorted(_shard_counts(config))
+    return {
+        "dataset": f"{len(shards)} shards, {sum(n for _, n in shards)} samples, {digest(shards)}",
+        "rank": workers.rank,
+        "world_size": workers.world_size,
+        "num_workers": workers.num_workers,
+        "pipeline": digest(config),
+        **encoder_settings(encoder),
+    }
+
+
+def _without_paths(config: Any) -> Any:
+    """Energon marks with a leading underscore what may change between runs."""
+    if isinstance(config, dict):
+        return {key: _without_paths(item) for key, item in config.items() if not key.startswith("_")}
+    return [_without_paths(item) for item in config] if isinstance(config, list | tuple) else config
+
+
+def _shard_counts(config: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(config, dict):
+        yield from ((shard["name"], shard["count"]) for shard in config.get("shards", ()))
+    if isinstance(config, dict | list):
+        for item in config.values() if isinstance(config, dict) else config:
+            yield from _shard_counts(item)
+
+
+def _undisturbing(loader):
+    """Starting it leaves the run's random numbers alone and does not warn where nothing can be pinned."""
+    loader.generator = torch.Generator()
+    loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
+    return loader

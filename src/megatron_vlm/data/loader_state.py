@@ -1,0 +1,124 @@
+"""Loader state as JSON data: Energon's state objects in and out of JSON, and the fingerprint that guards it.
+
+No pickle: a state file from a stranger can at worst be refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
+from megatron.energon.rng import SystemRngState
+from megatron.energon.savable_loader import (
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetState,
+)
+from megatron.energon.state import FlexState
+
+FORMAT = 1
+_CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        SavableDataLoaderState,
+        SavableDatasetCheckpoint,
+        SavableDatasetState,
+        SystemRngState,
+        SliceState,
+    )
+}
+
+
+def to_json_data(value: Any) -> Any:
+    """`value` as JSON data that `from_json_data` turns back into an equal object.
+
+    Everything that is not a list, number, string or None becomes {"$": type, "v": content}.
+    Raises TypeError for a type that no loader state holds.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [to_json_data(item) for item in value]
+    if isinstance(value, tuple):
+        return {"$": "tuple", "v": [to_json_data(item) for item in value]}
+    if isinstance(value, dict):
+        pairs = [[to_json_data(key), to_json_data(item)] for key, item in value.items()]
+        return {"$": "flex" if isinstance(value, FlexState) else "dict", "v": pairs}
+    if type(value).__name__ in _CLASSES and dataclasses.is_dataclass(value):
+        fields = {field.name: to_json_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"$": type(value).__name__, "v": fields}
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, bytes):
+        return {"$": "bytes", "v": _to_base64(value)}
+    if isinstance(value, torch.Tensor):
+        value = value.contiguous().numpy()
+        return {
+            "$": "tensor",
+            "dtype": str(value.dtype),
+            "shape": value.shape,
+            "v": _to_base64(value.tobytes()),
+        }
+    if isinstance(value, np.ndarray):
+        return {
+            "$": "array",
+            "dtype": str(value.dtype),
+            "shape": value.shape,
+            "v": _to_base64(value.tobytes()),
+        }
+    raise TypeError(
+        f"loader state: cannot save a {type(value).__qualname__}; add it to data/loader_state.py."
+    )
+
+
+def from_json_data(data: Any) -> Any:
+    """The object that `to_json_data` was given. Raises ValueError for a type it does not know."""
+    if isinstance(data, list):
+        return [from_json_data(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kind, content = data["$"], data["v"]
+    if kind == "tuple":
+        return tuple(from_json_data(item) for item in content)
+    if kind in ("flex", "dict"):
+        pairs = ((from_json_data(key), from_json_data(item)) for key, item in content)
+        return FlexState(pairs) if kind == "flex" else dict(pairs)
+    if kind in _CLASSES:
+        return _CLASSES[kind](**{name: from_json_data(item) for name, item in content.items()})
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind in ("tensor", "array"):
+        array = np.frombuffer(base64.b64decode(content), dtype=data["dtype"]).reshape(data["shape"]).copy()
+        return torch.from_numpy(array) if kind == "tensor" else array
+    raise ValueError(f"loader state: unknown type {kind!r}; the state is damaged or from a newer version.")
+
+
+def _to_base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def digest(value: Any) -> str:
+    """A short hash of JSON data, the same in every process."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises ValueError that names every field in which the two differ.
+
+    `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
+    """
+    different = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
+    if different:
+        named = sorted(different - {"pipeline"}) or ["pipeline"]
+        raise ValueError(
+            "loader state belongs to another data configuration: "
+            + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
+            + ". Resume with the settings of the saved run, or start the data from its beginning."
+        )

@@ -1,0 +1,86 @@
+"""What the Energon and the Hugging Face loaders share: equal lengths over ranks, the limit on drops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.data.drops import DropReport
+
+
+def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict]) -> Iterator[dict]:
+    """`batches` and then fully masked copies of the last one, `count` in all.
+
+    Ranks that run short keep taking part in every collective and add nothing to a token mean.
+    A rank without any batch of its own repeats the one that `spare` returns.
+    """
+    last, yielded = None, 0
+    for batch in batches:
+        yield batch
+        last, yielded = batch, yielded + 1
+    assert yielded <= count, f"{yielded} batches where at most {count} were expected"
+    while yielded < count:
+        last = fully_masked(spare() if last is None else last)
+        yield last
+        yielded += 1
+
+
+def fully_masked(batch: dict) -> dict:
+    """A copy of `batch` that trains no token and names no sample."""
+    return batch | {
+        "labels": torch.full_like(batch["labels"], IGNORE_INDEX),
+        "loss_mask": torch.zeros_like(batch["loss_mask"]),
+        "__key__": [[] for _ in batch["__key__"]],
+    }
+
+
+def encoder_settings(encoder) -> dict:
+    """What of the encoder decides which tokens a sample becomes, for the state's fingerprint."""
+    names = ("seq_length", "over_length", "min_pixels", "max_pixels")
+    return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)}
+
+
+class LimitedDrops:
+    """A DropReport that ends the run from inside a worker, where a dataset of which every sample is dropped
+    would otherwise be read for ever without a batch."""
+
+    def __init__(self, report: DropReport, max_share: float) -> None:
+        self._report, self._max_share = report, max_share
+        self.keep = report.keep
+
+    def drop(self, key: str, reason: str, detail: str = "") -> None:
+        self._report.drop(key, reason, detail)
+        self.check()
+
+    def check(self) -> None:
+        """Raises TooManyDrops."""
+        self._report.check(self._max_share)
+
+
+def with_limited_drops(encoder, max_share: float):
+    """A copy of `encoder` that counts in the same report and raises TooManyDrops by itself."""
+    limited = copy.copy(encoder)
+    limited.drops = LimitedDrops(encoder.drops, max_share)
+    return limited
+
+
+def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict | None:
+    """The next batch, None after the last; a worker that ended for its drops is named without traceback."""
+    try:
+        batch = next(batches, None)
+    except RuntimeError:
+        drops.check()
+        raise
+    drops.check()
+    return batch
+
+
+def close_loader(loader: DataLoader) -> None:
+    """End the workers at once; left to garbage collection, Energon's take 5 s each."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
