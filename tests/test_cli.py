@@ -145,11 +145,14 @@ def test_ctrl_c_ends_quietly():
     assert (process.returncode, output, errors) == (130, "", "")
 
 
-def test_nproc_starts_processes_and_returns_their_code_with_one_message():
+def test_nproc_starts_processes_and_returns_their_message_and_code():
     code = (
         "from megatron_vlm.cli import _torchrun; import sys; sys.exit(_torchrun(2, ['train', '--recipe=no']))"
     )
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 2
-    assert answer.stderr.count("no: no such recipe; known are gemma3_vl_4b") == 1
+    assert set(answer.stderr.splitlines()) == {
+        "megatron-vlm: no: no such recipe; known are gemma3_vl_4b, gemma3_vl_12b, gemma3_vl_27b, "
+        "gemma3_tiny_digits."
+    }
     assert "Traceback" not in answer.stderr
