@@ -151,8 +151,5 @@ def test_nproc_starts_processes_and_returns_their_message_and_code():
     )
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 2
-    assert set(answer.stderr.splitlines()) == {
-        "megatron-vlm: no: no such recipe; known are gemma3_vl_4b, gemma3_vl_12b, gemma3_vl_27b, "
-        "gemma3_tiny_digits."
-    }
+    assert "megatron-vlm: no: no such recipe; known are gemma3_vl_4b, " in answer.stderr
     assert "Traceback" not in answer.stderr
