@@ -133,6 +133,11 @@ def test_contact_sheet_writes_right_in_green_and_wrong_in_red(tmp_path):
     assert has_green_and_red([False, False]) == (False, True)
 
 
+def test_contact_sheet_shows_an_answer_that_looks_like_a_formula(tmp_path):
+    contact_sheet([[Image.new("L", (8, 8))]], [r"What?\n$\nonsense{$"], [True], tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").exists()
+
+
 def test_contact_sheet_of_unequal_lists_is_refused(tmp_path):
     with pytest.raises(ValueError, match="1 samples of images, 2 captions and 1 verdicts"):
         contact_sheet([[Image.new("L", (2, 2))]], ["a", "b"], [True], tmp_path / "sheet.png")

@@ -72,8 +72,8 @@ def build_checkpoint() -> None:
 
 def train() -> None:
     say(f"training on {PROCESSES} processes")
-    recipe = f"{FAMILY}_tiny_digits"
-    run([*torchrun(PROCESSES), str(HERE.parent / "run_recipe.py"), "--recipe", recipe, *sys.argv[1:]])
+    recipe = [f"--recipe={FAMILY}_tiny_digits", f"--nproc={PROCESSES}"]
+    run([str(HERE.parent / "run_recipe.py"), *recipe, *sys.argv[1:]])
 
 
 def export() -> None:

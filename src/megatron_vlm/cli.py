@@ -166,8 +166,8 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     except (ValueError, OSError) as error:
         if os.environ.get("MEGATRON_VLM_TRACEBACK") or not _is_ours(error.__traceback__):
             raise
-        if not isinstance(error, ConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            typer.echo(f"{name}: {error}", err=True)
+        # on every rank: torchrun stops the others at the first failure, whichever rank that is
+        typer.echo(f"{name}: {error}", err=True)
         sys.exit(2)
 
 

@@ -190,7 +190,8 @@ def contact_sheet(
         axes.axis("off")
     for axes, pictures, caption, is_correct in zip(figure.axes, images, captions, correct, strict=False):
         axes.imshow(_side_by_side(pictures), interpolation="nearest")
-        axes.set_title("\n".join(_wrapped(caption)), fontsize=7, color="green" if is_correct else "red")
+        color = "green" if is_correct else "red"
+        axes.set_title("\n".join(_wrapped(caption)), fontsize=7, color=color, parse_math=False)
     _save(figure, Path(path))
 
 
