@@ -24,7 +24,7 @@ _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> {wind
 
 
 def allowed(segments: Tensor, window: int | None) -> Tensor:
-    """(B, 1, S, S) bool, True where query (row) may see key (column); built once per micro batch and window."""
+    """(B, 1, S, S) bool, True where query (row) may see key (column); built once per batch and window."""
     masks = _MASKS.setdefault(segments, {})
     if window not in masks:
         documents_BS, blocks_BS = segments
@@ -71,8 +71,8 @@ class CoreAttention(MegatronModule):
 class RotarySelfAttention(SelfAttention):
     """Megatron's parameters and projections; rotary tables and masks of ours.
 
-    `rotary_pos_emb` is `models.rotary.Rotary`'s table, `attention_mask` the segments described above. Megatron
-    hands both from block to layer untouched, also through activation recomputation.
+    `rotary_pos_emb` is `models.rotary.Rotary`'s table, `attention_mask` the segments described above.
+    Megatron hands both from block to layer untouched, also through activation recomputation.
     """
 
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
@@ -93,7 +93,7 @@ class RotarySelfAttention(SelfAttention):
 
 
 def rotate(x_SBHK: Tensor, cos_SB1R: Tensor, sin_SB1R: Tensor) -> Tensor:
-    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest passes through."""
+    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest stays."""
     rotary_width = cos_SB1R.shape[-1]
     x, rest = x_SBHK[..., :rotary_width], x_SBHK[..., rotary_width:]
     first, second = x.chunk(2, dim=-1)

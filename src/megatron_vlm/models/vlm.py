@@ -58,7 +58,7 @@ class VLMModel(MegatronModule):
     ) -> Tensor:
         """Per-token loss (B, S) on the last stage when given labels, its logits (B, S, V / tp) otherwise.
 
-        Other stages return hidden states for the next. Raises when placeholders and features differ in number.
+        Other stages return hidden states for the next. Placeholders and features must be equally many.
         """
         is_visual_BS = torch.isin(input_ids, self.visual_token_ids)
         hidden_SBD = self._embed(input_ids, is_visual_BS, visual_inputs) if self.pre_process else None
@@ -73,7 +73,7 @@ class VLMModel(MegatronModule):
     def _embed(
         self, input_ids: Tensor, is_visual_BS: Tensor, visual_inputs: GenericVisualInputs | None
     ) -> Tensor:
-        """Token embeddings with the visual features in place: (S, B, D), or this rank's rows of S under SP."""
+        """Token embeddings with the visual features in place: (S, B, D), this rank's part of S under SP."""
         hidden_BSD = self.language_model.embed(input_ids)
         if visual_inputs is not None:
             features_MD = self.vision(**visual_inputs.normalized_for_model())
@@ -110,7 +110,7 @@ class VLMModel(MegatronModule):
 
 
 def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
-    """This rank's model chunks (several with virtual pipeline stages), frozen groups not requiring gradients."""
+    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
     config = language_model_config(run, family.architecture(hf_config))
     check_divisible(config)
     vpp = run.parallel.vpp

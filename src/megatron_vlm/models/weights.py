@@ -197,7 +197,7 @@ class HFCheckpoint:
             stored = dict.fromkeys(self._file(WEIGHT_FILE).keys(), WEIGHT_FILE)
         else:
             raise FileNotFoundError(
-                f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save the checkpoint as safetensors first"
+                f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save it as safetensors first"
             )
         return {hub_name(key, self._renames): (file, key) for key, file in stored.items()}
 
@@ -276,8 +276,8 @@ def _check_no_unknown(checkpoint: HFCheckpoint, rules: list[Rule], family: Famil
 
     if unknown := sorted(key for key in checkpoint.files if not known(key)):
         raise ValueError(
-            f"{checkpoint.folder}: {len(unknown)} keys that {family.model_type} does not have: {unknown[:5]}; "
-            "importing would lose them"
+            f"{checkpoint.folder}: {len(unknown)} keys that {family.model_type} does not have, such as "
+            f"{unknown[:5]}; importing would lose them"
         )
 
 
@@ -313,7 +313,7 @@ def _gather(local: Tensor) -> list[Tensor]:
 def export_hf(
     chunks: list[VLMModel], output: str | Path, source: str | Path, family: Family, hf_config: Any
 ) -> None:
-    """Write the model as an HF folder: weights under the names and dtypes of `source`, its other files as they are.
+    """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
 
     Collective over all ranks, which must share the file system. Each pipeline stage writes its own files
     while it gathers; `output` appears when everything is written. Raises FileExistsError when it exists.

@@ -40,8 +40,8 @@ def generate(
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, without its stop token; the same on every rank.
 
-    A prompt holds `input_ids` (T,) and `visual_inputs`, on this rank's device. Collective over a model-parallel
-    group, all of whose ranks pass the same prompts. The chunks are put into eval mode.
+    A prompt holds `input_ids` (T,) and `visual_inputs`, on this rank's device. Collective over a
+    model-parallel group, all of whose ranks pass the same prompts. The chunks are put into eval mode.
     """
     stop = set(stop_ids)
     lengths = torch.tensor([len(prompt["input_ids"]) for prompt in prompts])

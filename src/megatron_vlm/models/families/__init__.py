@@ -15,7 +15,7 @@ def family_for(hf_config: Any) -> Family:
     """The family of an HF config; raises ValueError for a model type the package does not know."""
     if hf_config.model_type not in FAMILIES:
         raise ValueError(
-            f"model type {hf_config.model_type!r} of the checkpoint is not supported; known are {sorted(FAMILIES)}. "
-            "A text-only Gemma3 checkpoint ('gemma3_text') has no vision tower: take the multimodal one."
+            f"model type {hf_config.model_type!r} of the checkpoint is not supported; "
+            f"supported are {sorted(FAMILIES)}, with their vision towers."
         )
     return import_module(f"{__name__}.{FAMILIES[hf_config.model_type]}").FAMILY
