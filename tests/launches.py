@@ -183,7 +183,7 @@ def _digest(run) -> str:
     tensors = [p for chunk in chunks for p in chunk.parameters()]
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
-            tensors += [value for p in group["params"] for value in adam.state[p].values()]
+            tensors += [value for p in group["params"] for _, value in sorted(adam.state[p].items())]
     digest = hashlib.sha256(str([group["lr"] for group in optimizer.param_groups]).encode())
     for tensor in tensors:
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A layout that cannot run is refused before anything is built, and one that can is set up alike everywhere."""
+"""A layout that cannot run is refused before anything is built; one that can is set up on every rank."""
 
 import subprocess
 import sys
