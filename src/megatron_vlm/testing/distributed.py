@@ -87,17 +87,15 @@ def _wait_for_all(processes: list[BaseProcess], folder: Path, deadline: float, t
 
 
 def _kill(processes: list[BaseProcess]) -> None:
+    """End all processes, and what they started and left behind."""
     for process in processes:
-        if process.exitcode is None and process.pid is not None:
-            _signal_group(process)
-            process.join()
-
-
-def _signal_group(process: BaseProcess) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not made its group yet, or is already gone
-        process.kill()
+        if process.pid is None:
+            continue
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet, or nobody is left in it
+            process.kill()
+        process.join()
 
 
 def _output(folder: Path, ranks: list[int]) -> str:

@@ -97,7 +97,7 @@ def save(
         os.rename(partial, final)
         _write_synced(folder / "latest.tmp", final.name + "\n")
         os.replace(folder / "latest.tmp", folder / "latest")
-        _prune(folder, keep)
+        _prune(folder, final.name, keep)
     dist.barrier()
     return final
 
@@ -115,8 +115,8 @@ def load_latest(
     Model, Adam's moments and step, and the schedule's step are restored exactly, under whatever layout saved
     them; the learning rate, its schedule and weight decay stay as configured now. Generators are restored
     when the layout is the same, a loader state is returned when the number of data-parallel ranks is. Without
-    an optimizer only the model is read. Raises ValueError for a folder that is damaged or unsafe to read,
-    `CheckpointingException` when the model has other tensors than the checkpoint.
+    an optimizer only the model is read. Raises ValueError for a folder that is damaged or unsafe to read, or
+    saved with ep > 1 where ep is 1 or the reverse, `CheckpointingException` when tensors are missing from it.
     """
     folder = Path(run_dir) / "checkpoints"
     name = _latest_name(folder)
@@ -129,6 +129,8 @@ def load_latest(
             "name another in latest, or delete latest to start anew."
         )
     state = json.loads((path / _STATE).read_text())
+    if optimizer is not None:
+        _check_experts(path, state["layout"]["ep"])
     _read_tensors(path, model_chunks, optimizer, scheduler)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
@@ -232,6 +234,16 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
     return {"dp_rank": parallel_state.get_data_parallel_rank(), "rng": _rng(), "loader": loader_state}
 
 
+def _check_experts(path: Path, saved_ep: int) -> None:
+    """With ep > 1 Megatron gives experts an optimizer of their own, and cannot merge the two again."""
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    if (ep > 1) != (saved_ep > 1):
+        raise ValueError(
+            f"checkpoint: {path} was saved with ep {saved_ep} and the run has ep {ep}; its optimizer can "
+            "only be loaded when both are 1 or both are more. Set parallel.ep to match, or load the model alone."
+        )
+
+
 def _loader_state(state: dict[str, Any]) -> tuple[Any, str | None]:
     saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
     dp, saved_dp = parallel_state.get_data_parallel_world_size(), state["layout"]["dp"]
@@ -298,10 +310,11 @@ def _remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    complete = sorted(path for path in folder.glob("step_*") if (path / _STATE).is_file())
-    for old in complete[: -max(keep, 1)]:
-        shutil.rmtree(old)
+def _prune(folder: Path, newest: str, keep: int) -> None:
+    """Later steps stay: they are there when somebody set `latest` back, and are not ours to delete."""
+    complete = sorted(path.name for path in folder.glob("step_*") if (path / _STATE).is_file())
+    for old in [name for name in complete if name <= newest][: -max(keep, 1)]:
+        shutil.rmtree(folder / old)
 
 
 def _write_synced(path: Path, text: str) -> None:
