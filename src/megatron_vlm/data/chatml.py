@@ -131,7 +131,8 @@ def _message(turn: Any, index: int) -> dict:
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise BadSample("bad_conversation", f"turn {index} has role {name!r}; known are {', '.join(ROLES)}")
+        shown = name if isinstance(name, str) else type(name).__name__
+        raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get("content", turn.get("value"))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
     return others | {"role": role, "content": _parts(content, role, index)}
@@ -154,9 +155,11 @@ def _parts(content: Any, role: str, index: int) -> list[dict]:
 def _part(part: Any, index: int) -> dict:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = PART_TYPES.get(part.get("type")) if isinstance(part, dict) else None
+    name = part.get("type") if isinstance(part, dict) else None
+    kind = PART_TYPES.get(name) if isinstance(name, str) else None
     if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
-        raise BadSample("bad_conversation", f"turn {index}: not a part of a known type: {str(part)[:100]}")
+        known = ", ".join(PART_TYPES)
+        raise BadSample("bad_conversation", f"turn {index} has a part that is no {known}, or has no text")
     return {"type": "text", "text": part["text"]} if kind == "text" else {"type": kind}
 
 

@@ -19,6 +19,17 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 
 IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+)
 VIDEO_PARTS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
 
 
@@ -36,7 +47,7 @@ COOKERS = [Cooker(cook_record)]
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses to look up any class or function."""
+    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses any class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise BadSample("unsafe_pickle", f"the pickle asks for {module}.{name}")
@@ -74,7 +85,7 @@ def _image_names(conversation: str, record: dict) -> list[str]:
     named = document.get("images") if isinstance(document, dict) else None
     if named is None:
         return stored
-    if not isinstance(named, list) or sorted(map(str, named)) != stored:
+    if not isinstance(named, list) or set(map(str, named)) != set(stored):
         raise BadSample("missing_media", f"the record names images {named}, its shard holds {stored}")
     return named
 
@@ -89,15 +100,7 @@ def _pickled_media(record: dict, name: str) -> list:
         return []
     try:
         media = PlainUnpickler(io.BytesIO(record[name])).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        IndexError,
-        KeyError,
-        AttributeError,
-        TypeError,
-    ) as error:
+    except DAMAGED_PICKLE_ERRORS as error:
         raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
     if name == "jpgs" and not (isinstance(media, list | tuple) and all(isinstance(i, bytes) for i in media)):
         raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded images")

@@ -11,7 +11,7 @@ from pathlib import Path
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
     "bad_json": "the record is not JSON; rebuild the shard from its source",
-    "bad_conversation": "see the README for the accepted conversation layouts",
+    "bad_conversation": "megatron_vlm/data/chatml.py says which layouts are accepted",
     "missing_media": "the record names a media part that its shard does not hold; prepare the dataset again",
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",

@@ -96,6 +96,7 @@ class HFEncoderVLMTaskEncoder(
             raise ValueError(
                 f"pad_to = {pad_to} must hold seq_length = {seq_length} and be a multiple of {pad_multiple}"
             )
+        GenericVisualInputs.from_mapping(dict.fromkeys(visual_keys))  # raises on unknown keys
         self.processor = processor
         self.seq_length = seq_length
         self.visual_keys = visual_keys
@@ -267,7 +268,5 @@ def _first_images(visual: GenericVisualInputs | None, keep: int, images: int) ->
         elif name == "pixel_values" and visual.image_grid_thw is not None:
             tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
         else:
-            raise BadSample(
-                "over_length", f"{name} of shape {tuple(tensor.shape)} does not divide into {images} images"
-            )
+            raise BadSample("over_length", f"cannot divide {name} {tuple(tensor.shape)} into {images} images")
     return GenericVisualInputs(**tensors)

@@ -30,6 +30,7 @@ DECODE_ERRORS = (
     EOFError,
     IndexError,
     OverflowError,
+    RuntimeError,  # AVIF
     struct.error,
     zlib.error,
 )

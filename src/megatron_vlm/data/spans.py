@@ -65,6 +65,7 @@ class SpanProcessor:
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self._marked_tokenizer
         self._template = chat_template or _template_of(processor)
+        self._placeholder_tokens = _placeholder_tokens(processor)
         self._control_tokens = _control_tokens(processor)
         if not GENERATION_TAG.search(self._template):
             self._probe_template()
@@ -99,13 +100,20 @@ class SpanProcessor:
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
-        messages, tools = self._harmless(messages), self._harmless(tools)
         try:
+            messages, tools = self._harmless(messages), self._harmless(tools)
             if GENERATION_TAG.search(self._template):
-                return self._render(messages, tools, return_assistant_tokens_mask=True)
-            return self._render_beginnings(messages, tools)
+                prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
+            else:
+                prompt, spans = self._render_beginnings(messages, tools)
+            prompt.encode()
         except TemplateError as error:
             raise BadSample("template_error", str(error)) from error
+        except RecursionError as error:
+            raise BadSample("bad_conversation", "nested too deeply") from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            raise BadSample("bad_conversation", str(error)) from error
+        return prompt, spans
 
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
         prompts, spans = render_jinja_template(
@@ -118,7 +126,7 @@ class SpanProcessor:
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
     def _render_beginnings(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
-        """A reply lies between the conversation before it, with generation prompt, and the one ending in it."""
+        """A reply is what the conversation ending in it has more than the one that prompts for it."""
         prompt, _ = self._render(messages, tools)
         spans = []
         for index, message in enumerate(messages):
@@ -142,17 +150,15 @@ class SpanProcessor:
             self._render_beginnings(turn + turn, None)
         except (BadSample, TemplateError) as error:
             raise ValueError(
-                f"The chat template has no {{% generation %}} blocks, and replies cannot be found without: {error}. "
-                "Put {% generation %} and {% endgeneration %} around what the assistant says, end-of-turn token "
-                "included, and pass it as chat_template."
+                f"The chat template has no {{% generation %}} blocks, and without, replies cannot be found: "
+                f"{error}. Put {{% generation %}} and {{% endgeneration %}} around what the assistant says, "
+                "end-of-turn token included, and pass the result as chat_template."
             ) from error
 
     def _harmless(self, value: Any) -> Any:
         """A copy of nested record data in which no text holds a control token or a reserved character."""
         if isinstance(value, str):
-            return self._control_tokens.sub(
-                lambda m: m[0][0] + WORD_JOINER + m[0][1:], RESERVED.sub("", value)
-            )
+            return self._control_tokens.sub(_broken, RESERVED.sub("", value))
         if isinstance(value, dict):
             return {self._harmless(key): self._harmless(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
@@ -160,9 +166,9 @@ class SpanProcessor:
         return value
 
     def _placeholders(self, prompt: str, count: int) -> list[Span]:
-        """Where the template put the images: record text is harmless, so every match is the template's own."""
+        """Where the template put the images; record text is harmless, so every match is its own."""
         seen = 0
-        for token in _placeholder_tokens(self._processor) if count else ():
+        for token in self._placeholder_tokens if count else ():
             found = [match.span() for match in re.finditer(re.escape(token), prompt)]
             if len(found) == count:
                 return found
@@ -198,7 +204,7 @@ class _MarkedTokenizer:
         self.reply_mask = np.zeros(len(offsets), bool)
         for span in replies:
             self.reply_mask |= _overlapping(offsets, span)
-        self.images = [_extent(_overlapping(offsets, span)) for span in images]
+        self.images = [_extent(_inside(offsets, span)) for span in images]
         return encoding
 
 
@@ -217,6 +223,8 @@ def _remove_marks(text: str) -> tuple[str, list[Span], list[Span]]:
     found: dict[str, list[int]] = {mark: [] for mark in (REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP)}
     for removed, match in enumerate(MARKS.finditer(text)):
         found[match[0]].append(match.start() - removed)
+    assert len(found[REPLY_START]) == len(found[REPLY_STOP]), "the processor changed the text's marks"
+    assert len(found[IMAGE_START]) == len(found[IMAGE_STOP]), "the processor changed the text's marks"
     replies = list(zip(found[REPLY_START], found[REPLY_STOP], strict=True))
     images = list(zip(found[IMAGE_START], found[IMAGE_STOP], strict=True))
     return MARKS.sub("", text), replies, images
@@ -226,6 +234,12 @@ def _overlapping(offsets: np.ndarray, span: Span) -> np.ndarray:
     """Tokens with a character inside the span; one that straddles its edge counts."""
     starts, stops = offsets.T
     return (stops > span[0]) & (starts < span[1]) & (stops > starts)
+
+
+def _inside(offsets: np.ndarray, span: Span) -> np.ndarray:
+    """Tokens wholly inside the span: a newline token may reach from one image's end into the next's start."""
+    starts, stops = offsets.T
+    return (starts >= span[0]) & (stops <= span[1]) & (stops > starts)
 
 
 def _extent(tokens: np.ndarray) -> Span:
@@ -254,6 +268,10 @@ def _placeholder_tokens(processor: ProcessorMixin) -> list[str]:
     holders = (processor, processor.tokenizer)
     tokens = (getattr(holder, name, None) for name in PLACEHOLDER_NAMES for holder in holders)
     return list(dict.fromkeys(token for token in tokens if isinstance(token, str)))
+
+
+def _broken(match: re.Match[str]) -> str:
+    return match[0][0] + WORD_JOINER + match[0][1:]
 
 
 def _text_message(role: str, text: str) -> dict:

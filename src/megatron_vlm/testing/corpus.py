@@ -27,9 +27,10 @@ QUESTIONS = [
 
 
 def default_corpus(lines: int = 1500) -> list[str]:
-    """Short questions, statements and the role names that templates write."""
+    """Short questions, statements, runs of newlines and the role names that templates write."""
     rng = random.Random(0)
     statements = (
         f"{rng.choice(THINGS).capitalize()} {rng.choice(VERBS)} {rng.choice(PLACES)}." for _ in range(lines)
     )
-    return [*statements, *QUESTIONS * 20, *["system", "user", "assistant", "model", "tool"] * 20]
+    others = [*QUESTIONS, "\n\n", "\n\n\n\n", "system", "user", "assistant", "model", "tool"]
+    return [*statements, *others * 20]

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+EXPECTED = [
+    {"role": "user", "content": [IMAGE, text("\nWhat?")]},
+    {"role": "assistant", "content": [text("A cat.")]},
+]
+SHAREGPT = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+OPENAI = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, text("\nWhat?")]},
+    {"role": "assistant", "content": "A cat."},
+]
+
+
+@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
+@pytest.mark.parametrize("wrapper", [None, "conversations", "messages", "conversation"])
+@pytest.mark.parametrize("encode", [json.dumps, lambda record: record], ids=["json", "object"])
+def test_every_layout_gives_the_same_messages(turns, wrapper, encode):
+    record = {wrapper: turns} if wrapper else turns
+    assert cook_chatml_sample(encode(record)) == (EXPECTED, None)
+
+
+def test_the_argument_is_not_changed():
+    record = {"conversations": SHAREGPT, "system": "Be brief."}
+    before = json.dumps(record)
+    place_media(cook_chatml_sample(record)[0], images=1)
+    assert json.dumps(record) == before
+
+
+def test_system_and_tools_beside_the_turns():
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages, tools = cook_chatml_sample(
+        {"messages": SHAREGPT, "system": "Be brief.", "tools": json.dumps([tool])}
+    )
+    assert messages == [{"role": "system", "content": [text("Be brief.")]}, *EXPECTED]
+    assert tools == [tool]
+
+
+def test_other_keys_of_a_turn_pass_through():
+    call = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    messages, _ = cook_chatml_sample([{"role": "assistant", "content": None, "tool_calls": call}])
+    assert messages == [{"role": "assistant", "content": [], "tool_calls": call}]
+
+
+def test_placeholders_become_parts_in_their_place():
+    messages, _ = cook_chatml_sample([{"role": "user", "content": "a <image><video> b"}])
+    assert messages[0]["content"] == [text("a "), IMAGE, VIDEO, text(" b")]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "an <image> tag"},
+        {"role": "user", "content": [IMAGE, text("an <image> tag")]},
+    ],
+    ids=["assistant", "user turn that names its media"],
+)
+def test_placeholder_text_elsewhere_stays_text(turn):
+    messages, _ = cook_chatml_sample([turn])
+    assert messages[0]["content"][-1] == text("an <image> tag")
+
+
+def test_adjacent_texts_are_joined():
+    messages, _ = cook_chatml_sample([{"role": "user", "content": [text("<start_of_"), text("turn>")]}])
+    assert messages[0]["content"] == [text("<start_of_turn>")]
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ("[{", "bad_json"),
+        ("[" * 100_000, "bad_json"),
+        ("", "bad_json"),
+        ([], "bad_conversation"),
+        ({"text": "hello"}, "bad_conversation"),
+        ("17", "bad_conversation"),
+        (["hello"], "bad_conversation"),
+        ([{"role": "narrator", "content": "x"}], "bad_conversation"),
+        ([{"role": 3, "content": "x"}], "bad_conversation"),
+        ([{"role": "user", "content": 3}], "bad_conversation"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "bad_conversation"),
+        ([{"role": "user", "content": [{"type": ["image"]}]}], "bad_conversation"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "bad_conversation"),
+        ([{"role": "assistant", "content": [IMAGE]}], "bad_conversation"),
+        ({"messages": SHAREGPT, "tools": "look"}, "bad_json"),
+        ({"messages": SHAREGPT, "tools": ["look"]}, "bad_conversation"),
+        ({"messages": SHAREGPT, "system": ["x"]}, "bad_conversation"),
+    ],
+)
+def test_what_cannot_be_read_says_why(record, reason):
+    with pytest.raises(BadSample) as bad:
+        cook_chatml_sample(record)
+    assert bad.value.reason == reason
+
+
+def test_images_without_placeholder_go_before_the_first_user_text():
+    messages, _ = cook_chatml_sample({"messages": [{"role": "user", "content": "What?"}], "system": "s"})
+    assert place_media(messages, images=2)[1]["content"] == [IMAGE, IMAGE, text("What?")]
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_placeholders_and_images_must_agree(images):
+    with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):
+        place_media(cook_chatml_sample(SHAREGPT)[0], images=images)

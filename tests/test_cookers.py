@@ -1,0 +1,85 @@
+import json
+import os
+import pickle
+
+import pytest
+
+from megatron_vlm.data.cookers import cook_record
+
+TURNS = [{"role": "user", "content": "<image><image>?"}, {"role": "assistant", "content": "x"}]
+
+
+def cook(**parts):
+    names = {name.replace("_", "."): data for name, data in parts.items()}
+    return cook_record({"__key__": "a/1", "__restore_key__": ("Webdataset", 1), **names})
+
+
+def test_images_come_in_the_order_of_their_part_names():
+    sample = cook(json=json.dumps(TURNS).encode(), img001_png=b"second", img000_jpg=b"first")
+    assert (sample.imgs, sample.problem) == ([b"first", b"second"], None)
+    assert json.loads(sample.conversation) == TURNS
+    assert sample.__key__ == "a/1"
+
+
+def test_the_record_may_name_another_order():
+    document = {"conversations": TURNS, "images": ["img001.png", "img000.jpg"]}
+    sample = cook(json=json.dumps(document).encode(), img000_jpg=b"0", img001_png=b"1")
+    assert sample.imgs == [b"1", b"0"]
+
+
+def test_an_image_may_be_used_twice():
+    document = {"conversations": TURNS, "images": ["img000.jpg", "img000.jpg"]}
+    assert cook(json=json.dumps(document).encode(), img000_jpg=b"0").imgs == [b"0", b"0"]
+
+
+def test_text_only_records_have_no_images():
+    assert cook(json=json.dumps(TURNS).encode()).imgs is None
+
+
+def test_the_older_pickled_layout_is_read():
+    sample = cook(json=json.dumps(TURNS).encode(), jpgs=pickle.dumps([b"0", b"1"]))
+    assert sample.imgs == [b"0", b"1"]
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def protocol_0_global():
+    return b"cos\nmkdir\n(S'executed'\ntR."
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pickle.dumps([Payload()]),
+        protocol_0_global(),
+        b"Pid\n.",
+        b"not a pickle",
+        pickle.dumps([b"0", b"1"])[:-4],
+        pickle.dumps({"0": b""}),
+        pickle.dumps(["text"]),
+    ],
+    ids=["reduce", "global", "persistent", "junk", "truncated", "dict", "text"],
+)
+def test_anything_but_plain_data_is_refused(pickled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sample = cook(json=json.dumps(TURNS).encode(), jpgs=pickled)
+    assert sample.problem.reason == "unsafe_pickle"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "parts, reason",
+    [
+        ({}, "bad_conversation"),
+        ({"json": b"{"}, "bad_json"),
+        ({"json": b"\xff\xfe"}, "bad_json"),
+        ({"json": b'{"images": ["img000.jpg"]}'}, "missing_media"),
+        ({"json": b'{"images": "img000.jpg"}', "img000_jpg": b""}, "missing_media"),
+        ({"json": b'{"images": []}', "img000_jpg": b""}, "missing_media"),
+    ],
+)
+def test_a_bad_record_carries_its_problem(parts, reason):
+    assert cook(**parts).problem.reason == reason

@@ -1,0 +1,143 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_vlm.data import images
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.images import decode_image
+
+
+def encoded(image, format="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def center(data):
+    image = decode_image(data)
+    assert image.mode == "RGB"
+    return image.getpixel((image.width // 2, image.height // 2))
+
+
+def grey(dtype, value):
+    return Image.fromarray(np.full((8, 8), value, dtype))
+
+
+def palette(transparent):
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 250, 0, 0])
+    return encoded(image, transparency=1 if transparent else 0)
+
+
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (encoded(Image.new("RGBA", (8, 8), (255, 0, 0, 0))), (255, 255, 255)),
+        (encoded(Image.new("RGBA", (8, 8), (255, 0, 0, 128))), (255, 127, 127)),
+        (encoded(Image.new("LA", (8, 8), (0, 0))), (255, 255, 255)),
+        (encoded(Image.new("RGB", (8, 8), (9, 9, 9)), transparency=(9, 9, 9)), (255, 255, 255)),
+        (palette(transparent=True), (255, 255, 255)),
+        (palette(transparent=False), (250, 0, 0)),
+        (encoded(Image.new("1", (8, 8), 1)), (255, 255, 255)),
+        (encoded(Image.new("L", (8, 8), 77)), (77, 77, 77)),
+        (encoded(grey(np.uint16, 77 * 257)), (77, 77, 77)),
+        (encoded(grey(np.int32, 77 * 257), "TIFF"), (77, 77, 77)),
+        (encoded(grey(np.float32, 0.5), "TIFF"), (128, 128, 128)),
+        (encoded(grey(np.float32, 77.0), "TIFF"), (77, 77, 77)),
+        (encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"), (255, 0, 0)),
+    ],
+    ids="RGBA half-RGBA LA RGB-key P-key P 1 L I;16 I F-unit F-255 CMYK".split(),
+)
+def test_every_mode_becomes_rgb(data, expected):
+    assert center(data) == expected
+
+
+def test_values_outside_any_range_are_stretched():
+    ramp = np.linspace(-1e6, 1e6, 64, dtype=np.float32).reshape(8, 8)
+    pixels = np.asarray(decode_image(encoded(Image.fromarray(ramp), "TIFF")))
+    assert (pixels.min(), pixels.max()) == (0, 255)
+
+
+def test_exif_rotation_is_applied():
+    image = Image.new("RGB", (16, 8), "black")
+    image.paste("red", (0, 0, 8, 8))  # left half; orientation 6 shows it on top
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = decode_image(encoded(image, exif=exif), max_pixels=32)
+    assert turned.size == (4, 8)
+    assert turned.getpixel((2, 0)) == (255, 0, 0) and turned.getpixel((2, 7)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_large_images_shrink_and_keep_their_aspect(format):
+    image = decode_image(encoded(Image.new("RGB", (400, 200), "red"), format), max_pixels=5000)
+    assert image.size == (100, 50)
+
+
+def test_small_images_grow_and_keep_their_aspect():
+    assert decode_image(encoded(Image.new("RGB", (4, 2))), min_pixels=800).size == (40, 20)
+
+
+def png_header(width, height):
+    """A valid PNG start that announces a size and holds no pixels."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return b"\x89PNG\r\n\x1a\n" + header + struct.pack(">I", 1000) + b"IDAT"
+
+
+def flipped_png():
+    data = bytearray(encoded(Image.effect_noise((64, 64), 50)))
+    data[60:90] = bytes(30)
+    return bytes(data)
+
+
+NOISE_JPEG = encoded(Image.effect_noise((64, 64), 50), "JPEG")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    "data, reason",
+    [
+        (b"", "image_undecodable"),
+        (b"not an image", "image_undecodable"),
+        (flipped_png(), "image_undecodable"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image_undecodable"),
+        (encoded(grey(np.float32, np.nan), "TIFF"), "image_undecodable"),
+        (NOISE_JPEG[: len(NOISE_JPEG) // 2], "image_truncated"),
+        (png_header(9000, 9000), "image_too_large"),
+        (png_header(12_000, 12_000), "image_too_large"),
+        (png_header(60_000, 60_000), "image_too_large"),
+        (encoded(Image.new("L", (1, 201))), "image_aspect"),
+    ],
+    ids="empty text damaged eps nan truncated large warned bomb long".split(),
+)
+def test_a_bad_image_says_why(data, reason):
+    with pytest.raises(BadSample) as bad:
+        decode_image(data)
+    assert bad.value.reason == reason
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's about damaged tags
+def test_random_damage_never_escapes_as_another_error():
+    rng = np.random.default_rng(0)
+    noise = Image.effect_noise((32, 32), 50)
+    sources = [encoded(noise, format) for format in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")]
+    outcomes = {"decoded": 0, "refused": 0}
+    for _ in range(60):
+        for source in sources:
+            data = np.frombuffer(source, np.uint8).copy()
+            data[rng.integers(0, len(data), 4)] = rng.integers(0, 256, 4)
+            try:
+                decode_image(data.tobytes())
+                outcomes["decoded"] += 1
+            except BadSample:
+                outcomes["refused"] += 1
+    assert min(outcomes.values()) > 10
+
+
+def test_the_size_limit_leaves_room_for_real_photographs():
+    assert images.MAX_DECODED_PIXELS >= 8000 * 6000
