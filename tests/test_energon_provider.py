@@ -346,6 +346,7 @@ def touch(path):
     [
         ("dataset.yaml", "{call}"),
         ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
+        ("dataset.yaml", "sample_loader: sample_loader.py:load\npart_filter: sample_loader.py:part\n"),
         ("dataset.yaml", CRUDE + "part_filter: sample_loader.py:part_filter\n"),
         ("dataset.yaml", CRUDE + '"\\x70art_filter": sample_loader.py:part_filter\n'),
         ("dataset.yaml", "__module__: subprocess\n__class__: Popen\nargs: [touch, {marker}]\n"),

@@ -19,6 +19,8 @@ INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
 CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
 DATASET_KEYS = {"__module__", "__class__", "subflavors"}
+SPLIT_KEYS = {"split_parts", "exclude"}
+INFO_KEYS = {"shard_counts", "energon_version"}
 
 
 def check_dataset(path: str | EPath) -> None:
@@ -66,9 +68,11 @@ def _check_folder(path: EPath) -> None:
     for file in {*infos, *meta.glob("*.yaml"), *meta.glob("*.json")}:
         description = _read_description(file)
         _check_plain(description, file)
-        if "__module__" in description and set(description) - DATASET_KEYS:
-            extra = sorted(set(description) - DATASET_KEYS)
-            raise ValueError(f"data: {file} sets {extra}; only {sorted(DATASET_KEYS)} are allowed.")
+        if not any(set(description) <= keys for keys in (DATASET_KEYS, SPLIT_KEYS, INFO_KEYS)):
+            extra = sorted(set(description) - DATASET_KEYS - SPLIT_KEYS - INFO_KEYS)
+            raise ValueError(
+                f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
+            )
     if path.is_local():
         for shard in sorted({name for names in _splits_of_folder(path).values() for name in names}):
             _check_shard(path.local_path() / shard)
