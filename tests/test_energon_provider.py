@@ -232,12 +232,11 @@ def all_numbers(batches):
 
 
 @pytest.mark.parametrize(
-    "world_size, num_workers, batch, batches", [(3, 0, 1, 4), (3, 2, 1, 4), (3, 0, 2, 2), (12, 0, 1, 1)]
+    "world_size, num_workers, batch, batches", [(3, 0, 1, 4), (3, 2, 1, 4), (3, 0, 2, 2)]
 )
 def test_validation_gives_each_sample_once_and_equal_batches(
     dataset, encoder, world_size, num_workers, batch, batches
 ):
-    """10 samples; with 12 ranks two have none of their own."""
     ranks = validation(dataset, encoder, world_size, num_workers, batch)
     assert [len(rank) for rank in ranks] == [batches] * world_size
     seen = [n for rank in ranks for n in all_numbers(rank)]
@@ -253,6 +252,16 @@ def test_a_rank_that_runs_short_yields_batches_that_train_nothing(dataset, encod
         assert (batch["labels"] == IGNORE_INDEX).all()
         assert batch["loss_mask"].sum() == 0
         assert batch["labels"].shape == batch["input_ids"].shape
+
+
+def test_a_rank_without_samples_trains_nothing_as_often_as_the_others(tmp_path, encoder):
+    source = write_sharegpt(tmp_path / "source", 2)
+    prepare_energon_dataset({"val": source}, tmp_path / "out", workers=1, progress=False)
+    ranks = validation(tmp_path / "out", encoder, world_size=3)
+    assert [len(rank) for rank in ranks] == [1, 1, 1]
+    assert sorted(n for rank in ranks for n in all_numbers(rank)) == [0, 1]
+    (empty,) = [batch for rank in ranks for batch in rank if batch["__key__"] == [[]]]
+    assert (empty["labels"] == IGNORE_INDEX).all()
 
 
 def test_validation_is_in_stored_order_and_starts_over_each_time(dataset, encoder):
@@ -337,10 +346,12 @@ def touch(path):
     [
         ("dataset.yaml", "{call}"),
         ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
+        ("dataset.yaml", "sample_loader: sample_loader.py:load\npart_filter: sample_loader.py:part\n"),
         ("dataset.yaml", CRUDE + "part_filter: sample_loader.py:part_filter\n"),
         ("dataset.yaml", CRUDE + '"\\x70art_filter": sample_loader.py:part_filter\n'),
         ("dataset.yaml", "__module__: subprocess\n__class__: Popen\nargs: [touch, {marker}]\n"),
         ("split.yaml", "{call}"),
+        (".info.json", '{"__module__": "subprocess", "__function__": "getoutput", "cmd": "touch {marker}"}'),
         ("sample_loader.py", "import os\nos.system('touch {marker}')\n"),
     ],
 )
@@ -374,6 +385,14 @@ def test_a_metadataset_that_calls_a_function_is_refused_unrun(tmp_path, dataset,
     with pytest.raises(ValueError, match="meta.yaml names the function subprocess.getoutput"):
         train_loader(metadataset(tmp_path / "meta.yaml", dataset, extra), encoder)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../other.yaml", "other.txt"])
+def test_a_metadataset_that_points_to_an_unchecked_description_is_refused(tmp_path, dataset, encoder, name):
+    meta = metadataset(tmp_path / "meta.yaml", dataset)
+    meta.write_text(meta.read_text().replace("weight: 1,", f"weight: 1, dataset_config: {name},"))
+    with pytest.raises(ValueError, match="meta.yaml names dataset_config"):
+        train_loader(meta, encoder)
 
 
 def test_a_metadataset_of_a_refused_dataset_is_refused(tmp_path, dataset, encoder):

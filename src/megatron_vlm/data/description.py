@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import braceexpand
@@ -13,7 +15,12 @@ from megatron.energon.eyaml import load_yaml
 
 META = ".nv-meta"
 ALLOWED_CLASSES = {"CrudeWebdataset", "Metadataset", "MetadatasetV2"}
+INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
+CONFIG_KEYS = ("dataset_config", "split_config")
+CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
 DATASET_KEYS = {"__module__", "__class__", "subflavors"}
+SPLIT_KEYS = {"split_parts", "exclude"}
+INFO_KEYS = {"shard_counts", "energon_version"}
 
 
 def check_dataset(path: str | EPath) -> None:
@@ -53,19 +60,22 @@ def _check_path(path: EPath, seen: set[str]) -> None:
 
 def _check_folder(path: EPath) -> None:
     meta = path / META
-    if not (meta / ".info.json").is_file() and not (meta / ".info.yaml").is_file():
+    infos = [meta / name for name in INFO_NAMES if (meta / name).is_file()]
+    if not infos:
         raise ValueError(f"data: {path} is not a prepared Energon dataset; run `megatron-vlm prepare` first.")
     if (meta / "sample_loader.py").is_file():
         raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
-    for file in sorted({*meta.glob("*.yaml"), *meta.glob("*.json")}, key=str):
+    for file in {*infos, *meta.glob("*.yaml"), *meta.glob("*.json")}:
         description = _read_description(file)
         _check_plain(description, file)
-        if "__module__" in description and set(description) - DATASET_KEYS:
-            extra = sorted(set(description) - DATASET_KEYS)
-            raise ValueError(f"data: {file} sets {extra}; only {sorted(DATASET_KEYS)} are allowed.")
+        if not any(set(description) <= keys for keys in (DATASET_KEYS, SPLIT_KEYS, INFO_KEYS)):
+            extra = sorted(set(description) - DATASET_KEYS - SPLIT_KEYS - INFO_KEYS)
+            raise ValueError(
+                f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
+            )
     if path.is_local():
         for shard in sorted({name for names in _splits_of_folder(path).values() for name in names}):
-            _check_shard(path / shard)
+            _check_shard(path.local_path() / shard)
 
 
 def _read_description(file: EPath) -> dict:
@@ -91,6 +101,11 @@ def _check_plain(value: Any, file: EPath) -> None:
                 f"data: {file} names the class {module}.{cls}; refused, only {sorted(ALLOWED_CLASSES)} of "
                 "megatron.energon are plain data."
             )
+        for key in CONFIG_KEYS:
+            if value.get(key) is not None and not CONFIG_NAME.fullmatch(str(value[key])):
+                raise ValueError(
+                    f"data: {file} names {key} {value[key]!r}; refused, give a .yaml file of {META}."
+                )
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             _check_plain(item, file)
@@ -119,16 +134,14 @@ def _splits_of_folder(path: EPath) -> dict[str, list[str]]:
     }
 
 
-def _check_shard(shard: EPath) -> None:
-    index = EPath(f"{shard}.idx")
+def _check_shard(shard: Path) -> None:
+    index = shard.with_name(shard.name + ".idx")
     for file in (shard, index):
         if not file.is_file():
             raise FileNotFoundError(f"data: {file} is missing; restore it or prepare the dataset again.")
-    with index.open("rb") as stream:
-        stream.seek(index.size() - 8)
-        (end,) = struct.unpack("<Q", stream.read(8))
-    if shard.size() < end:
+    (end,) = struct.unpack("<Q", index.read_bytes()[-8:])
+    if shard.stat().st_size < end:
         raise ValueError(
-            f"data: {shard} holds {shard.size()} bytes, its index ends at {end}; the file is truncated, "
-            "restore it or prepare the dataset again."
+            f"data: {shard} holds {shard.stat().st_size} bytes, its index ends at {end}; the file is "
+            "truncated, restore it or prepare the dataset again."
         )

@@ -104,7 +104,9 @@ class EnergonProvider:
         if self.valid_data_path is None and "val" not in splits:
             return None
         if splits and "val" not in splits:
-            raise ValueError(f"data.valid_data_path: {path} has no 'val' split; it has {splits}.")
+            raise ValueError(
+                f"data.valid_data_path: {path} has no 'val' split, only {splits}; prepare it as val=PATH."
+            )
         encoder = with_limited_drops(encoder, self.max_drop_share)
         return EnergonValidLoader(
             path, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
