@@ -35,10 +35,10 @@ def read_questions(path: Path) -> list[dict]:
 def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
     """The Megatron model under the run's own layout; every rank takes part, each gets the answers."""
     from megatron_vlm.config import from_yaml
-    from megatron_vlm.training.generate import generate_answers
+    from megatron_vlm.runs import answers
 
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    return generate_answers(
+    return answers(
         config,
         [question["messages"] for question in questions],
         [[image.read_bytes() for image in question["images"]] for question in questions],
