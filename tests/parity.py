@@ -129,6 +129,7 @@ def _compare(layout: ParallelConfig, path: str, case: dict) -> dict:
     from megatron_vlm.models.families import family_for
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import hf_tensors, import_hf
+    from megatron_vlm.parallel import setup
     from megatron_vlm.training import step
     from megatron_vlm.training.generate import logits_step
 
@@ -136,7 +137,7 @@ def _compare(layout: ParallelConfig, path: str, case: dict) -> dict:
     run.model.dtype = "fp32"
     hf_config = AutoConfig.from_pretrained(path)
     family = family_for(hf_config)
-    chunks = build_model(run, family, hf_config)
+    chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, path, family, hf_config)
     ddp = step.data_parallel(chunks, run)
     mine = my_micro_batches(case, layout)

@@ -119,5 +119,16 @@ def pad_rows(batch: dict, length: int) -> dict:
     if not extra:
         return batch
     fill = {"input_ids": 0, "labels": IGNORE_INDEX, "loss_mask": 0, "position_ids": 0, "attention_mask": 0}
-    padded = {key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill if key in batch}
+    padded = {
+        key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill if key in batch
+    }
     return batch | padded
+
+
+def fully_masked(batch: dict) -> dict:
+    """A copy of `batch` that trains no token and names no sample."""
+    return batch | {
+        "labels": torch.full_like(batch["labels"], IGNORE_INDEX),
+        "loss_mask": torch.zeros_like(batch["loss_mask"]),
+        "__key__": [[] for _ in batch["__key__"]],
+    }

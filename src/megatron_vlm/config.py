@@ -168,7 +168,6 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
     Raises ConfigError with every problem found, one a line.
     """
     problems = [*_setting_problems(config), *layout_problems(config.parallel, world_size)]
-    problems += _row_problems(config)
     if not problems:  # these divide by what was just checked
         problems += _batch_problems(config, world_size)
     if problems:
@@ -366,15 +365,6 @@ def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     start = f"{below} or {below + size}" if below else f"{size}"
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
-
-
-def _row_problems(config: RunConfig) -> Iterator[str]:
-    parallel, length = config.parallel, config.data.seq_length
-    if parallel.tp >= 1 and parallel.sequence_parallel and length % parallel.tp:
-        yield (
-            f"data.seq_length: {length} is not divisible by tp {parallel.tp}, over which sequence "
-            f"parallelism splits it; use {length - length % parallel.tp or parallel.tp} or sp=false."
-        )
 
 
 def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:

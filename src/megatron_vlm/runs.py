@@ -38,12 +38,14 @@ class TrainedModel:
 def open_run(config: RunConfig) -> TrainedModel:
     """Join the processes and load the latest checkpoint; raises FileNotFoundError when there is none."""
     if not checkpoint.exists(config.run_dir):
-        raise FileNotFoundError(f"{config.run_dir}: no complete checkpoint in this run folder; train it first")
+        raise FileNotFoundError(
+            f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
+        )
     setup.init_distributed(config.parallel, config.train.seed)
     source = resolve(config.model.hf_path)
     hf_config = AutoConfig.from_pretrained(source)
     family = family_for(hf_config)
-    chunks = build_model(config, family, hf_config)
+    chunks = build_model(config, family, hf_config, setup.device())
     checkpoint.load_latest(config.run_dir, chunks)
     return TrainedModel(chunks, family, hf_config, AutoProcessor.from_pretrained(source), source)
 
@@ -56,7 +58,7 @@ def import_run(config: RunConfig) -> None:
     source = resolve(config.model.hf_path)
     hf_config = AutoConfig.from_pretrained(source)
     family = family_for(hf_config)
-    chunks = build_model(config, family, hf_config)
+    chunks = build_model(config, family, hf_config, setup.device())
     import_hf(chunks, source, family, hf_config)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))

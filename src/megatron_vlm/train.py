@@ -30,7 +30,7 @@ def train(config: RunConfig) -> None:
     hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
     family = family_for(hf_config)
 
-    model = build_model(config, family, hf_config)
+    model = build_model(config, family, hf_config, setup.device())
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
         import_hf(model, source, family, hf_config)
     model = data_parallel(model, config)
@@ -70,7 +70,13 @@ def train(config: RunConfig) -> None:
             if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
                 loader_state = data and data.train_loader.state_dict()
                 checkpoint.save(
-                    config.run_dir, step, model, optimizer, scheduler, loader_state, config.train.keep_checkpoints
+                    config.run_dir,
+                    step,
+                    model,
+                    optimizer,
+                    scheduler,
+                    loader_state,
+                    config.train.keep_checkpoints,
                 )
                 log.save()
     finally:

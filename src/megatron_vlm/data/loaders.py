@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch.utils.data import DataLoader
 
-from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.batch import fully_masked
 from megatron_vlm.data.drops import DropReport
 
 
@@ -27,15 +26,6 @@ def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict])
         last = fully_masked(spare() if last is None else last)
         yield last
         yielded += 1
-
-
-def fully_masked(batch: dict) -> dict:
-    """A copy of `batch` that trains no token and names no sample."""
-    return batch | {
-        "labels": torch.full_like(batch["labels"], IGNORE_INDEX),
-        "loss_mask": torch.zeros_like(batch["loss_mask"]),
-        "__key__": [[] for _ in batch["__key__"]],
-    }
 
 
 def encoder_settings(encoder) -> dict:

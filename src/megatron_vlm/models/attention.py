@@ -38,7 +38,9 @@ def allowed(segments: Tensor, window: int | None) -> Tensor:
     return masks[window]
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float) -> Tensor:
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float
+) -> Tensor:
     """PyTorch's scaled dot-product attention with an explicit mask: runs everywhere, the reference.
 
     query (B, H, S, K), key and value (B, H_kv, S, K) -> (B, H, S, K).
@@ -82,7 +84,9 @@ class RotarySelfAttention(SelfAttention):
         cos, sin = rotary_pos_emb[self.rotary_index].to(query.dtype)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(self.core_attention, False, query, key, value, attention_mask)
+            context = tensor_parallel.checkpoint(
+                self.core_attention, False, query, key, value, attention_mask
+            )
         else:
             context = self.core_attention(query, key, value, attention_mask)
         return self.linear_proj(context)

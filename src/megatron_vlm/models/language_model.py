@@ -23,6 +23,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
+from megatron_vlm.parallel.layout import megatron_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,7 +45,6 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
     """The family's architecture under the run's layout and precision."""
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[run.model.dtype]
-    layout, train = run.parallel, run.train
     recompute = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
@@ -62,13 +62,7 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         },
         **recompute,
         attention_backend_name=run.model.attention,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        sequence_parallel=layout.tp > 1 if layout.sp is None else layout.sp,
-        variable_seq_lengths=False,
+        **megatron_settings(run.parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -76,9 +70,6 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         perform_initialization=not run.model.load_weights,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        # Two stages are each other's next and previous: a batch of sends and receives would mix them up.
-        overlap_p2p_comm=layout.vpp > 1,
-        batch_p2p_comm=layout.vpp == 1,
         # These need CUDA extensions that we do not ask for.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -102,7 +93,11 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    add = ModuleSpec(NormThenAdd, params={"config": config}) if config.norm_after_sublayer else get_bias_dropout_add
+    add = (
+        ModuleSpec(NormThenAdd, params={"config": config})
+        if config.norm_after_sublayer
+        else get_bias_dropout_add
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -110,7 +105,9 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)),
+            mlp=partial(
+                MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+            ),
             mlp_bda=add,
         ),
     )
@@ -151,4 +148,3 @@ class LanguageModel(GPTModel):
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
         return decoder_input, self.rotary(position_ids), None, None, None, padding_mask
-

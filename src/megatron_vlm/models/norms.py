@@ -22,8 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:

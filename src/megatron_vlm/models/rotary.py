@@ -18,7 +18,9 @@ def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tupl
     if rule["rope_type"] != "default":
         by_layer = {"layer_type": layer_type} if layer_type else {}
         return ROPE_INIT_FUNCTIONS[rule["rope_type"]](text_config, torch.device("cpu"), **by_layer)
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    head_dim = (
+        getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    )
     width = int(head_dim * rule.get("partial_rotary_factor", 1.0))
     return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
 
@@ -31,7 +33,9 @@ class Rotary(nn.Module):
 
     def __init__(self, rules: list[tuple[Tensor, float]]):
         super().__init__()
-        self.register_buffer("inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False)
+        self.register_buffer(
+            "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
+        )
         self.factors = [factor for _, factor in rules]
 
     def forward(self, position_ids_BS: Tensor) -> Tensor:

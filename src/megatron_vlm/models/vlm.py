@@ -44,7 +44,9 @@ class VLMModel(MegatronModule):
             self._dummy_visual = family.dummy_visual(hf_config)
             for param in self.vision.parameters():  # keeps the TP replicas of the tower in step
                 param.average_gradients_across_tp_domain = True
-        self.language_model = LanguageModel(config, family.rotary(hf_config), pre_process, post_process, vp_stage)
+        self.language_model = LanguageModel(
+            config, family.rotary(hf_config), pre_process, post_process, vp_stage
+        )
 
     def forward(
         self,
@@ -68,12 +70,16 @@ class VLMModel(MegatronModule):
             labels=labels,
         )
 
-    def _embed(self, input_ids: Tensor, is_visual_BS: Tensor, visual_inputs: GenericVisualInputs | None) -> Tensor:
+    def _embed(
+        self, input_ids: Tensor, is_visual_BS: Tensor, visual_inputs: GenericVisualInputs | None
+    ) -> Tensor:
         """Token embeddings with the visual features in place: (S, B, D), or this rank's rows of S under SP."""
         hidden_BSD = self.language_model.embed(input_ids)
         if visual_inputs is not None:
             features_MD = self.vision(**visual_inputs.normalized_for_model())
-            torch._assert_async(is_visual_BS.sum() == len(features_MD), "placeholders and visual features differ")
+            torch._assert_async(
+                is_visual_BS.sum() == len(features_MD), "placeholders and visual features differ"
+            )
             hidden_BSD = hidden_BSD.masked_scatter(is_visual_BS[..., None], features_MD.to(hidden_BSD.dtype))
         elif self.training and any(param.requires_grad for param in self.vision.parameters()):
             hidden_BSD = hidden_BSD + 0.0 * self._dummy_features(hidden_BSD.device).sum()
@@ -103,7 +109,7 @@ class VLMModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
 
-def build_model(run: RunConfig, family: Family, hf_config: Any) -> list[VLMModel]:
+def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
     """This rank's model chunks (several with virtual pipeline stages), frozen groups not requiring gradients."""
     config = language_model_config(run, family.architecture(hf_config))
     check_divisible(config)
@@ -116,6 +122,7 @@ def build_model(run: RunConfig, family: Family, hf_config: Any) -> list[VLMModel
         chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage))
     for chunk in chunks:
         freeze(chunk, family, run.model.freeze)
+        chunk.to(device)
     return chunks
 
 
@@ -127,16 +134,18 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
 
 
 def check_divisible(config: LanguageModelConfig) -> None:
-    """Raises ValueError when tensor parallelism does not divide the model, before anything is built."""
-    tp = config.tensor_model_parallel_size
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key/value heads": config.num_query_groups,
-        "feed-forward width": config.ffn_hidden_size,
-        "vocabulary": config.vocab_size,
-    }
-    for name, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"parallel: tp {tp} does not divide the model's {size} {name}; choose a divisor of {size}")
-
-
+    """Raises ValueError when the layout does not divide the model, before anything is built."""
+    tp, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    stages *= config.virtual_pipeline_model_parallel_size or 1
+    divisors = [
+        ("tp", tp, "attention heads", config.num_attention_heads),
+        ("tp", tp, "key/value heads", config.num_query_groups),
+        ("tp", tp, "feed-forward channels", config.ffn_hidden_size),
+        ("tp", tp, "vocabulary entries", config.vocab_size),
+        ("pp · vpp", stages, "layers", config.num_layers),
+    ]
+    for name, size, of_what, count in divisors:
+        if count % size:
+            raise ValueError(
+                f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
+            )

@@ -233,7 +233,9 @@ def resolve(path: str | Path) -> Path:
         return Path(path)
     if Path(path).is_absolute() or str(path).startswith("."):
         raise FileNotFoundError(f"checkpoint {path}: no such folder")
-    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+    return Path(
+        snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"])
+    )
 
 
 # --- import ----------------------------------------------------------------------------------------------
@@ -379,7 +381,9 @@ def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, famil
         if not any(re.fullmatch(_pattern(pattern), key) for pattern in family.ignored_keys)
     }
     assert len(exported) == len(set(exported)), "an HF key was exported twice"
-    assert set(exported) == expected, f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
+    assert set(exported) == expected, (
+        f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
+    )
 
 
 def _name_shards(folder: Path, files: dict[str, list[str]]) -> None:

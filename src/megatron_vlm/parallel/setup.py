@@ -9,23 +9,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.config import ParallelConfig
+from megatron_vlm.config import ConfigError, ParallelConfig, layout_problems
 from megatron_vlm.parallel import cpu
-from megatron_vlm.parallel.layout import LayoutLimits, check_layout
 
 cpu.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 
-def init_distributed(parallel: ParallelConfig, seed: int, limits: LayoutLimits | None = None) -> None:
+def init_distributed(parallel: ParallelConfig, seed: int) -> None:
     """Join the processes torchrun started, or be a single process without torchrun, and lay them out.
 
     After it `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
-    the number of threads are set. Raises ValueError for a layout that cannot run, before any process waits
+    the number of threads are set. Raises ConfigError for a layout that cannot run, before any process waits
     for another.
     """
-    check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)), limits)
+    _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
@@ -37,7 +36,7 @@ def init_distributed(parallel: ParallelConfig, seed: int, limits: LayoutLimits |
 
 def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     """Lay the running processes out anew, as `init_distributed` would; models built before are void."""
-    check_layout(parallel, dist.get_world_size())
+    _check_layout(parallel, dist.get_world_size())
     _destroy_groups()
     _make_groups(parallel)
     seed_all(seed)
@@ -54,6 +53,19 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu.CPU
 
 
+def is_first_rank() -> bool:
+    return dist.get_rank() == 0
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def data_parallel_place() -> tuple[int, int]:
+    """(rank, size) of data parallelism: which share of the data this process trains on."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
 def seed_all(seed: int) -> None:
     """Seed python, numpy, torch and Megatron's tracker: stages differ, data-parallel ranks do not."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -61,6 +73,11 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _check_layout(parallel: ParallelConfig, processes: int) -> None:
+    if problems := list(layout_problems(parallel, processes)):
+        raise ConfigError("\n".join(problems))
 
 
 def _join_processes() -> None:

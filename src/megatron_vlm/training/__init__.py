@@ -1,0 +1,3 @@
+from megatron_vlm.parallel import cpu
+
+cpu.install()

@@ -27,20 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from megatron_vlm.parallel import cpu
-
-cpu.install()
-
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.utils import unwrap_model
 
-from megatron_vlm.training.optimizer import torch_adams  # noqa: E402
+from megatron_vlm.training.optimizer import torch_adams
 
 _STATE = "state.json"
 _OPTIMIZER_FORMAT = {
@@ -105,6 +100,11 @@ def save(
         _prune(folder, keep)
     dist.barrier()
     return final
+
+
+def exists(run_dir: str | Path) -> bool:
+    """Whether the run folder holds a complete checkpoint."""
+    return (Path(run_dir) / "checkpoints" / "latest").is_file()
 
 
 def load_latest(

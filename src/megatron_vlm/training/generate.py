@@ -53,7 +53,9 @@ def generate(
     answers: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
     for _ in range(max_new_tokens):
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1], device=device) < lengths[:, None]).int()
+        batch["attention_mask"] = (
+            torch.arange(batch["input_ids"].shape[1], device=device) < lengths[:, None]
+        ).int()
         batch["logit_index"] = lengths - 1
         token_B = _next_token(forward_backward(chunks, [batch], logits_step, forward_only=True), lengths)
         batch["input_ids"][row_B, lengths] = token_B

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
-from megatron_vlm.config import RunConfig
-from megatron_vlm.parallel import cpu
-
-cpu.install()
-
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
-from megatron.core.optimizer import (  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_vlm.config import RunConfig
 
 
 def build_optimizer(

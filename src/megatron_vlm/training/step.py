@@ -8,7 +8,11 @@ from itertools import tee
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch import distributed as dist
@@ -52,7 +56,10 @@ def data_parallel(chunks: list[VLMModel], run: RunConfig) -> list[DistributedDat
 
 
 def forward_backward(
-    chunks: list[torch.nn.Module], micro_batches: list[dict], forward_step=vlm_step, forward_only: bool = False
+    chunks: list[torch.nn.Module],
+    micro_batches: list[dict],
+    forward_step=vlm_step,
+    forward_only: bool = False,
 ) -> list:
     """Run Megatron's schedule for the layout; what the loss function reported, on the last stage."""
     micro_batches = _padded_for_layout(micro_batches)

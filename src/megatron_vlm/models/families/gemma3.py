@@ -92,7 +92,10 @@ def weights(hf_config: Any) -> list[Rule]:
         Rule("vision.vision_tower.**", ("vision_tower.**",), Whole()),
         Rule("vision.multi_modal_projector.**", ("multi_modal_projector.**",), Whole()),
         Rule(model + "embedding.word_embeddings.weight", (embedding,), Shard(0)),
-        *[Rule(f"{layer}{ours}.weight", (f"{hf_layer}{theirs}.weight",), Whole()) for ours, theirs in whole.items()],
+        *[
+            Rule(f"{layer}{ours}.weight", (f"{hf_layer}{theirs}.weight",), Whole())
+            for ours, theirs in whole.items()
+        ],
         *[
             Rule(f"{layer}{ours}.weight", tuple(f"{hf_layer}{name}.weight" for name in theirs), operation)
             for ours, (theirs, operation) in shared.items()
