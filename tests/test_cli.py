@@ -126,7 +126,7 @@ def test_a_librarys_error_keeps_its_traceback():
 
 
 def test_our_own_error_shows_its_traceback_on_request():
-    answer = ask(*COMMAND, "train", MEGATRON_VLM_TRACEBACK="1")
+    answer = ask(*COMMAND, "train", MEGATRON_VLM_DEBUG="1")
     assert answer.returncode == 1 and "Traceback" in answer.stderr
 
 

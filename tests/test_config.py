@@ -129,6 +129,8 @@ def test_a_layout_larger_than_the_processes_says_how_many_it_needs():
         (["data.dataset_type=csv"], "data.dataset_type: csv does not exist; known are energon, hf."),
         (["model.freeze=towers"], "model.freeze: towers is not a part of the model; did you mean tower?"),
         (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
+        (["train.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5 is not within the run's"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr: 1.0 is not between 0 and lr 1e-05."),
         (["data.max_drop_share=5"], "data.max_drop_share: 5.0 is not a share between 0 and 1."),
     ],
 )

@@ -105,7 +105,7 @@ def test_without_a_terminal_a_long_run_prints_a_line_now_and_then(tmp_path, caps
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert 20 <= len(lines) <= 22 and printed.err == ""
-    assert lines[0].startswith("step 1/200 · loss 1.0000 · lr 1.00e-01 · grad 2.00 · 20 tokens/s · ")
+    assert lines[0].startswith("step 1/200 · loss 1.0000 · lr 1.00e-01 · grad 2.00 · 20 trained tokens/s · ")
     assert lines[-1].startswith("step 200/200 · loss 0.0050 ") and lines[-1].endswith(" 00:00 left")
 
 

@@ -78,6 +78,13 @@ def test_command_line_goes_over_the_file_and_the_file_over_the_recipe(tmp_path):
     assert config.model.hf_path == "google/gemma-3-12b-it"
 
 
+@pytest.mark.parametrize("steps", ["steps=10", "train.steps=10"])
+def test_a_short_run_has_a_short_warm_up(steps):
+    config = compose("gemma3_vl_4b", settings=[steps])
+    assert (config.train.steps, config.optimizer.warmup_steps) == (10, 1)
+    assert compose("gemma3_vl_4b", settings=[steps, "warmup_steps=5"]).optimizer.warmup_steps == 5
+
+
 def test_a_runs_own_config_can_be_given_back(tmp_path):
     from megatron_vlm.config import to_yaml
 

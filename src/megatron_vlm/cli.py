@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -157,14 +159,15 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """Run a program and end the process: 2 with a short message for a user's error, 130 after Ctrl-C.
 
     A ValueError or OSError that our own code raised is a message to the user; one from a library is shown
-    with its traceback, and so is every one when MEGATRON_VLM_TRACEBACK is set.
+    with its traceback. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
+    _quiet()
     try:
         program(arguments, prog_name=name)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        if os.environ.get("MEGATRON_VLM_TRACEBACK") or not _is_ours(error.__traceback__):
+        if os.environ.get("MEGATRON_VLM_DEBUG") or not _is_ours(error.__traceback__):
             raise
         # on every rank: torchrun stops the others at the first failure, whichever rank that is
         typer.echo(f"{name}: {error}", err=True)
@@ -173,6 +176,16 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 def main() -> None:
     run(app, "megatron-vlm")
+
+
+def _quiet() -> None:
+    """Leave out what Megatron-Core says about its own deprecations and about packages we do without."""
+    if os.environ.get("MEGATRON_VLM_DEBUG"):
+        return
+    for category in (UserWarning, SyntaxWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
@@ -231,8 +244,6 @@ def _torchrun(nproc: int, arguments: Sequence[str]) -> int:
 
     torchrun's own report of a failure is left out: the failing process has already said why.
     """
-    import logging
-
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -129,7 +129,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
     tree = OmegaConf.structured(config)
-    for key, value in _flatten(overrides):
+    for key, value in flatten(overrides).items():
         _set(tree, key, value)
     return _build(RunConfig, tree)
 
@@ -251,20 +251,20 @@ def split_override(text: str) -> tuple[str, str]:
     return key.strip(), value
 
 
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    flat = {}
+    for key, value in settings.items():
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat.update(inner)
+    return flat
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or the known words when none is close."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{path}.")
-        else:
-            yield path, value
 
 
 def _set(tree: DictConfig, key: str, value: Any) -> None:
@@ -302,7 +302,7 @@ def _is_group(node: DictConfig | None, name: str) -> bool:
 
 
 def _suggest_key(key: str) -> str:
-    known = [path for path, _ in _flatten(OmegaConf.to_container(OmegaConf.structured(RunConfig())))]
+    known = [path for path, _ in _settings(RunConfig())]
     same_name = [path for path in known if path.split(".")[-1] == key.split(".")[-1]]
     return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, known)
 
@@ -338,6 +338,11 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
     if not 0 <= config.data.max_drop_share <= 1:
         yield f"data.max_drop_share: {config.data.max_drop_share} is not a share between 0 and 1."
+    optimizer, steps = config.optimizer, config.train.steps
+    if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
+        yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
     for key in _POSITIVE:
         if settings[key] < 1:
             yield f"{key}: {settings[key]} is less than 1."

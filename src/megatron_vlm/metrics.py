@@ -77,7 +77,9 @@ class RunLogger:
             dropped = sum((drops or {}).values())
             totals = {"seconds": seconds, "trained_tokens": self.trained_tokens, "dropped_samples": dropped}
             self._write(step, {**numbers, **totals})
-        self._show(step, f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} tokens/s")
+        self._show(
+            step, f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"
+        )
 
     def log_eval(self, step: int, loss: float) -> None:
         """Validation loss after `step`, the step last logged."""

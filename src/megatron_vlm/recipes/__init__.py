@@ -15,11 +15,12 @@ from megatron_vlm.config import (
     ConfigError,
     RunConfig,
     apply_overrides,
+    flatten,
     load_yaml,
     split_override,
     suggestion,
 )
-from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_settings
+from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings
 
 RECIPES = {
     "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
@@ -57,20 +58,22 @@ def compose(
     3. `arguments` and `settings`: `key=value` is a keyword argument of the recipe, `key.path=value` an
        override on what it returns.
 
+    A recipe sees the arguments it knows however they were written, `steps=10` or `train.steps=10`.
     Raises ConfigError on an unknown recipe, argument or setting, and on a value of the wrong type.
     """
     written = _read_run_file(file) if file else {}
     bare, dotted = _split_settings(settings)
-    bare = {**(arguments or {}), **bare}
+    given = {**as_settings({**(arguments or {}), **bare}), **dotted}
     if "recipe" in written or recipe:
-        function = load_recipe(recipe or written["recipe"])
-        config = function(**{**written.get("args", {}), **bare})
-        config = apply_overrides(config, written.get("overrides", {}))
+        overrides = flatten(written.get("overrides", {}))
+        known = {**written.get("args", {}), **as_arguments(overrides), **as_arguments(given)}
+        config = load_recipe(recipe or written["recipe"])(**known)
+        config = apply_overrides(config, overrides)
     elif written:
         config = apply_overrides(RunConfig(), written)
     else:
         raise ConfigError(f"give --recipe NAME or --config FILE; the recipes are {', '.join(RECIPES)}.")
-    return apply_overrides(config, {**as_settings(bare), **dotted})
+    return apply_overrides(config, given)
 
 
 def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:

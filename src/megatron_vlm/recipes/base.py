@@ -47,6 +47,9 @@ SETTING_OF_ARGUMENT: dict[str, str] = {
 }
 
 
+ARGUMENT_OF_SETTING = {setting: argument for argument, setting in SETTING_OF_ARGUMENT.items()}
+
+
 def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Recipe arguments by the settings they set. Raises ConfigError on an unknown argument."""
     for name in arguments:
@@ -55,10 +58,19 @@ def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
 
 
+def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings, by dotted key, that a recipe takes as arguments."""
+    return {ARGUMENT_OF_SETTING[key]: value for key, value in settings.items() if key in ARGUMENT_OF_SETTING}
+
+
 def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     """A recipe's `defaults` with the caller's `changes` over them, over the defaults of `RunConfig`.
 
-    A run without `run_dir` lives in `runs/<name>`. Raises ConfigError on an unknown argument or a value of
+    A run without `run_dir` lives in `runs/<name>`, and a warm-up that the caller did not set takes at most a
+    tenth of the steps. Raises ConfigError on an unknown argument or a value of
     the wrong type; text is converted, as it comes from a command line.
     """
-    return apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))
+    config = apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))
+    if "warmup_steps" not in changes:
+        config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, config.train.steps // 10)
+    return config
