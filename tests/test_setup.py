@@ -1,4 +1,4 @@
-"""A layout that cannot run is refused before anything is built; one that can is set up on every rank."""
+"""Processes are laid out and seeded alike on every rank; tests of many ranks say what went wrong."""
 
 import subprocess
 import sys
@@ -6,66 +6,8 @@ import sys
 import pytest
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.parallel.layout import (
-    LayoutLimits,
-    check_layout,
-    data_parallel_size,
-    megatron_settings,
-    sequence_parallel,
-)
+from megatron_vlm.parallel.layout import megatron_settings
 from megatron_vlm.testing.distributed import run_distributed
-
-
-@pytest.mark.parametrize(
-    ("parallel", "world_size", "message"),
-    [
-        (
-            ParallelConfig(tp=2, pp=2, cp=3),
-            16,
-            "parallel: tp 2 · pp 2 · cp 3 = 12 does not divide 16 processes; "
-            "change one size or start 12 or 24.",
-        ),
-        (ParallelConfig(tp=4), 2, "tp 4 · pp 1 · cp 1 = 4 does not divide 2 processes; .* start 4."),
-        (ParallelConfig(ep=3), 4, "tp 1 · ep 3 · pp 1 = 3 does not divide 4 processes"),
-        (ParallelConfig(pp=0), 1, "pp 0 is not a size"),
-        (ParallelConfig(vpp=2), 1, "vpp 2 needs a pipeline, pp is 1"),
-        (ParallelConfig(sp=True), 1, "sp true needs tensor parallelism, tp is 1"),
-        (ParallelConfig(tp=2, ep=2, sp=False), 4, "tp 2 · ep 2 needs sequence parallelism"),
-    ],
-)
-def test_bad_layout_names_values_and_remedy(parallel, world_size, message):
-    with pytest.raises(ValueError, match=message):
-        check_layout(parallel, world_size)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "limits", "message"),
-    [
-        (ParallelConfig(pp=2, vpp=2), LayoutLimits(num_layers=6), "= 4 stages do not divide the model's 6"),
-        (ParallelConfig(tp=4), LayoutLimits(num_heads=6), "tp 4 does not divide the model's 6 heads"),
-        (ParallelConfig(tp=4), LayoutLimits(num_kv_heads=3), "tp 4 and the model's 3 key/value heads"),
-        (ParallelConfig(ep=4), LayoutLimits(num_experts=6), "ep 4 does not divide the model's 6 experts"),
-        (ParallelConfig(ep=4), LayoutLimits(num_layers=4), "ep 4, but the model has no experts"),
-    ],
-)
-def test_layout_that_does_not_fit_the_model(parallel, limits, message):
-    with pytest.raises(ValueError, match=message):
-        check_layout(parallel, 4, limits)
-
-
-def test_good_layouts_pass():
-    limits = LayoutLimits(num_layers=8, num_heads=8, num_kv_heads=2, num_experts=4)
-    for parallel in (ParallelConfig(), ParallelConfig(tp=4), ParallelConfig(tp=2, ep=4, pp=2, vpp=2)):
-        check_layout(parallel, 16, limits)
-
-
-def test_sequence_parallel_follows_tp_until_told():
-    assert [sequence_parallel(ParallelConfig(tp=tp)) for tp in (1, 2)] == [False, True]
-    assert not sequence_parallel(ParallelConfig(tp=2, sp=False))
-
-
-def test_data_parallel_size_is_what_is_left():
-    assert data_parallel_size(ParallelConfig(tp=2, pp=2, cp=2), 16) == 2
 
 
 def test_interleaved_stages_send_one_by_one():
@@ -73,9 +15,15 @@ def test_interleaved_stages_send_one_by_one():
     assert megatron_settings(ParallelConfig(pp=2))["batch_p2p_comm"] is True
 
 
-def test_layouts_are_checked_without_torch():
-    code = "import sys, megatron_vlm.parallel.layout; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def _too_few() -> None:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(tp=4), 7)
+
+
+def test_a_layout_that_needs_more_processes_is_refused():
+    with pytest.raises(RuntimeError, match="tp 4 · pp 1 · cp 1 = 4 does not divide 1 process"):
+        run_distributed(1, _too_few)
 
 
 def _facts(layouts: list[ParallelConfig]) -> list[dict]:

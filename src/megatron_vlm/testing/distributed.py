@@ -74,16 +74,15 @@ def _wait_for_all(processes: list[BaseProcess], folder: Path, deadline: float, t
                 f"run_distributed: ranks {ranks} of {len(processes)} still run after {timeout:.0f} s; raise "
                 f"timeout or look for a collective that not all enter.\n{_output(folder, ranks)}"
             )
-        for process in running:
-            process.join(0)
-        failed = [rank for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
+        codes = [process.exitcode for process in processes]  # asked once: it may change between two looks
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            codes = [processes[rank].exitcode for rank in failed]
+            codes = [codes[rank] for rank in failed]
             raise RuntimeError(
                 f"run_distributed: ranks {failed} of {len(processes)} failed with exit codes {codes}.\n"
                 f"{_output(folder, failed)}"
             )
-        running = [p for p in running if p.exitcode is None]
+        running = [process for process, code in zip(processes, codes, strict=True) if code is None]
 
 
 def _kill(processes: list[BaseProcess]) -> None:

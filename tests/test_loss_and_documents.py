@@ -1,0 +1,159 @@
+"""One loss whatever the batch is cut into, documents that do not see each other, recomputation and freezing."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+
+from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.testing.distributed import run_distributed
+
+# ---- in the processes -------------------------------------------------------------------------------------
+
+
+def on_two_ranks(path: str, cases: str) -> dict:
+    """Two data-parallel ranks: rank 0 has the rows without and with 3 images, rank 1 the row with 1."""
+    from megatron_vlm.parallel import setup
+
+    layout = ParallelConfig(distributed_optimizer=False)
+    setup.init_distributed(layout, seed=1)
+    case = torch.load(cases, weights_only=False)
+    return {
+        "per token": parity.compare(layout, path, case),
+        "mean of means": parity.compare(layout, path, case, per_token_loss=False),
+    }
+
+
+def in_one_process(path: str, cases: str) -> dict:
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training.step import data_parallel
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    case = torch.load(cases, weights_only=False)
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+
+    def model(**settings):
+        run = RunConfig(model=ModelConfig(dtype="fp32", **settings))
+        chunks = build_model(run, family, hf_config, setup.device())
+        import_hf(chunks, path, family, hf_config)
+        return data_parallel(chunks, run)
+
+    rows = case["rows"]
+    return {
+        "recompute full": parity.compare(ParallelConfig(), path, case, recompute="full"),
+        "recompute selective": parity.compare(ParallelConfig(), path, case, recompute="selective"),
+        "unpacked": gradients(model(), rows),
+        "packed": gradients(model(), [pack(rows)]),
+        "leak": leak(model()[0].module, rows),
+        "frozen": trainable(model(freeze=["tower", "language_model"])[0]),
+    }
+
+
+def gradients(ddp: list, micro_batches: list[dict]) -> dict:
+    from megatron_vlm.training import step
+
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    loss, tokens = step.mean_loss(step.forward_backward(ddp, micro_batches))
+    grads = {name: param.main_grad.clone() for name, param in ddp[0].module.named_parameters()}
+    return {"loss": loss, "tokens": tokens, "grads": grads}
+
+
+def pack(rows: list[dict]) -> dict:
+    """One row of all rows' documents, padding between them left out, some behind them."""
+    real = [row["attention_mask"].bool() for row in rows]
+    cat = {
+        key: torch.cat([row[key][mask] for row, mask in zip(rows, real, strict=True)])
+        for key in ("input_ids", "labels", "loss_mask", "position_ids")
+    }
+    documents = [torch.full((int(mask.sum()),), n, dtype=torch.int32) for n, mask in enumerate(real, start=1)]
+    cat["attention_mask"] = torch.cat(documents)
+    visual = [row["visual_inputs"] for row in rows if row["visual_inputs"] is not None]
+    packed = {key: torch.nn.functional.pad(value[None], (0, 7)) for key, value in cat.items()}
+    packed["labels"][:, -7:] = IGNORE_INDEX
+    return packed | {"visual_inputs": GenericVisualInputs.cat(visual)}
+
+
+@torch.no_grad()
+def leak(model, rows: list[dict]) -> dict:
+    """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
+    packed = pack(rows[:2])
+    arguments = ("position_ids", "attention_mask", "visual_inputs")
+    changed = packed["input_ids"].clone()
+    changed[0, 5] += 1
+    before, after = (
+        model(ids, *(packed[name] for name in arguments)) for ids in (packed["input_ids"], changed)
+    )
+    change_S = (before - after).abs().amax(-1)[0]
+    document_S = packed["attention_mask"][0]
+    return {document: change_S[document_S == document].max().item() for document in (1, 2)}
+
+
+def trainable(ddp) -> list[str]:
+    return [name for name, param in ddp.module.named_parameters() if param.requires_grad]
+
+
+# ---- the tests --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _measured(kind: str, path: Path, cases: Path) -> dict:
+    fn, processes = {"two": (on_two_ranks, 2), "one": (in_one_process, 1)}[kind]
+    return run_distributed(processes, fn, str(path), str(cases))[0]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_gemma3, tmp_path_factory):
+    cases = tmp_path_factory.mktemp("case") / "case.pt"
+    torch.save(parity.case_for(tiny_gemma3, [0, 1, 3]), cases)
+    return lambda kind: _measured(kind, tiny_gemma3, cases)
+
+
+def test_rows_of_unequal_tokens_give_the_single_process_gradient(measured):
+    result = measured("two")["per token"]
+    assert result["passed"], result
+
+
+def test_a_mean_of_micro_batch_means_does_not(measured):
+    result = measured("two")["mean of means"]
+    assert result["max_rel_grad"] > 100 * parity.MAX_REL_GRAD
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_changes_nothing(measured, recompute):
+    result = measured("one")[f"recompute {recompute}"]
+    assert result["passed"], result
+
+
+def test_packed_documents_have_the_loss_of_unpacked_ones(measured):
+    packed, unpacked = measured("one")["packed"], measured("one")["unpacked"]
+    assert packed["tokens"] == unpacked["tokens"] > 100
+    assert packed["loss"] == pytest.approx(unpacked["loss"], abs=parity.MAX_ABS_LOSS)
+
+
+def test_packed_documents_have_the_gradients_of_unpacked_ones(measured):
+    packed, unpacked = measured("one")["packed"]["grads"], measured("one")["unpacked"]["grads"]
+    for name, expected in unpacked.items():
+        error = (packed[name] - expected).abs().max().item()
+        assert error <= parity.MAX_REL_GRAD * parity.gradient_scale(unpacked, name), name
+
+
+def test_a_document_does_not_see_the_one_before(measured):
+    leak = measured("one")["leak"]
+    assert leak[2] == 0 and leak[1] > 1e-3
+
+
+def test_frozen_groups_have_no_gradient(measured):
+    names = measured("one")["frozen"]
+    assert names and all(name.startswith("vision.multi_modal_projector.") for name in names)
