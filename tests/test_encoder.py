@@ -258,6 +258,7 @@ def _drop_some(report, worker):
         report.drop(f"w{worker}/{number}", "over_length" if number % 2 else "bad_json", "x" * 1000)
 
 
+@pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
 def test_drops_are_counted_over_forked_workers(tmp_path):
     path = tmp_path / "run" / "drops.jsonl"
     report = DropReport(path, examples_per_reason=5)
@@ -317,7 +318,7 @@ def write_dataset(path, records):
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # of forking workers from a process with threads
+@pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_energon_delivers_every_good_sample_once_and_counts_the_others(processor, tmp_path, num_workers):
     turns = json.dumps(conversation(1)).encode()
