@@ -37,6 +37,7 @@ import typer
 from tqdm import tqdm
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
+FEW_RECORDS = 3000  # below this, starting worker processes costs more than they save
 FORMATS = ("auto", "json", "jsonl", "hf")
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -83,7 +84,9 @@ def prepare_energon_dataset(
     `seed`), or a mapping from split name to file or folder. With `splits` None, a Hugging Face source with
     several splits of its own keeps them ("validation" becomes "val"), any other gets DEFAULT_SPLITS.
     Image paths are relative to `image_root`, by default the source's folder, and may not leave it.
-    JSONL and Hugging Face sources are streamed; a JSON array is loaded whole.
+    JSONL and Hugging Face sources are streamed; a JSON array is loaded whole. `workers` None means one
+    process for few records and one per core for more; a script that asks for several needs the usual
+    `if __name__ == "__main__"`.
 
     Raises FileExistsError when `output` holds anything, ValueError for bad arguments and when every record
     was skipped. On any error or interrupt nothing is left behind.
@@ -100,9 +103,10 @@ def prepare_energon_dataset(
     try:
         total = sum(part.count for part in parts)
         jobs = _shard_jobs(parts, partial, samples_per_shard)
-        n_workers = min(workers or os.cpu_count() or 1, math.ceil(total / samples_per_shard) + len(parts))
+        if workers is None:
+            workers = 1 if total < FEW_RECORDS else os.cpu_count() or 1
         with tqdm(total=total, unit="record", desc="prepare", disable=not progress) as bar:
-            results = sorted(_run(jobs, n_workers, bar), key=lambda result: result.order)
+            results = sorted(_run(jobs, workers, bar), key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.split_names))
         summary = _finish(partial, output, names, results)
         partial.rename(output)
@@ -376,7 +380,8 @@ def _run(jobs: Iterator[_ShardJob], workers: int, bar: tqdm) -> Iterator[_ShardR
 
 def _collect(pending: set[Future], done: Any, bar: tqdm):
     finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-    bar.update(done.value - bar.n)
+    if done.value > bar.n:
+        bar.update(done.value - bar.n)
     for future in finished:
         yield future.result()
     return pending
@@ -495,7 +500,9 @@ def prepare_command(
         list[str] | None, typer.Option(help="NAME=SIZE, relative; repeat. Default: train=0.9 val=0.1.")
     ] = None,
     samples_per_shard: Annotated[int, typer.Option(min=1)] = 1000,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per core, one for few records.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides which record goes to which split.")] = 1234,
 ) -> None:
     """Write image conversations as an Energon dataset.
