@@ -240,7 +240,7 @@ def _check_experts(path: Path, saved_ep: int) -> None:
     if (ep > 1) != (saved_ep > 1):
         raise ValueError(
             f"checkpoint: {path} was saved with ep {saved_ep} and the run has ep {ep}; its optimizer can "
-            "only be loaded when both are 1 or both are more. Set parallel.ep to match, or load the model alone."
+            "only be loaded when both are 1 or both are more; match parallel.ep or load the model alone."
         )
 
 
