@@ -1,4 +1,4 @@
-"""One loss whatever the batch is cut into, documents that do not see each other, recomputation and freezing."""
+"""One loss however the batch is cut, documents that do not see each other, recomputation, freezing."""
 
 from __future__ import annotations
 
