@@ -335,7 +335,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
     if config.parallel.cp > 1:
-        yield f"parallel.cp: {config.parallel.cp} asks for context parallelism, which is not there yet; use 1."
+        cp = config.parallel.cp
+        yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
     if not 0 <= config.data.max_drop_share <= 1:
         yield f"data.max_drop_share: {config.data.max_drop_share} is not a share between 0 and 1."
     optimizer, steps = config.optimizer, config.train.steps

@@ -81,6 +81,8 @@ def train(config: RunConfig) -> None:
                     config.train.keep_checkpoints,
                 )
                 log.save()
+        if data and data.dropped:
+            log.message(f"dropped samples: {data.dropped}; which and why: {config.run_dir}/drops")
     finally:
         log.close()
         if data:
