@@ -101,13 +101,12 @@ def encode(processor: Any, family: Any, hf_config: Any, rows: list[str]) -> tupl
         GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
         for out in outputs
     ]
-    positions = family.position_ids(hf_config) or (lambda ids, _: torch.arange(len(ids)))
+    positions = family.position_ids(hf_config)
     position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
     text_keys = [key for key in outputs[0] if key not in family.visual_keys]
     hf = {key: _stack([out[key][0] for out in outputs]) for key in text_keys}
-    hf |= (
-        GenericVisualInputs.cat(visual).as_model_kwargs() if any(v.as_model_kwargs() for v in visual) else {}
-    )
+    joined = GenericVisualInputs.cat(visual)
+    hf |= joined.as_model_kwargs() if joined else {}
     real_BS = hf["attention_mask"].bool()
     share_B1 = np.resize([0.9, 0.1, 0.5], (len(rows), 1))  # rows train very different numbers
     trained_BS = real_BS & torch.from_numpy(rng.random(real_BS.shape) < share_B1)
@@ -121,7 +120,7 @@ def encode(processor: Any, family: Any, hf_config: Any, rows: list[str]) -> tupl
         "loss_mask": (next_BS != IGNORE_INDEX).float(),
         "position_ids": hf["position_ids"],
         "attention_mask": real_BS.int(),
-        "visual_inputs": GenericVisualInputs.cat(visual),
+        "visual_inputs": joined,
     }
     return hf, ours, split_rows(ours, visual)
 
@@ -143,7 +142,7 @@ def split_rows(batch: dict, visual: list[GenericVisualInputs]) -> list[dict]:
 
 
 def case_for(path: Path | str, rows: list[str]) -> dict[str, Any]:
-    """HF's logits, loss and gradients in fp32, by hub key, and the batch they belong to, whole and in rows."""
+    """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import family_for
