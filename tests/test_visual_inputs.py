@@ -47,3 +47,9 @@ def test_padding_adds_untrained_rows_and_tokens_of_no_document():
     for key, fill in zip(keys, (0, IGNORE_INDEX, 0, 0), strict=True):
         assert batch[key].shape == (4, 5)
         assert (batch[key][:2, :3] == 1).all() and (batch[key] == fill).sum() == 20 - 6
+
+
+def test_grids_stay_on_the_host_when_pixels_move():
+    visual = GenericVisualInputs(pixel_values=torch.zeros(4, 6), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    moved = visual.to("meta")
+    assert (moved.pixel_values.device.type, moved.image_grid_thw.device.type) == ("meta", "cpu")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family
 
-FAMILIES = {"gemma3": "gemma3"}  # HF model_type -> module of this package
+# HF model_type -> module of this package
+FAMILIES = {"gemma3": "gemma3", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl"}
 
 
 def family_for(hf_config: Any) -> Family:
@@ -18,4 +19,8 @@ def family_for(hf_config: Any) -> Family:
             f"model type {hf_config.model_type!r} of the checkpoint is not supported; "
             f"supported are {sorted(FAMILIES)}, with their vision towers."
         )
-    return import_module(f"{__name__}.{FAMILIES[hf_config.model_type]}").FAMILY
+    return load(hf_config.model_type)
+
+
+def load(model_type: str) -> Family:
+    return import_module(f"{__name__}.{FAMILIES[model_type]}").FAMILY
