@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,20 +27,31 @@ def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tupl
 
 
 class Rotary(nn.Module):
-    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, 2, S, B, 1, R) fp32.
+    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R) fp32.
 
-    One rule for most models; Gemma3 has two, one for its local and one for its global layers.
+    One rule for most models; Gemma3 has two, one for its local and one for its global layers. T is 1 where
+    queries and keys turn alike. With `query_scale`, a function of the position ids, it is 2: the queries'
+    table, scaled, then the keys'. As scaling commutes with rotation, queries rotated by it are scaled.
     """
 
-    def __init__(self, rules: list[tuple[Tensor, float]]):
+    def __init__(
+        self,
+        rules: list[tuple[Tensor, float]],
+        query_scale: Callable[[Tensor], Tensor] | None = None,
+    ):
         super().__init__()
         self.register_buffer(
             "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
         )
         self.factors = [factor for _, factor in rules]
+        self.query_scale = query_scale
 
     def forward(self, position_ids_BS: Tensor) -> Tensor:
         angles_SBR = position_ids_BS.t()[..., None].float() * self.inv_freq[:, None, None, :]
         angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
         factor = angles.new_tensor(self.factors).view(-1, 1, 1, 1, 1)
-        return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)
+        table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)[:, None]
+        if self.query_scale is None:
+            return table
+        scale_SB11 = self.query_scale(position_ids_BS.t())[..., None, None]
+        return torch.cat((table * scale_SB11, table), dim=1)

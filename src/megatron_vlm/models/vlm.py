@@ -40,10 +40,12 @@ class VLMModel(MegatronModule):
         self.register_buffer("visual_token_ids", token_ids, persistent=False)
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
-            self.vision = family.build_vision(hf_config).to(config.params_dtype)
+            self.vision = family.build_vision(hf_config)
             self._dummy_visual = family.dummy_visual(hf_config)
-            for param in self.vision.parameters():  # keeps the TP replicas of the tower in step
-                param.average_gradients_across_tp_domain = True
+            for param in self.vision.parameters():
+                # not the buffers: a tower's rotary frequencies stay fp32, as in Transformers
+                param.data = param.data.to(config.params_dtype)
+                param.average_gradients_across_tp_domain = True  # keeps the TP replicas in step
         self.language_model = LanguageModel(
             config, family.rotary(hf_config), pre_process, post_process, vp_stage
         )

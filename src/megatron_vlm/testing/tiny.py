@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from megatron_vlm.testing import gemma3
+from megatron_vlm.testing import gemma3, ministral3
 from megatron_vlm.testing.corpus import default_corpus
 
 
@@ -23,6 +23,7 @@ class TinyFamily:
 
 TINY_FAMILIES = {
     "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
+    "ministral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
 }
 
 

@@ -45,3 +45,5 @@ class Family:
     position_ids: Callable[[Any], Callable[..., Tensor] | None] = lambda hf_config: None
     # token ids whose embeddings are replaced by visual features
     visual_token_ids: Callable[[Any], tuple[int, ...]] = lambda hf_config: (hf_config.image_token_id,)
+    # config.json (parsed) -> the same in a form that all supported versions of Transformers read
+    portable_config: Callable[[dict], dict] = lambda config: config
