@@ -14,7 +14,7 @@ def byte_level_bpe(
     specials: Iterable[str] = (),
     normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
-    """Text is cut by the regular expression `pattern`, no merge crosses a cut; `specials` get the first ids."""
+    """No merge crosses a cut of the regular expression `pattern`; `specials` get the first ids."""
     bpe = Tokenizer(models.BPE())
     if normalizer:
         bpe.normalizer = normalizer

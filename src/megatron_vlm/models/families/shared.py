@@ -12,7 +12,7 @@ from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Rule, Shard, Whole
 # our norm -> the HF layer's, in the usual layer with one norm before each half
 PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
-# HF key prefixes found in the wild -> the hub's, for models that keep tower, projector and language model apart
+# HF key prefixes in the wild -> the hub's, for models that keep tower, projector and language model apart
 LLAVA_RENAMES = (
     (r"^vision_tower\.vision_model\.", "vision_tower."),
     (r"^model\.language_model\.", "language_model.model."),
