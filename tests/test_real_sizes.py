@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 CONFIGS = Path(__file__).parent / "hf_configs"
-PARAMETERS = {  # of the published models, output weights tied
+PARAMETERS = {  # of the published models ("Model size" of the safetensors); tied output weights count once
     "gemma3_vl_4b": ("gemma3_4b.json", 4_300_079_472),
     "gemma3_vl_12b": ("gemma3_12b.json", 12_187_325_040),
     "gemma3_vl_27b": ("gemma3_27b.json", 27_432_406_640),
+    "ministral3_3b": ("ministral3_3b.json", 3_849_090_048),
+    "ministral3_8b": ("ministral3_8b.json", 8_918_026_240),
+    "ministral3_14b": ("ministral3_14b.json", 13_945_031_680),
 }
 
 COUNT = """
@@ -21,7 +24,7 @@ import json, sys
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Gemma3Config
+from transformers import AutoConfig
 
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
@@ -30,7 +33,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import load_recipe
 
 def count(recipe, config):
-    run, hf_config = load_recipe(recipe)(), Gemma3Config.from_dict(json.load(open(config)))
+    run, hf_config = load_recipe(recipe)(), AutoConfig.from_pretrained(config)
     processes = run.parallel.model_size
     return sum(count_on(rank, processes, run, hf_config) for rank in range(processes))
 
@@ -68,3 +71,14 @@ def counts() -> dict[str, int]:
 @pytest.mark.parametrize("recipe", PARAMETERS)
 def test_parameters_over_all_ranks_are_the_models(counts, recipe):
     assert counts[recipe] == PARAMETERS[recipe][1]
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+def test_configs_have_the_published_parameters(recipe):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config, published = PARAMETERS[recipe]
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(CONFIGS / config))
+    assert sum(parameter.numel() for parameter in model.parameters()) == published

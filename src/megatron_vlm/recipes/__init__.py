@@ -26,7 +26,11 @@ RECIPES = {
     "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_12b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_27b": "megatron_vlm.recipes.gemma3",
+    "ministral3_3b": "megatron_vlm.recipes.ministral3",
+    "ministral3_8b": "megatron_vlm.recipes.ministral3",
+    "ministral3_14b": "megatron_vlm.recipes.ministral3",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
+    "ministral3_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")
