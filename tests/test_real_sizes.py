@@ -14,6 +14,9 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "gemma3_vl_4b": ("gemma3_4b.json", 4_300_079_472),
     "gemma3_vl_12b": ("gemma3_12b.json", 12_187_325_040),
     "gemma3_vl_27b": ("gemma3_27b.json", 27_432_406_640),
+    "ministral3_3b": ("ministral3_3b.json", 3_849_090_048),
+    "ministral3_8b": ("ministral3_8b.json", 8_918_026_240),
+    "ministral3_14b": ("ministral3_14b.json", 13_945_031_680),
     "qwen25_vl_3b": ("qwen2_5_vl_3b.json", 3_754_622_976),
     "qwen25_vl_7b": ("qwen2_5_vl_7b.json", 8_292_166_656),
     "qwen25_vl_32b": ("qwen2_5_vl_32b.json", 33_452_718_336),
@@ -76,3 +79,14 @@ def counts() -> dict[str, int]:
 @pytest.mark.parametrize("recipe", PARAMETERS)
 def test_parameters_over_all_ranks_are_the_models(counts, recipe):
     assert counts[recipe] == PARAMETERS[recipe][1]
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+def test_configs_have_the_published_parameters(recipe):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config, published = PARAMETERS[recipe]
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(CONFIGS / config))
+    assert sum(parameter.numel() for parameter in model.parameters()) == published

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,6 @@ from megatron_vlm.recipes import RECIPES, compose, load_recipe, summary
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
-# https://huggingface.co/google/gemma-3-4b-it and its two siblings: "Model size" of the safetensors
-PUBLISHED_PARAMETERS = {"4b": 4_300_079_472, "12b": 12_187_325_040, "27b": 27_432_406_640}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -108,14 +105,3 @@ def test_bad_run_file_names_the_entry(tmp_path, text, message):
     with pytest.raises(ConfigError) as raised:
         compose(file=tmp_path / "run.yaml")
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("size", PUBLISHED_PARAMETERS)
-def test_configs_of_the_real_sizes_have_the_published_parameter_count(size):
-    import torch
-    from transformers import AutoModelForImageTextToText, Gemma3Config
-
-    public = json.loads((ROOT / "tests" / "hf_configs" / f"gemma3_{size}.json").read_text())
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(Gemma3Config.from_dict(public))
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[size]

@@ -16,7 +16,9 @@ from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
-OTHER_FAMILIES = [family for family in TINY_FAMILIES if family != "gemma3"]
+EXACT = [(layout, family) for family in TINY_FAMILIES for layout in LAYOUTS]
+EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied ministral3")] + [("PP2", "untied")]
+ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
 
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
@@ -51,40 +53,60 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints as they are found: fp32, bf16, hub tower names, untied output weights."""
+    """Checkpoints as they are found: every family; bf16, hub tower names, untied output weights, FP8."""
     folder = tmp_path_factory.mktemp("sources")
-    plain = build_tiny_checkpoint("gemma3", folder / "fp32")
-    bf16 = build_tiny_checkpoint("gemma3", folder / "bf16", dtype=torch.bfloat16)
+    plain = {family: build_tiny_checkpoint(family, folder / family) for family in TINY_FAMILIES}
+    others = {
+        "bf16": build_tiny_checkpoint("gemma3", folder / "bf16", dtype=torch.bfloat16),
+        "hub": rewritten(plain["gemma3"], folder / "hub", hub_tower_names),
+        "untied": rewritten(plain["gemma3"], folder / "untied", untied, {"tie_word_embeddings": False}),
+        "untied ministral3": build_tiny_checkpoint(
+            "ministral3", folder / "untied-ministral3", text={"tie_word_embeddings": False}
+        ),
+    }
+    for name, grid in {"fp8 per tensor": (), "fp8 per block": (4, 2)}.items():
+        fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+        others[name] = rewritten(plain["ministral3"], folder / name, lambda t, g=grid: quantise(t, g), fp8)
+    return plain | others
 
-    hub = folder / "hub"
-    shutil.copytree(plain, hub)
-    tensors = load_file(plain / "model.safetensors")
-    save_file(
-        {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in tensors.items()},
-        hub / "model.safetensors",
-        metadata={"format": "pt"},
-    )
 
-    untied = folder / "untied"
-    shutil.copytree(plain, untied)
-    config = json.loads((plain / "config.json").read_text())
-    (untied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+def rewritten(source: Path, target: Path, change, config: dict | None = None) -> Path:
+    """A copy of a checkpoint of one file with other tensors and other entries in config.json."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    stored = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(stored | (config or {})))
+    return target
+
+
+def hub_tower_names(tensors):
+    for key in [key for key in tensors if key.startswith("vision_tower.")]:
+        tensors[key.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(key)
+
+
+def untied(tensors):
     embedding = tensors["language_model.model.embed_tokens.weight"]
-    save_file(
-        tensors | {"language_model.lm_head.weight": embedding.flip(0).contiguous()},
-        untied / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    others = {family: build_tiny_checkpoint(family, folder / family) for family in OTHER_FAMILIES}
-    return {"fp32": plain, "bf16": bf16, "hub": hub, "untied": untied, **others}
+    tensors["language_model.lm_head.weight"] = embedding.flip(0).contiguous()
+
+
+def quantise(tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> None:
+    """The language model's linears as FP8 with a scale each, or one per block of a grid."""
+    for key in [key for key in tensors if key.endswith("_proj.weight") and "language_model" in key]:
+        weight = tensors[key]
+        rows, columns = grid or (1, 1)
+        blocks = weight.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        tensors[key] = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
+        tensors[key + "_scale_inv"] = scale.reshape(grid).clone()
+        tensors[key.replace(".weight", ".activation_scale")] = torch.tensor(0.5)
 
 
 @pytest.fixture(scope="module")
 def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("exports")
-    wanted = {(layout, "fp32"): 1 if layout == "TP1" else 2 for layout in LAYOUTS}
-    wanted |= {("TP2", kind): 2 for kind in ("bf16", "hub", "untied")} | {("PP2", "untied"): 2}
-    wanted |= {(layout, family): 2 for layout in ("TP2", "PP2") for family in OTHER_FAMILIES}
+    wanted = {(layout, family): LAYOUTS[layout].tp * LAYOUTS[layout].pp for layout, family in ROUND_TRIPS}
     for processes in (1, 2):
         keys = [key for key, count in wanted.items() if count == processes]
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
@@ -92,62 +114,81 @@ def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     return {(layout, kind): folder / f"{layout}-{kind}" for layout, kind in wanted}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip_is_bit_equal(exports, sources, layout):
-    check_equal(exports[layout, "fp32"], sources["fp32"])
+def loaded_by_transformers(folder: Path, **kwargs):
+    from transformers import AutoModelForImageTextToText
+
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2"])
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_round_trip_of_every_family_is_bit_equal(exports, sources, family, layout):
-    check_equal(exports[layout, family], sources[family])
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"), [("TP2", "bf16"), ("TP2", "hub"), ("TP2", "untied"), ("PP2", "untied")]
-)
-def test_round_trip_keeps_dtypes_and_names(exports, sources, layout, kind):
+@pytest.mark.parametrize(("layout", "kind"), EXACT)
+def test_round_trip_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 
 
+@pytest.mark.parametrize("kind", ["fp8 per tensor", "fp8 per block"])
+def test_fp8_weights_are_multiplied_by_their_scales(exports, sources, kind):
+    """Transformers' own dequantisation, with accelerate installed, gives the same numbers."""
+    stored, exported = all_tensors(sources[kind]), all_tensors(exports["TP2", kind])
+    expected = {key: tensor for key, tensor in stored.items() if "scale" not in key}
+    quantised = [key for key, tensor in expected.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(quantised) == 4 * 7
+    for key in quantised:
+        scale, shape = stored[key + "_scale_inv"], expected[key].shape
+        if scale.dim():
+            scale = scale.repeat_interleave(shape[0] // 4, 0).repeat_interleave(shape[1] // 2, 1)
+        expected[key] = expected[key].float() * scale
+    check_tensors_equal(exported, expected)
+
+
+def test_export_of_fp8_weights_says_that_they_are_no_longer_fp8(exports, sources):
+    exported, source = exports["TP2", "fp8 per tensor"], sources["fp8 per tensor"]
+    assert "quantization_config" in json.loads((source / "config.json").read_text())
+    assert "quantization_config" not in json.loads((exported / "config.json").read_text())
+    assert not any("scale" in key for key in all_tensors(exported))
+
+
+def test_exported_config_is_one_that_older_transformers_read(exports, sources):
+    """Transformers up to 5.12 know no `axial` rule and refuse the Pixtral tower that names it."""
+    config = {
+        folder: json.loads((folder / "config.json").read_text())
+        for folder in (sources["ministral3"], exports["TP2", "ministral3"])
+    }
+    before, after = (c["vision_config"].pop("rope_parameters") for c in config.values())
+    assert before == after | {"rope_type": "axial"}
+    assert config[sources["ministral3"]] == config[exports["TP2", "ministral3"]]
+
+
 def check_equal(exported: Path, source: Path) -> None:
-    mine, theirs = all_tensors(exported), all_tensors(source)
+    check_tensors_equal(all_tensors(exported), all_tensors(source))
+
+
+def check_tensors_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == theirs.keys() and len(mine) > 50
     for key, tensor in theirs.items():
         assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key
 
 
 def test_export_has_everything_but_weights_as_it_was(exports, sources):
-    exported, source = exports["TP2", "fp32"], sources["fp32"]
+    exported, source = exports["TP2", "gemma3"], sources["gemma3"]
     names = {file.name for file in source.iterdir()} - {"model.safetensors"}
     assert {"config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja"} <= names
     for name in names:
         assert (exported / name).read_bytes() == (source / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [(layout, "fp32") for layout in LAYOUTS] + [("TP2", family) for family in OTHER_FAMILIES],
-)
-def test_transformers_loads_the_export_without_a_missing_key(exports, layout, kind):
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transformers_loads_the_export_without_a_missing_key(exports, layout, family):
+    from transformers import AutoProcessor
 
-    folder = exports[layout, kind]
-    _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    AutoProcessor.from_pretrained(folder)
+    loaded_by_transformers(exports[layout, family])
+    AutoProcessor.from_pretrained(exports[layout, family])
 
 
 def import_one(source: str) -> None:
     round_trips([("TP1", source, source + "-out")])
-
-
-def broken(source: Path, target: Path, change) -> str:
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
 
 
 NORM = "language_model.model.norm.weight"
@@ -179,4 +220,4 @@ def reshape_key(tensors):
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_key(sources, tmp_path, change, message):
     with pytest.raises(RuntimeError, match=message):
-        run_distributed(1, import_one, broken(sources["fp32"], tmp_path / "broken", change))
+        run_distributed(1, import_one, str(rewritten(sources["gemma3"], tmp_path / "broken", change)))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 # Visual fields that the model reads on the host, to launch work by their values: they stay on the CPU.
-HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
+HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes"})
 
 
 @dataclass

@@ -81,8 +81,8 @@ class RotarySelfAttention(SelfAttention):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, rotary_pos_emb: Tensor, **_):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        cos, sin = rotary_pos_emb[self.rotary_index].to(query.dtype)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        tables = rotary_pos_emb[self.rotary_index].to(query.dtype)
+        query, key = rotate(query, *tables[0]), rotate(key, *tables[-1])
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(
                 self.core_attention, False, query, key, value, attention_mask

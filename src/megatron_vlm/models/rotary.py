@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,13 +39,20 @@ def mrope_axes(sections: list[int], interleaved: bool) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, 2, S, B, 1, R) fp32.
+    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R) fp32.
 
     One rule for most models; Gemma3 has two, one for its local and one for its global layers. Positions are
-    (B, S), or (3, B, S) with `axes` from `mrope_axes`.
+    (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 where queries and keys turn alike. With
+    `query_scale`, a function of the position ids, it is 2: the queries' table, scaled, then the keys'. As
+    scaling commutes with rotation, queries rotated by it are scaled.
     """
 
-    def __init__(self, rules: list[tuple[Tensor, float]], axes: Tensor | None = None):
+    def __init__(
+        self,
+        rules: list[tuple[Tensor, float]],
+        axes: Tensor | None = None,
+        query_scale: Callable[[Tensor], Tensor] | None = None,
+    ):
         super().__init__()
         self.register_buffer(
             "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
@@ -52,6 +60,7 @@ class Rotary(nn.Module):
         self.factors = [factor for _, factor in rules]
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
         self.register_buffer("axes", axes, persistent=False)
+        self.query_scale = query_scale
 
     def forward(self, position_ids: Tensor) -> Tensor:
         if self.axes is None:
@@ -61,4 +70,8 @@ class Rotary(nn.Module):
         angles_SBR = position_SBR.float() * self.inv_freq[:, None, None, :]
         angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
         factor = angles.new_tensor(self.factors).view(-1, 1, 1, 1, 1)
-        return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)
+        table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)[:, None]
+        if self.query_scale is None:
+            return table
+        scale_SB11 = self.query_scale(position_ids.t())[..., None, None]
+        return torch.cat((table * scale_SB11, table), dim=1)

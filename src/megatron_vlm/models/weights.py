@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
 SHARD_BYTES = 2**30  # export starts a new file after this much
 
 
@@ -179,8 +181,36 @@ def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
     return key
 
 
+class Dequantised:
+    """An FP8 tensor on disk times its scale, in fp32, read slice by slice.
+
+    `scale` is one number or a grid of one number per block, where blocks are equal parts of each axis.
+    """
+
+    def __init__(self, values: Slices, scale: Tensor):
+        self._values, shape = values, values.get_shape()
+        self._scale = (scale if scale.dim() == len(shape) else scale.reshape([1] * len(shape))).float()
+        if any(length % blocks for length, blocks in zip(shape, self._scale.shape, strict=True)):
+            raise ValueError(f"FP8 tensor of shape {shape} is not divisible by its scales {[*scale.shape]}")
+
+    def get_shape(self) -> list[int]:
+        return self._values.get_shape()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = () if index is Ellipsis else index
+        scale = self._scale
+        for axis, length in enumerate(self.get_shape()):
+            block_of = torch.arange(length) // (length // scale.shape[axis])
+            scale = scale.index_select(axis, block_of[parts[axis]] if axis < len(parts) else block_of)
+        return self._values[index].float() * scale
+
+
 class HFCheckpoint:
-    """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use."""
+    """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use.
+
+    FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) read as what they stand for; the
+    scales, also those of activations, are no keys of their own.
+    """
 
     def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
         self.folder = resolve(path)
@@ -190,6 +220,15 @@ class HFCheckpoint:
     @cached_property
     def files(self) -> dict[str, tuple[str, str]]:
         """hub key -> (file, key in that file)."""
+        scales = {key for key in self._all_files if _scaled_weight(key) in self._all_files}
+        return {key: place for key, place in self._all_files.items() if key not in scales}
+
+    @property
+    def is_fp8(self) -> bool:
+        return len(self.files) < len(self._all_files)
+
+    @cached_property
+    def _all_files(self) -> dict[str, tuple[str, str]]:
         index = self.folder / INDEX_FILE
         if index.exists():
             stored = json.loads(index.read_text())["weight_map"]
@@ -210,12 +249,26 @@ class HFCheckpoint:
 
     def slices(self, key: str) -> Slices:
         file, stored_key = self.files[key]
-        return self._file(file).get_slice(stored_key)
+        values = self._file(file).get_slice(stored_key)
+        if scale := self._all_files.get(key + SCALE):
+            return Dequantised(values, self._file(scale[0]).get_tensor(scale[1]))
+        return values
 
     def stored(self, key: str) -> tuple[str, torch.dtype]:
-        """Name and dtype that `key` has in the files."""
+        """Name that `key` has in the files and its dtype, which for FP8 weights is the config's."""
         file, stored_key = self.files[key]
+        if key + SCALE in self._all_files:
+            config = json.loads((self.folder / CONFIG_FILE).read_text())
+            return stored_key, getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         return stored_key, _DTYPES[self._file(file).get_slice(stored_key).get_dtype()]
+
+
+def _scaled_weight(key: str) -> str | None:
+    """The FP8 weight that `key` is a scale of, if it has the name of one."""
+    for suffix, weight in {SCALE: "", ".activation_scale": ".weight"}.items():
+        if key.endswith(suffix):
+            return key.removesuffix(suffix) + weight
+    return None
 
 
 _DTYPES = {
@@ -234,7 +287,11 @@ def resolve(path: str | Path) -> Path:
     if Path(path).is_absolute() or str(path).startswith("."):
         raise FileNotFoundError(f"checkpoint {path}: no such folder")
     return Path(
-        snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"])
+        snapshot_download(
+            str(path),
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
+            ignore_patterns="consolidated*",  # Mistral's repositories hold the weights twice
+        )
     )
 
 
@@ -315,6 +372,8 @@ def export_hf(
 ) -> None:
     """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
 
+    Of an FP8 source the weights are written in the config's dtype, without scales and quantization_config.
+
     Collective over all ranks, which must share the file system. Each pipeline stage writes its own files
     while it gathers; `output` appears when everything is written. Raises FileExistsError when it exists.
     """
@@ -326,6 +385,7 @@ def export_hf(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_side_files(checkpoint.folder, partial)
+        adapt_config(partial / CONFIG_FILE, family, checkpoint.is_fp8)
     dist.barrier()
     written: dict[str, list[str]] = {}
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
@@ -345,8 +405,19 @@ def export_hf(
 def copy_side_files(source: Path, output: Path) -> None:
     """Config, tokenizer, processor and chat template: everything small that is not a weight."""
     for file in source.iterdir():
-        if file.suffix in {".json", ".jinja", ".model", ".txt"} and file.name != INDEX_FILE:
+        is_index = file.name.endswith(".safetensors.index.json")
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
             shutil.copyfile(file, output / file.name)
+
+
+def adapt_config(file: Path, family: Family, dequantised: bool) -> None:
+    """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte."""
+    source = json.loads(file.read_text())
+    config = family.portable_config(source)
+    if dequantised:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if config != source:
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(

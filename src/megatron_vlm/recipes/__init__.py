@@ -34,7 +34,11 @@ RECIPES = {
     "qwen3_vl_4b": "megatron_vlm.recipes.qwen3_vl",
     "qwen3_vl_8b": "megatron_vlm.recipes.qwen3_vl",
     "qwen3_vl_32b": "megatron_vlm.recipes.qwen3_vl",
+    "ministral3_3b": "megatron_vlm.recipes.ministral3",
+    "ministral3_8b": "megatron_vlm.recipes.ministral3",
+    "ministral3_14b": "megatron_vlm.recipes.ministral3",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
+    "ministral3_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")

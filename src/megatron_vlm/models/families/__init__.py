@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family
 
-# HF model_type -> module of this package
-FAMILIES = {"gemma3": "gemma3", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl"}
+FAMILIES = {  # HF model_type -> module of this package
+    "gemma3": "gemma3",
+    "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+}
 
 
 def family_for(hf_config: Any) -> Family:

@@ -48,3 +48,5 @@ class Family:
     position_ids: Callable[[Any], Callable[..., Tensor]] = lambda hf_config: count_up
     # gives the function (token ids) -> which of them stand for features of images, which for those of videos
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
+    # config.json (parsed) -> the same in a form that all supported versions of Transformers read
+    portable_config: Callable[[dict], dict] = lambda config: config

@@ -10,30 +10,22 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
+from megatron_vlm.models.families import llama, llava
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Rule, Shard, Whole
+from megatron_vlm.models.weights import Rule, Whole
 
 LAYER_TYPES = ("full_attention", "sliding_attention")  # index: rotary rule of the layer
 
 
 def architecture(hf_config: Any) -> dict:
     text = hf_config.text_config
-    return {
-        "num_layers": text.num_hidden_layers,
-        "hidden_size": text.hidden_size,
-        "ffn_hidden_size": text.intermediate_size,
-        "num_attention_heads": text.num_attention_heads,
-        "num_query_groups": text.num_key_value_heads,
-        "kv_channels": text.head_dim,
+    return llama.architecture(hf_config) | {
         "softmax_scale": text.query_pre_attn_scalar**-0.5,
         "activation_func": partial(nn.functional.gelu, approximate="tanh"),
         "layernorm_zero_centered_gamma": True,
-        "layernorm_epsilon": text.rms_norm_eps,
         "qk_layernorm": True,
         "norm_after_sublayer": True,
-        "vocab_size": text.vocab_size,
-        "tie_embeddings": hf_config.tie_word_embeddings,
         "embedding_scale": text.hidden_size**0.5,
         "layer_windows": tuple(
             text.sliding_window if kind == "sliding_attention" else None for kind in text.layer_types
@@ -66,47 +58,15 @@ def dummy_visual(hf_config: Any) -> dict[str, Tensor]:
 
 
 def weights(hf_config: Any) -> list[Rule]:
-    text = hf_config.text_config
-    tied = hf_config.tie_word_embeddings
-    model, hf_model = "language_model.", "language_model.model."
-    layer, hf_layer = model + "decoder.layers.*.", hf_model + "layers.*."
-    embedding = hf_model + "embed_tokens.weight"
-    whole = {
-        "input_layernorm": "input_layernorm",
-        "self_attention.q_layernorm": "self_attn.q_norm",
-        "self_attention.k_layernorm": "self_attn.k_norm",
-        "self_attn_bda.norm": "post_attention_layernorm",
-        "pre_mlp_layernorm": "pre_feedforward_layernorm",
-        "mlp_bda.norm": "post_feedforward_layernorm",
-    }
-    shared = {
-        "self_attention.linear_qkv": (
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            GroupedQKV(text.num_attention_heads, text.num_key_value_heads, text.head_dim),
-        ),
-        "self_attention.linear_proj": (("self_attn.o_proj",), Shard(1)),
-        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), GatedMLP()),
-        "mlp.linear_fc2": (("mlp.down_proj",), Shard(1)),
-    }
+    norms_after = {"self_attn_bda": "post_attention_layernorm", "mlp_bda": "post_feedforward_layernorm"}
     return [
-        Rule("vision.vision_tower.**", ("vision_tower.**",), Whole()),
-        Rule("vision.multi_modal_projector.**", ("multi_modal_projector.**",), Whole()),
-        Rule(model + "embedding.word_embeddings.weight", (embedding,), Shard(0)),
+        *llava.outer_rules(hf_config),
+        *llama.attention_rules(hf_config.text_config, llava.LAYER, qk_norm=True),
+        *llama.mlp_rules(llava.LAYER, norm="pre_feedforward_layernorm"),
         *[
-            Rule(f"{layer}{ours}.weight", (f"{hf_layer}{theirs}.weight",), Whole())
-            for ours, theirs in whole.items()
+            llama.layer_rule(llava.LAYER, f"{ours}.norm.weight", (f"{theirs}.weight",), Whole())
+            for ours, theirs in norms_after.items()
         ],
-        *[
-            Rule(f"{layer}{ours}.weight", tuple(f"{hf_layer}{name}.weight" for name in theirs), operation)
-            for ours, (theirs, operation) in shared.items()
-        ],
-        Rule(model + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
-        Rule(
-            model + "output_layer.weight",
-            (embedding if tied else "language_model.lm_head.weight",),
-            Shard(0),
-            export=not tied,
-        ),
     ]
 
 
@@ -118,11 +78,6 @@ FAMILY = Family(
     build_vision=Gemma3Vision,
     dummy_visual=dummy_visual,
     weights=weights,
-    renames=(
-        (r"^vision_tower\.vision_model\.", "vision_tower."),
-        (r"^model\.language_model\.", "language_model.model."),
-        (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
-        (r"^lm_head\.", "language_model.lm_head."),
-    ),
+    renames=llava.RENAMES,
     bidirectional_images=True,
 )

@@ -70,11 +70,11 @@ def attention_rules(text: Any, hf_layer: str, qkv_bias: bool = False, qk_norm: b
     return rules
 
 
-def mlp_rules(hf_layer: str) -> list[Rule]:
+def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm") -> list[Rule]:
     """The dense feed-forward and the norm before it, in every layer that has one."""
     gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     return [
-        layer_rule(hf_layer, "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),
         layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP()),
         layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Shard(1)),
     ]
