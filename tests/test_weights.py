@@ -17,7 +17,7 @@ from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
 EXACT = [(layout, family) for family in TINY_FAMILIES for layout in LAYOUTS]
-EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied ministral3")] + [("PP2", "untied")]
+EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied mistral3")] + [("PP2", "untied")]
 ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
 
 
@@ -60,13 +60,13 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         "bf16": build_tiny_checkpoint("gemma3", folder / "bf16", dtype=torch.bfloat16),
         "hub": rewritten(plain["gemma3"], folder / "hub", hub_tower_names),
         "untied": rewritten(plain["gemma3"], folder / "untied", untied, {"tie_word_embeddings": False}),
-        "untied ministral3": build_tiny_checkpoint(
-            "ministral3", folder / "untied-ministral3", text={"tie_word_embeddings": False}
+        "untied mistral3": build_tiny_checkpoint(
+            "mistral3", folder / "untied-ministral3", text={"tie_word_embeddings": False}
         ),
     }
     for name, grid in {"fp8 per tensor": (), "fp8 per block": (4, 2)}.items():
         fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
-        others[name] = rewritten(plain["ministral3"], folder / name, lambda t, g=grid: quantise(t, g), fp8)
+        others[name] = rewritten(plain["mistral3"], folder / name, lambda t, g=grid: quantise(t, g), fp8)
     return plain | others
 
 
@@ -153,11 +153,11 @@ def test_exported_config_is_one_that_older_transformers_read(exports, sources):
     """Transformers up to 5.12 know no `axial` rule and refuse the Pixtral tower that names it."""
     config = {
         folder: json.loads((folder / "config.json").read_text())
-        for folder in (sources["ministral3"], exports["TP2", "ministral3"])
+        for folder in (sources["mistral3"], exports["TP2", "mistral3"])
     }
     before, after = (c["vision_config"].pop("rope_parameters") for c in config.values())
     assert before == after | {"rope_type": "axial"}
-    assert config[sources["ministral3"]] == config[exports["TP2", "ministral3"]]
+    assert config[sources["mistral3"]] == config[exports["TP2", "mistral3"]]
 
 
 def check_equal(exported: Path, source: Path) -> None:

@@ -38,7 +38,7 @@ RECIPES = {
     "ministral3_8b": "megatron_vlm.recipes.ministral3",
     "ministral3_14b": "megatron_vlm.recipes.ministral3",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
-    "ministral3_tiny_digits": "megatron_vlm.recipes.demo",
+    "mistral3_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")

@@ -13,7 +13,7 @@ def gemma3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
     return _tiny_digits(changes)
 
 
-def ministral3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
+def mistral3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """A tiny Ministral3 that does the same; `make demo FAMILY=ministral3`."""
     return _tiny_digits(changes)
 

@@ -23,7 +23,7 @@ class TinyFamily:
 
 TINY_FAMILIES = {
     "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
-    "ministral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
+    "mistral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
     "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
     "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),
 }
