@@ -24,6 +24,10 @@ def records(folder: Path, side: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{side}.jsonl").read_text().splitlines()]
 
 
+def joined(numbers: list[int]) -> str:
+    return "".join(map(str, numbers))
+
+
 def test_counts_are_those_asked_for(digits):
     folder, counts = digits
     assert counts == {"train": 1500 + 200, "held_out": 297 + 20}
@@ -45,25 +49,30 @@ def test_no_held_out_picture_appears_in_training(digits):
     assert not content["held_out"] & content["train"]
 
 
-def test_answers_are_the_digit_or_the_sum(digits):
+def test_answers_are_the_digit_both_digits_or_the_sum(digits):
     folder, _ = digits
     target = load_digits().target
-    kinds = set()
+    right = {
+        "digit": lambda ab: str(ab[0]),
+        "read": lambda ab: f"{ab[0]}{ab[1]}",
+        "sum": lambda ab: str(sum(ab)),
+    }
+    asked = {kind: set() for kind in right}
     for record in records(folder, "train") + records(folder, "held_out"):
         question, answer = (turn["value"] for turn in record["conversations"])
-        numbers = [int(target[int(Path(image).stem)]) for image in record["images"]]
-        assert int(answer) == sum(numbers)
-        assert question.count("<image>") == len(numbers)
-        assert ("sum" in question) == (len(numbers) == 2)
-        kinds.add((len(numbers), question))
-    assert len(kinds) == 5  # three ways to ask for one digit, two for a sum
+        kind, numbers = record["id"].split("-")[0], [int(target[int(Path(i).stem)]) for i in record["images"]]
+        assert answer == right[kind](numbers)
+        assert question.count("<image>") == len(numbers) == (1 if kind == "digit" else 2)
+        asked[kind].add(question)
+    assert {kind: len(questions) for kind, questions in asked.items()} == {"digit": 3, "read": 2, "sum": 2}
+    assert not set.intersection(*asked.values())
 
 
 def test_images_are_upscaled_jpegs_that_show_the_scan(digits):
     folder, _ = digits
     scan = load_digits().images[0]
     image = Image.open(folder / "images" / "0000.jpg")
-    assert (image.format, image.size) == ("JPEG", (112, 112))
+    assert (image.format, image.size) == ("JPEG", (56, 56))
     shrunk = image.convert("L").resize((8, 8), Image.Resampling.BOX)
     error = [abs(shrunk.getpixel((x, y)) - scan[y, x] * 255 / 16) for x in range(8) for y in range(8)]
     assert sum(error) / 64 < 20  # 9 measured; a transposed or inverted scan gives 60 and more

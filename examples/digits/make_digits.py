@@ -1,17 +1,19 @@
 """Questions about scanned handwritten digits, as a ShareGPT JSONL with JPEG images beside it.
 
+    python make_digits.py OUTPUT
+
 scikit-learn ships the 1,797 digits of the UCI set (8x8 pixels, 0 to 16), so nothing is downloaded.
 
     OUTPUT/images/0042.jpg     every digit once, upscaled
-    OUTPUT/train.jsonl         questions about one image and about two (their sum)
+    OUTPUT/train.jsonl         questions about one image and about two (both digits, or their sum)
     OUTPUT/held_out.jsonl      the same kinds of question about images that train.jsonl never shows
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,11 @@ ONE_IMAGE = (
     "<image>What number is written here?",
     "Look at this scan: <image> Which digit does it show?",
 )
-TWO_IMAGES = (
+READ_TWO = (
+    "<image><image> Read these two digits.",
+    "First <image> and then <image>. Which digits are they?",
+)
+ADD_TWO = (
     "<image><image> What is the sum of these two digits?",
     "First <image> and then <image>. What is their sum?",
 )
@@ -33,8 +39,8 @@ def make_digits(
     output: Path,
     held_out_images: int = 297,
     train_pairs: int = 1000,
-    held_out_pairs: int = 50,
-    size: int = 112,
+    held_out_pairs: int = 100,
+    size: int = 56,
     seed: int = 0,
 ) -> dict[str, int]:
     """Write the data to `output`; returns how many records each file holds. Equal arguments, equal files.
@@ -51,7 +57,9 @@ def make_digits(
     counts = {}
     for side, indices in sides.items():
         records = [one_image_record(index, digits.target, rng) for index in indices]
-        records += [two_image_record(rng.sample(indices, 2), digits.target, rng) for _ in range(pairs[side])]
+        for number in range(pairs[side]):
+            make = read_two_record if number % 4 else add_two_record
+            records.append(make(rng.sample(indices, 2), digits.target, rng))
         rng.shuffle(records)
         lines = (json.dumps(record) + "\n" for record in records)
         (output / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -70,9 +78,18 @@ def one_image_record(index: int, target: np.ndarray, rng: random.Random) -> dict
     return record(f"digit-{index:04d}", [index], rng.choice(ONE_IMAGE), int(target[index]))
 
 
-def two_image_record(indices: list[int], target: np.ndarray, rng: random.Random) -> dict:
-    key = "sum-" + "-".join(f"{index:04d}" for index in indices)
-    return record(key, indices, rng.choice(TWO_IMAGES), int(target[indices].sum()))
+def read_two_record(indices: list[int], target: np.ndarray, rng: random.Random) -> dict:
+    answer = "".join(str(target[index]) for index in indices)
+    return record(f"read-{numbered(indices)}", indices, rng.choice(READ_TWO), answer)
+
+
+def add_two_record(indices: list[int], target: np.ndarray, rng: random.Random) -> dict:
+    answer = str(target[indices].sum())
+    return record(f"sum-{numbered(indices)}", indices, rng.choice(ADD_TWO), answer)
+
+
+def numbered(indices: list[int]) -> str:
+    return "-".join(f"{index:04d}" for index in indices)
 
 
 def record(key: str, indices: list[int], question: str, answer: int) -> dict:
@@ -91,16 +108,11 @@ def name_of(index: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the digits data set.")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--held-out-images", type=int, default=297)
-    parser.add_argument("--train-pairs", type=int, default=1000)
-    parser.add_argument("--held-out-pairs", type=int, default=50)
-    parser.add_argument("--size", type=int, default=112, help="side of the square images in pixels")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = vars(parser.parse_args())
-    for side, count in make_digits(**arguments).items():
-        print(f"{arguments['output'] / side}.jsonl: {count} records")
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    output = Path(sys.argv[1])
+    for side, count in make_digits(output).items():
+        print(f"{output / side}.jsonl: {count} records")
 
 
 if __name__ == "__main__":
