@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from transformers.utils.logging import disable_progress_bar
+
 from make_digits import ADD_TWO, ONE_IMAGE, READ_TWO
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
@@ -23,6 +25,7 @@ SIZES = {
 
 
 def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
+    disable_progress_bar()  # one file of a megabyte
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **SIZES[family])
 
 
