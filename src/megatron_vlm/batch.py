@@ -113,16 +113,17 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
     return out
 
 
-def pad_rows(batch: dict, length: int) -> dict:
-    """`batch` with rows of `length` tokens; the new tokens are padding, untrained and of document 0."""
-    extra = length - batch["input_ids"].shape[1]
-    if not extra:
+def padded(batch: dict, rows: int, length: int) -> dict:
+    """`batch` with `rows` rows of `length` tokens; what is added is padding, untrained and of document 0."""
+    more_rows, more_tokens = rows - batch["input_ids"].shape[0], length - batch["input_ids"].shape[1]
+    if not (more_rows or more_tokens):
         return batch
     fill = {"input_ids": 0, "labels": IGNORE_INDEX, "loss_mask": 0, "position_ids": 0, "attention_mask": 0}
-    padded = {
-        key: torch.nn.functional.pad(batch[key], (0, extra), value=fill[key]) for key in fill if key in batch
+    return batch | {
+        key: torch.nn.functional.pad(batch[key], (0, more_tokens, 0, more_rows), value=value)
+        for key, value in fill.items()
+        if key in batch
     }
-    return batch | padded
 
 
 def fully_masked(batch: dict) -> dict:

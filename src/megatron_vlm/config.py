@@ -176,8 +176,6 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
     """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
-    if parallel.cp > 1:
-        yield f"parallel: cp {parallel.cp} asks for context parallelism, which is not there yet; use cp 1."
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
     if parallel.sp and parallel.tp == 1:
@@ -336,6 +334,9 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    if config.parallel.cp > 1:
+        cp = config.parallel.cp
+        yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
     if not 0 <= config.data.max_drop_share <= 1:
         yield f"data.max_drop_share: {config.data.max_drop_share} is not a share between 0 and 1."
     optimizer, steps = config.optimizer, config.train.steps

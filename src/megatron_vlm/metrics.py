@@ -50,7 +50,9 @@ class RunLogger:
         (self.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         self.total_steps, self.log_every = total_steps, config.logging.log_every
         self.trained_tokens = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
-        self._file = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (self.run_dir / "metrics.jsonl").open(
+            "a", encoding="utf-8", buffering=1
+        )  # a line at a time
         self._events = _tensorboard(self.run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = _wandb(config) if config.logging.wandb_project else None
         self._valid_loss: float | None = None

@@ -42,7 +42,9 @@ def train(config: RunConfig) -> None:
     data = None
     if broadcaster.reads:
         rank, world_size = setup.data_parallel_place()
-        data = RunData(config, processor, family.visual_keys, family.position_ids, rank, world_size)
+        data = RunData(
+            config, processor, family.visual_keys, family.position_ids(hf_config), rank, world_size
+        )
         if resumed and resumed.loader_state is not None:
             data.train_loader.load_state_dict(resumed.loader_state)
     batches = data and data.train_batches()
@@ -79,6 +81,8 @@ def train(config: RunConfig) -> None:
                     config.train.keep_checkpoints,
                 )
                 log.save()
+        if data and data.dropped:
+            log.message(f"dropped samples: {data.dropped}; which and why: {config.run_dir}/drops")
     finally:
         log.close()
         if data:

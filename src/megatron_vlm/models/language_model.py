@@ -139,7 +139,9 @@ class LanguageModel(GPTModel):
         )
         self.rotary = rotary
         # rounded to the weights' dtype, as Transformers does
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=config.params_dtype).item()
+        self.embedding_scale = torch.tensor(
+            config.embedding_scale, dtype=config.params_dtype, device="cpu"
+        ).item()
 
     def embed(self, input_ids_BS: Tensor) -> Tensor:
         """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank."""

@@ -10,19 +10,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
-    """(inverse frequencies (R/2,), factor on cos and sin) of `text_config.rope_parameters`, fp32.
+    """(inverse frequencies (R/2,), factor on cos and sin) of `text_config.rope_parameters`, fp32 on CPU.
 
     The scaled rules (linear, YaRN, ...) are Transformers' own functions, so they round as Transformers does.
     """
     rule = text_config.rope_parameters[layer_type] if layer_type else text_config.rope_parameters
-    if rule["rope_type"] != "default":
-        by_layer = {"layer_type": layer_type} if layer_type else {}
-        return ROPE_INIT_FUNCTIONS[rule["rope_type"]](text_config, torch.device("cpu"), **by_layer)
-    head_dim = (
-        getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    )
-    width = int(head_dim * rule.get("partial_rotary_factor", 1.0))
-    return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+    with torch.device("cpu"):  # real numbers also while the model is built on the meta device
+        if rule["rope_type"] != "default":
+            by_layer = {"layer_type": layer_type} if layer_type else {}
+            return ROPE_INIT_FUNCTIONS[rule["rope_type"]](text_config, torch.device("cpu"), **by_layer)
+        head_dim = getattr(text_config, "head_dim", None)
+        head_dim = head_dim or text_config.hidden_size // text_config.num_attention_heads
+        width = int(head_dim * rule.get("partial_rotary_factor", 1.0))
+        return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
 
 
 class Rotary(nn.Module):

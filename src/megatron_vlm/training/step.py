@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import pad_rows
+from megatron_vlm.batch import padded
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.vlm import VLMModel
 
@@ -76,12 +76,15 @@ def forward_backward(
 
 
 def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
-    """Rows that sequence parallelism can cut; under pipeline parallelism all micro batches of one length."""
-    lengths = [batch["input_ids"].shape[1] for batch in micro_batches]
+    """Rows that sequence parallelism can cut; under pipeline parallelism all micro batches of one shape."""
+    shapes = [batch["input_ids"].shape for batch in micro_batches]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        lengths = [max(lengths)] * len(lengths)
+        shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    return [pad_rows(batch, -(-n // tp) * tp) for batch, n in zip(micro_batches, lengths, strict=True)]
+    return [
+        padded(batch, rows, -(-length // tp) * tp)
+        for batch, (rows, length) in zip(micro_batches, shapes, strict=True)
+    ]
 
 
 def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):

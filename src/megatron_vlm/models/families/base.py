@@ -40,7 +40,8 @@ class Family:
     )
     # tokens of one image see each other both ways
     bidirectional_images: bool = False
-    # (input_ids (T,), visual inputs or None) -> (T,) or (3, T); None: 0, 1, 2, ...
-    position_ids: Callable[..., Tensor] | None = None
+    # gives the function (input_ids (T,), visual inputs or None) -> (T,) or (3, T) that data workers call
+    # on every document; its default counts 0, 1, 2, ...
+    position_ids: Callable[[Any], Callable[..., Tensor] | None] = lambda hf_config: None
     # token ids whose embeddings are replaced by visual features
     visual_token_ids: Callable[[Any], tuple[int, ...]] = lambda hf_config: (hf_config.image_token_id,)

@@ -1,0 +1,70 @@
+"""Every real-size recipe builds in its own layout on the meta device, with exactly the model's parameters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parent / "hf_configs"
+PARAMETERS = {  # of the published models, output weights tied
+    "gemma3_vl_4b": ("gemma3_4b.json", 4_300_079_472),
+    "gemma3_vl_12b": ("gemma3_12b.json", 12_187_325_040),
+    "gemma3_vl_27b": ("gemma3_27b.json", 27_432_406_640),
+}
+
+COUNT = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Gemma3Config
+
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.vlm import build_model
+from megatron_vlm.models.weights import Whole, find_rule, named_global_parameters
+from megatron_vlm.parallel import setup
+from megatron_vlm.recipes import load_recipe
+
+def count(recipe, config):
+    run, hf_config = load_recipe(recipe)(), Gemma3Config.from_dict(json.load(open(config)))
+    processes = run.parallel.model_size
+    return sum(count_on(rank, processes, run, hf_config) for rank in range(processes))
+
+
+def count_on(rank, processes, run, hf_config):
+    family = family_for(hf_config)
+    rules, total = family.weights(hf_config), 0
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    setup._make_groups(run.parallel)
+    with torch.device("meta"):
+        chunks = build_model(run, family, hf_config, torch.device("meta"))
+    for chunk in chunks:
+        for name, param in named_global_parameters(chunk):
+            rule, _ = find_rule(rules, name)
+            tp_rank = setup.parallel_state.get_tensor_model_parallel_rank()
+            if rule.export and not (tp_rank > 0 and isinstance(rule.operation, Whole)):
+                total += param.numel()
+    setup.parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return total
+
+
+print(json.dumps({recipe: count(recipe, config) for recipe, config in json.loads(sys.argv[1]).items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, int]:
+    jobs = json.dumps({recipe: str(CONFIGS / config) for recipe, (config, _) in PARAMETERS.items()})
+    result = subprocess.run([sys.executable, "-c", COUNT, jobs], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+def test_parameters_over_all_ranks_are_the_models(counts, recipe):
+    assert counts[recipe] == PARAMETERS[recipe][1]
