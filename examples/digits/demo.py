@@ -66,8 +66,7 @@ def prepare_data() -> Path:
 def build_checkpoint() -> None:
     """In a process of its own, so that this one needs no torch."""
     say(f"building a tiny {FAMILY} checkpoint with random weights")
-    code = "import sys; from megatron_vlm.testing.tiny import build_tiny_checkpoint as b; b(*sys.argv[1:])"
-    run(["-c", code, FAMILY, str(RUN / "start")])
+    run([str(HERE / "make_checkpoint.py"), FAMILY, str(RUN / "start")])
 
 
 def train() -> None:
@@ -89,48 +88,55 @@ def evaluate(source: str, model: Path, data: Path, processes: int = 1) -> list[s
 
 
 def scores(questions: list[dict], answers: list[str], hf_answers: list[str]) -> dict[str, float | int]:
-    """`held_out_accuracy` counts the questions about one image, `held_out_sum_accuracy` those about two."""
-
-    def accuracy(images: int) -> float:
-        right = [
-            answer == question["answer"]
-            for question, answer in zip(questions, answers, strict=True)
-            if len(question["images"]) == images
-        ]
-        return sum(right) / len(right)
-
+    """`held_out_accuracy` counts the questions about one digit; two are to be read or added up."""
     equal = [mine == theirs for mine, theirs in zip(answers, hf_answers, strict=True)]
     return {
-        "held_out_accuracy": accuracy(1),
-        "held_out_sum_accuracy": accuracy(2),
+        "held_out_accuracy": accuracy(questions, answers, "digit"),
+        "held_out_read_two_accuracy": accuracy(questions, answers, "read"),
+        "held_out_sum_accuracy": accuracy(questions, answers, "sum"),
         "hf_agreement": sum(equal) / len(equal),
         "held_out_questions": len(questions),
     }
 
 
+def accuracy(questions: list[dict], answers: list[str], kind: str) -> float:
+    right = [
+        answer == question["answer"]
+        for question, answer in zip(questions, answers, strict=True)
+        if question["id"].startswith(kind)
+    ]
+    return sum(right) / len(right)
+
+
 def draw_contact_sheet(questions: list[dict], answers: list[str], count: int = 36) -> None:
-    """Wrong answers first: they are what one wants to look at."""
+    """Wrong answers first, those about one digit before the others: they are what one wants to look at."""
     from megatron_vlm.metrics import contact_sheet
 
-    order = sorted(range(len(questions)), key=lambda index: questions[index]["answer"] == answers[index])
-    shown = order[: count // 2] + order[-(count - count // 2) :]
+    is_right = [question["answer"] == answer for question, answer in zip(questions, answers, strict=True)]
+    wrong = [index for index, right in enumerate(is_right) if not right]
+    wrong = sorted(wrong, key=lambda index: questions[index]["id"])[: count // 2]
+    right = [index for index, right in enumerate(is_right) if right][: count - len(wrong)]
+    shown = wrong + right
     contact_sheet(
         [[Image.open(image) for image in questions[index]["images"]] for index in shown],
-        [f"{text_of(questions[index])}\n{answers[index]}" for index in shown],
-        [questions[index]["answer"] == answers[index] for index in shown],
+        [caption(questions[index], answers[index]) for index in shown],
+        [is_right[index] for index in shown],
         RUN / "contact_sheet.png",
     )
 
 
-def text_of(question: dict) -> str:
-    parts = [part["text"].strip() for part in question["messages"][-1]["content"] if part["type"] == "text"]
-    return " ".join(filter(None, parts))
+def caption(question: dict, answer: str) -> str:
+    parts = question["messages"][-1]["content"]
+    text = "".join(part["text"] if part["type"] == "text" else "□" for part in parts).strip("□ ")
+    verdict = "" if answer == question["answer"] else f"  (it is {question['answer']})"
+    return f"{text}\n{answer}{verdict}"
 
 
 def close_with(summary: dict) -> None:
     print(
         f"\nread {summary['held_out_accuracy']:.1%} of the held-out digits right"
-        f" ({summary['held_out_sum_accuracy']:.1%} of the sums)"
+        f" ({summary['held_out_read_two_accuracy']:.1%} of two at once,"
+        f" {summary['held_out_sum_accuracy']:.1%} of the sums)"
         f"\nMegatron and the exported folder agree on {summary['hf_agreement']:.1%} of the answers"
         f"\ntraining {summary['train_seconds']} s, everything {summary['total_seconds']} s"
         f"\n\nlook at  {RUN}/contact_sheet.png  {RUN}/loss.png  {RUN}/summary.json"

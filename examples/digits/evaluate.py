@@ -49,7 +49,9 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
 def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
     """Plain Transformers: what anyone does with the exported folder."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the folder is read in a moment
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     answers = [""] * len(questions)

@@ -1,57 +1,91 @@
 """Questions about scanned handwritten digits, as a ShareGPT JSONL with JPEG images beside it.
 
+    python make_digits.py OUTPUT
+
 scikit-learn ships the 1,797 digits of the UCI set (8x8 pixels, 0 to 16), so nothing is downloaded.
 
-    OUTPUT/images/0042.jpg     every digit once, upscaled
-    OUTPUT/train.jsonl         questions about one image and about two (their sum)
+    OUTPUT/images/0042.jpg     every scan, upscaled; 0042v1.jpg is the same one, turned and shifted
+    OUTPUT/train.jsonl         questions about one image and about two (both digits, or their sum)
     OUTPUT/held_out.jsonl      the same kinds of question about images that train.jsonl never shows
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 ONE_IMAGE = (
     "<image>Which digit is this?",
     "<image>What number is written here?",
     "Look at this scan: <image> Which digit does it show?",
 )
-TWO_IMAGES = (
+READ_TWO = (
+    "<image><image> Read these two digits.",
+    "First <image> and then <image>. Which digits are they?",
+)
+ADD_TWO = (
     "<image><image> What is the sum of these two digits?",
     "First <image> and then <image>. What is their sum?",
 )
 
 
+@dataclass(frozen=True)
+class Digit:
+    """One image: which scan it shows, the digit on it, and 0 for the scan itself or a variant's number."""
+
+    index: int
+    digit: int
+    variant: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.index:04d}" + (f"v{self.variant}" if self.variant else "")
+
+    @property
+    def file(self) -> str:
+        return f"images/{self.name}.jpg"
+
+
 def make_digits(
     output: Path,
     held_out_images: int = 297,
-    train_pairs: int = 1000,
-    held_out_pairs: int = 50,
-    size: int = 112,
+    variants: int = 2,
+    train_pairs: int = 1500,
+    held_out_pairs: int = 100,
+    size: int = 56,
     seed: int = 0,
 ) -> dict[str, int]:
     """Write the data to `output`; returns how many records each file holds. Equal arguments, equal files.
 
     Each image has one question of its own; pairs join two different images of the same side of the split.
+    A training scan has `variants` images more, turned and shifted a little; held-out scans stay as they are.
     """
+    from sklearn.datasets import load_digits  # slow to import, and the questions are wanted without it
+
     digits = load_digits()
     rng = random.Random(seed)
     numbers = list(range(len(digits.target)))
     rng.shuffle(numbers)
     sides = {"train": numbers[held_out_images:], "held_out": numbers[:held_out_images]}
+    drawn = {"train": range(variants + 1), "held_out": range(1)}
     pairs = {"train": train_pairs, "held_out": held_out_pairs}
-    write_images(digits.images, output / "images", size)
     counts = {}
     for side, indices in sides.items():
-        records = [one_image_record(index, digits.target, rng) for index in indices]
-        records += [two_image_record(rng.sample(indices, 2), digits.target, rng) for _ in range(pairs[side])]
+        images = [
+            Digit(index, int(digits.target[index]), variant) for index in indices for variant in drawn[side]
+        ]
+        for image in images:
+            write_image(digits.images[image.index], output / image.file, size, image.variant, rng)
+        records = [one_image_record(image, rng) for image in images]
+        for number in range(pairs[side]):
+            make = read_two_record if number % 4 else add_two_record
+            records.append(make(rng.sample(images, 2), rng))
         rng.shuffle(records)
         lines = (json.dumps(record) + "\n" for record in records)
         (output / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -59,26 +93,35 @@ def make_digits(
     return counts
 
 
-def write_images(scans: np.ndarray, folder: Path, size: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for index, scan in enumerate(scans):
-        grey = Image.fromarray((scan * (255 / 16)).astype(np.uint8))
-        grey.resize((size, size), Image.Resampling.BICUBIC).save(folder / name_of(index), quality=92)
+def write_image(scan: np.ndarray, file: Path, size: int, variant: int, rng: random.Random) -> None:
+    """Upscaled; variants above 0 are turned by up to 12 degrees and shifted by up to a pixel of the scan."""
+    image = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize(
+        (size, size), Image.Resampling.BICUBIC
+    )
+    if variant:
+        pixel = size / len(scan)
+        shift = (rng.uniform(-pixel, pixel), rng.uniform(-pixel, pixel))
+        image = image.rotate(rng.uniform(-12, 12), Image.Resampling.BILINEAR, translate=shift)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file, quality=92)
 
 
-def one_image_record(index: int, target: np.ndarray, rng: random.Random) -> dict:
-    return record(f"digit-{index:04d}", [index], rng.choice(ONE_IMAGE), int(target[index]))
+def one_image_record(image: Digit, rng: random.Random) -> dict:
+    return record("digit", [image], rng.choice(ONE_IMAGE), image.digit)
 
 
-def two_image_record(indices: list[int], target: np.ndarray, rng: random.Random) -> dict:
-    key = "sum-" + "-".join(f"{index:04d}" for index in indices)
-    return record(key, indices, rng.choice(TWO_IMAGES), int(target[indices].sum()))
+def read_two_record(images: list[Digit], rng: random.Random) -> dict:
+    return record("read", images, rng.choice(READ_TWO), "".join(str(image.digit) for image in images))
 
 
-def record(key: str, indices: list[int], question: str, answer: int) -> dict:
+def add_two_record(images: list[Digit], rng: random.Random) -> dict:
+    return record("sum", images, rng.choice(ADD_TWO), sum(image.digit for image in images))
+
+
+def record(kind: str, images: list[Digit], question: str, answer: int | str) -> dict:
     return {
-        "id": key,
-        "images": [f"images/{name_of(index)}" for index in indices],
+        "id": "-".join([kind, *(image.name for image in images)]),
+        "images": [image.file for image in images],
         "conversations": [
             {"from": "human", "value": question},
             {"from": "gpt", "value": str(answer)},
@@ -86,21 +129,12 @@ def record(key: str, indices: list[int], question: str, answer: int) -> dict:
     }
 
 
-def name_of(index: int) -> str:
-    return f"{index:04d}.jpg"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the digits data set.")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--held-out-images", type=int, default=297)
-    parser.add_argument("--train-pairs", type=int, default=1000)
-    parser.add_argument("--held-out-pairs", type=int, default=50)
-    parser.add_argument("--size", type=int, default=112, help="side of the square images in pixels")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = vars(parser.parse_args())
-    for side, count in make_digits(**arguments).items():
-        print(f"{arguments['output'] / side}.jsonl: {count} records")
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    output = Path(sys.argv[1])
+    for side, count in make_digits(output).items():
+        print(f"{output / side}.jsonl: {count} records")
 
 
 if __name__ == "__main__":
