@@ -9,13 +9,19 @@ IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint setup lock clean
+.PHONY: demo test test-long test-all lint setup lock clean
 
 demo: $(READY)
 	@$(PY) examples/digits/demo.py
 
 test: $(READY)
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not long"
+
+# Every further family under every layout.
+test-long: $(READY)
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m long
+
+test-all: test test-long
 
 lint: $(READY)
 	@.venv/bin/ruff check .

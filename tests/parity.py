@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.testing.tiny import TINY_FAMILIES
 
 # Worst cases measured over all families, layouts and inputs are in reports/parity.json.
 MAX_ABS_LOGITS, MAX_ABS_LOSS, MAX_REL_GRAD = 1e-4, 1e-5, 1e-4
@@ -40,6 +42,12 @@ INPUTS: dict[str, list[str]] = {
     "video": ["vt"],
     "image and video": ["it", "vtit"],
 }
+
+
+# Parameters for tests over families: the further ones belong to `make test-long`.
+FAMILIES = [
+    family if family == "gemma3" else pytest.param(family, marks=pytest.mark.long) for family in TINY_FAMILIES
+]
 
 
 def inputs_of(family: str) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 # ---- in the processes -------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def _measured(kind: str, path: Path, cases: Path) -> dict:
     return run_distributed(processes, fn, str(path), str(cases))[0]
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(scope="module", params=parity.FAMILIES)
 def family(request) -> str:
     return request.param
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(scope="module", params=parity.FAMILIES)
 def rows(request, tmp_path_factory) -> list[dict]:
     """All measurements of one family; in reports/parity.json they replace the family's last ones."""
     family, folder, found = request.param, tmp_path_factory.mktemp("parity"), []
