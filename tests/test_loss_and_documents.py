@@ -12,6 +12,7 @@ import torch
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 # ---- in the processes -------------------------------------------------------------------------------------
 
@@ -113,11 +114,12 @@ def _measured(kind: str, path: Path, cases: Path) -> dict:
     return run_distributed(processes, fn, str(path), str(cases))[0]
 
 
-@pytest.fixture(scope="module")
-def measured(tiny_gemma3, tmp_path_factory):
-    cases = tmp_path_factory.mktemp("case") / "case.pt"
-    torch.save(parity.case_for(tiny_gemma3, [0, 1, 3]), cases)
-    return lambda kind: _measured(kind, tiny_gemma3, cases)
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
+def measured(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("case")
+    path = build_tiny_checkpoint(request.param, folder / request.param)
+    torch.save(parity.case_for(path, [0, 1, 3]), folder / "case.pt")
+    return lambda kind: _measured(kind, path, folder / "case.pt")
 
 
 def test_rows_of_unequal_tokens_give_the_single_process_gradient(measured):
