@@ -3,6 +3,8 @@ import warnings
 
 # Megatron-Core warns on every import about what is not installed, and logs what its own defaults deprecate;
 # torch warns of what Megatron's checkpoints still use, and of a CUDA toolkit without a device.
-warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.utils\._pytree|torch\.distributed\.checkpoint")
+warnings.filterwarnings(
+    "ignore", module=r"megatron\.core|torch\.utils\._pytree|torch\.distributed\.checkpoint"
+)
 for _name in ("megatron.core", "torch.utils.cpp_extension"):
     logging.getLogger(_name).setLevel(logging.ERROR)

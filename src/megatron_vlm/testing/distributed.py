@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -46,6 +47,7 @@ def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) 
 
 def _rank_main(folder: str, rank: int, world_size: int, port: int, fn: Callable, args: tuple) -> None:
     os.setpgrp()  # so that what it starts dies with it
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -63,6 +65,12 @@ def _rank_main(folder: str, rank: int, world_size: int, port: int, fn: Callable,
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """A killed test run leaves no rank behind."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _wait_for_all(processes: list[BaseProcess], folder: Path, deadline: float, timeout: float) -> None:

@@ -1,0 +1,126 @@
+"""What is Ministral3's alone: images of any size, YaRN, queries that grow with their position."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.models.families.ministral3 import FAMILY
+from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
+
+SIZES = [(60, 40), (28, 100)]  # width, height
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return build_tiny_checkpoint("mistral3", tmp_path_factory.mktemp("tiny") / "mistral3")
+
+
+@pytest.fixture(scope="module")
+def hf_config(tiny):
+    return AutoConfig.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def encoded(tiny):
+    """Two images of different sizes side by side in one conversation, encoded as for training."""
+    turns = [{"role": "user", "content": "<image><image>Which digit?"}, {"role": "assistant", "content": "7"}]
+    sample = ChatMLSample(
+        __key__="a",
+        __restore_key__=("a",),
+        conversation=json.dumps(turns),
+        imgs=[jpeg(size) for size in SIZES],
+    )
+    return HFEncoderVLMTaskEncoder(
+        AutoProcessor.from_pretrained(tiny), seq_length=256, visual_keys=FAMILY.visual_keys
+    ).encode_sample(sample)
+
+
+def jpeg(size: tuple[int, int]) -> bytes:
+    width, height = size
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()
+
+
+def test_queries_grow_with_the_position_in_their_document(hf_config):
+    position_ids = torch.tensor([[0, 63, 64, 191, 192, 0, 70]])
+    queries, keys = FAMILY.rotary(hf_config)(position_ids)[0]
+    once, twice, thrice = (1 + 0.1 * math.log(n) for n in (2, 3, 4))
+    expected = torch.tensor([1, 1, once, twice, thrice, 1, once])
+    torch.testing.assert_close(queries, keys * expected[:, None, None, None])
+
+
+def test_rotary_tables_are_those_of_transformers(tiny, hf_config):
+    position_ids = torch.arange(1000)[None]
+    model = AutoModelForImageTextToText.from_pretrained(tiny).model.language_model
+    expected = model.rotary_emb(torch.zeros(1), position_ids)
+    keys = FAMILY.rotary(hf_config)(position_ids)[0, -1, :, :, :, 0].transpose(1, 2)
+    assert model.rotary_emb.attention_scaling != 1
+    for ours, theirs in zip(keys, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_image_tokens_stand_in_rows_with_breaks(encoded, tiny):
+    tokenizer = AutoProcessor.from_pretrained(tiny).tokenizer
+    prompt = tokenizer.decode(encoded.input_ids)
+    wide = "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+    tall = "[IMG][IMG_BREAK]" * 3 + "[IMG][IMG_END]"
+    assert f"[INST]{wide}{tall}Which digit?[/INST]" in prompt
+    assert encoded.visual_inputs.image_sizes.tolist() == [[56, 84], [112, 28]]
+
+
+def test_the_reply_is_trained(encoded, tiny):
+    trained = encoded.labels[encoded.labels != IGNORE_INDEX]
+    assert AutoProcessor.from_pretrained(tiny).tokenizer.decode(trained) == "7</s>"
+
+
+def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, hf_config):
+    torch.manual_seed(0)
+    vision = FAMILY.build_vision(hf_config)
+    both = encoded.visual_inputs
+    alone = [
+        GenericVisualInputs(
+            both.pixel_values[n : n + 1, :, :height, :width], image_sizes=both.image_sizes[n : n + 1]
+        )
+        for n, (height, width) in enumerate(both.image_sizes.tolist())
+    ]
+    together = vision(**GenericVisualInputs.cat(alone).as_model_kwargs())
+    assert torch.equal(GenericVisualInputs.cat(alone).pixel_values, both.pixel_values)
+    apart = torch.cat([vision(**one.as_model_kwargs()) for one in alone])
+    assert len(together) == 2 * 3 + 4 * 1
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+def dtypes_in_bf16(path: str) -> list[torch.dtype]:
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    config = AutoConfig.from_pretrained(path)
+    [model] = build_model(RunConfig(model=ModelConfig(dtype="bf16")), FAMILY, config, setup.device())
+    tower = model.vision.vision_tower
+    return [next(tower.parameters()).dtype, tower.patch_positional_embedding.inv_freq.dtype]
+
+
+def test_the_towers_rotary_frequencies_stay_fp32_in_bf16(tiny):
+    assert run_distributed(1, dtypes_in_bf16, str(tiny))[0] == [torch.bfloat16, torch.float32]
+
+
+def test_another_text_model_is_refused_by_name(hf_config):
+    other = AutoConfig.for_model("mistral3", text_config={"model_type": "mistral"})
+    with pytest.raises(ValueError, match="text model type 'mistral'; only 'ministral3' is supported"):
+        FAMILY.architecture(other)
