@@ -24,7 +24,8 @@ def rows(request, tmp_path_factory) -> list[dict]:
     torch.save({name: parity.case_for(path, rows) for name, rows in parity.inputs_of(family).items()}, cases)
     for processes in (1, 2, 4):
         names = [name for name, (count, _) in parity.LAYOUTS.items() if count == processes]
-        measured = run_distributed(processes, parity.measure, names, str(path), str(cases))[0]
+        arguments = (names, str(path), str(cases))
+        measured = run_distributed(processes, parity.measure, *arguments, timeout=1200)[0]
         found += [{"family": family} | row for row in measured]
     others = json.loads(REPORT.read_text()) if REPORT.exists() else []
     report = [row for row in others if row["family"] != family] + found

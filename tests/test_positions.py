@@ -5,12 +5,17 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
+import parity
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families import load
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.rotary import mrope_axes
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 IMG, VID = 8, 9
 KINDS = kinds_by_token(SimpleNamespace(image_token_id=IMG, video_token_id=VID))
@@ -96,3 +101,19 @@ def test_placeholders_and_grids_that_do_not_match_are_an_error(tokens, images, m
 def test_sections_are_chunks_or_interleaved():
     assert mrope_axes([2, 3, 3], interleaved=False).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert mrope_axes([4, 2, 2], interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parts"), [("qwen2_5_vl", "iitit"), ("qwen3_vl", "iitit"), ("qwen3_vl", "itvtit")]
+)
+def test_equal_to_transformers_where_it_is_right(model_type, parts, tmp_path):
+    path = build_tiny_checkpoint(model_type, tmp_path / model_type)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    conversation = parity.conversation(np.random.default_rng(0), parts)
+    outputs = parity.encode_row(AutoProcessor.from_pretrained(path), conversation)
+    known = {"input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+    expected, _ = model.model.get_rope_index(**{key: outputs[key] for key in known & outputs.keys()})
+    visual = {key: outputs[key] for key in load(model_type).visual_keys if key in outputs}
+    positions = load(model_type).position_ids(model.config)
+    ours = positions(outputs["input_ids"][0], GenericVisualInputs.from_mapping(visual))
+    assert ours.tolist() == expected[:, 0].tolist()
