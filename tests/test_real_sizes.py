@@ -25,7 +25,7 @@ from transformers import Gemma3Config
 
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import Whole, find_rule, named_global_parameters
+from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import load_recipe
 
@@ -43,7 +43,7 @@ def count_on(rank, processes, run, hf_config):
     with torch.device("meta"):
         chunks = build_model(run, family, hf_config, torch.device("meta"))
     for chunk in chunks:
-        for name, param in named_global_parameters(chunk):
+        for name, param in named_global_weights(chunk):
             rule, _ = find_rule(rules, name)
             tp_rank = setup.parallel_state.get_tensor_model_parallel_rank()
             if rule.export and not (tp_rank > 0 and isinstance(rule.operation, Whole)):

@@ -9,21 +9,30 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.moe import moe_mlp
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
-from megatron_vlm.parallel.layout import megatron_settings
+from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,11 +67,16 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
             **architecture,
         },
         **recompute,
         attention_backend_name=run.model.attention,
         **megatron_settings(run.parallel),
+        pipeline_model_parallel_layout=pipeline_layout(
+            architecture["num_layers"], run.parallel.pp, run.parallel.vpp
+        ),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -79,8 +93,13 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
     )
 
 
-def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
-    """One transformer layer out of Megatron's parallel linears and our attention and norms."""
+def has_experts(config: LanguageModelConfig, layer: int) -> bool:
+    """Whether `layer`, counted from 0 over the whole model, routes to experts."""
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+
+
+def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
+    """Transformer layer number `layer` out of Megatron's parallel linears and our attention and norms."""
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=RotarySelfAttention,
@@ -98,6 +117,9 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
         if config.norm_after_sublayer
         else get_bias_dropout_add
     )
+    dense_mlp = partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -105,9 +127,7 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(
-                MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-            ),
+            mlp=moe_mlp() if has_experts(config, layer) else dense_mlp,
             mlp_bda=add,
         ),
     )
@@ -124,10 +144,13 @@ class LanguageModel(GPTModel):
         post_process: bool,
         vp_stage: int | None,
     ):
-        layers = get_num_layers_to_build(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        first = get_transformer_layer_offset(config, vp_stage, stage)
+        layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
+        specs = [layer_spec(config, layer) for layer in layers]
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * layers, layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
             vocab_size=config.vocab_size,
             max_sequence_length=0,  # only used by learned positions
             pre_process=pre_process,
@@ -149,4 +172,6 @@ class LanguageModel(GPTModel):
         return hidden_SBD.transpose(0, 1) * self.embedding_scale
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
+        if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
+            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t()
         return decoder_input, self.rotary(position_ids), None, None, None, padding_mask
