@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family
 
-FAMILIES = {"gemma3": "gemma3"}  # HF model_type -> module of this package
+FAMILIES = {  # HF model_type -> module of this package
+    "gemma3": "gemma3",
+    "glm4v_moe": "glm4v_moe",
+}
 
 
 def family_for(hf_config: Any) -> Family:
