@@ -18,21 +18,18 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.moe import moe_mlp
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
-from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout
+from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,6 +44,7 @@ class LanguageModelConfig(TransformerConfig):
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all the first
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
+    deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "sdpa"
 
 
@@ -74,9 +72,7 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         **recompute,
         attention_backend_name=run.model.attention,
         **megatron_settings(run.parallel),
-        pipeline_model_parallel_layout=pipeline_layout(
-            architecture["num_layers"], run.parallel.pp, run.parallel.vpp
-        ),
+        pipeline_model_parallel_layout=pipeline_layout(architecture["num_layers"], run.parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -121,7 +117,7 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
         MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
@@ -145,9 +141,7 @@ class LanguageModel(GPTModel):
         vp_stage: int | None,
     ):
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        first = get_transformer_layer_offset(config, vp_stage, stage)
-        layers = range(first, first + get_num_layers_to_build(config, vp_stage, stage))
-        specs = [layer_spec(config, layer) for layer in layers]
+        specs = [layer_spec(config, layer) for layer in stage_layers(config, stage, vp_stage)]
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
@@ -170,6 +164,19 @@ class LanguageModel(GPTModel):
         """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank."""
         hidden_SBD = self.embedding(input_ids=input_ids_BS, position_ids=None)
         return hidden_SBD.transpose(0, 1) * self.embedding_scale
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        output = super().forward(*args, **kwargs)
+        if self.post_process:
+            return output
+        return fill_message(self.config, output, self.decoder.layers[-1].layer_number)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Called by Megatron's schedules with the previous stage's output."""
+        message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if message is not None:
+            message = read_message(self.config, message, self.decoder.layers[0].layer_number)
+        super().set_input_tensor(message)
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens

@@ -25,21 +25,42 @@ def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tupl
         return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
 
 
+def mrope_axes(sections: list[int], interleaved: bool) -> Tensor:
+    """(R/2,) int64: the position axis (time, height, width) that turns each frequency.
+
+    `sections`, the config's `mrope_section`, says how many frequencies each axis has: in three chunks, or
+    interleaved as time, height, width, time, ... until height and width have theirs, then time alone.
+    """
+    axes = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    if interleaved:
+        axes.zero_()
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
 class Rotary(nn.Module):
     """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, 2, S, B, 1, R) fp32.
 
-    One rule for most models; Gemma3 has two, one for its local and one for its global layers.
+    One rule for most models; Gemma3 has two, one for its local and one for its global layers. Positions are
+    (B, S), or (3, B, S) with `axes` from `mrope_axes`.
     """
 
-    def __init__(self, rules: list[tuple[Tensor, float]]):
+    def __init__(self, rules: list[tuple[Tensor, float]], axes: Tensor | None = None):
         super().__init__()
         self.register_buffer(
             "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
         )
         self.factors = [factor for _, factor in rules]
+        assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
+        self.register_buffer("axes", axes, persistent=False)
 
-    def forward(self, position_ids_BS: Tensor) -> Tensor:
-        angles_SBR = position_ids_BS.t()[..., None].float() * self.inv_freq[:, None, None, :]
+    def forward(self, position_ids: Tensor) -> Tensor:
+        if self.axes is None:
+            position_SBR = position_ids.t()[..., None]
+        else:
+            position_SBR = position_ids.permute(2, 1, 0)[..., self.axes]
+        angles_SBR = position_SBR.float() * self.inv_freq[:, None, None, :]
         angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
         factor = angles.new_tensor(self.factors).view(-1, 1, 1, 1, 1)
         return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)

@@ -36,14 +36,14 @@ class VLMModel(MegatronModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
         self.share_embeddings_and_output_weights = config.tie_embeddings
-        token_ids = torch.tensor(family.visual_token_ids(hf_config))
-        self.register_buffer("visual_token_ids", token_ids, persistent=False)
+        self.visual_kinds = family.visual_kinds(hf_config)
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
-            self.vision = family.build_vision(hf_config).to(config.params_dtype)
+            self.vision = family.build_vision(hf_config)
             self._dummy_visual = family.dummy_visual(hf_config)
-            for param in self.vision.parameters():  # keeps the TP replicas of the tower in step
-                param.average_gradients_across_tp_domain = True
+            for param in self.vision.parameters():
+                param.data = param.data.to(config.params_dtype)  # buffers such as rotary frequencies stay
+                param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
         self.language_model = LanguageModel(
             config, family.rotary(hf_config), pre_process, post_process, vp_stage
         )
@@ -60,31 +60,35 @@ class VLMModel(MegatronModule):
 
         Other stages return hidden states for the next. Placeholders and features must be equally many.
         """
-        is_visual_BS = torch.isin(input_ids, self.visual_token_ids)
-        hidden_SBD = self._embed(input_ids, is_visual_BS, visual_inputs) if self.pre_process else None
+        kinds_BS = self.visual_kinds(input_ids)
+        hidden_SBD = self._embed(input_ids, kinds_BS, visual_inputs) if self.pre_process else None
         return self.language_model(
             input_ids=None,
             position_ids=position_ids,
-            attention_mask=self._segments(attention_mask, is_visual_BS),
+            attention_mask=self._segments(attention_mask, kinds_BS > 0),
             decoder_input=hidden_SBD,
             labels=labels,
             padding_mask=attention_mask == 0,
         )
 
     def _embed(
-        self, input_ids: Tensor, is_visual_BS: Tensor, visual_inputs: GenericVisualInputs | None
+        self, input_ids: Tensor, kinds_BS: Tensor, visual_inputs: GenericVisualInputs | None
     ) -> Tensor:
-        """Token embeddings with the visual features in place: (S, B, D), this rank's part of S under SP."""
+        """Token embeddings with the visual features in place: (S, B, D), this rank's part of S under SP.
+
+        With deepstack, (S, B * (1 + n), D) as `models.deepstack` wants it.
+        """
         hidden_BSD = self.language_model.embed(input_ids)
+        extras_BSD = [torch.zeros_like(hidden_BSD)] * self.config.deepstack_layers
         if visual_inputs is not None:
-            features_MD = self.vision(**visual_inputs.normalized_for_model())
-            torch._assert_async(
-                is_visual_BS.sum() == len(features_MD), "placeholders and visual features differ"
-            )
-            hidden_BSD = hidden_BSD.masked_scatter(is_visual_BS[..., None], features_MD.to(hidden_BSD.dtype))
+            features = self.vision(**visual_inputs.normalized_for_model()).to(hidden_BSD.dtype)
+            features_MD, *deep_MD = features if features.dim() == 3 else [features]
+            places_M = placeholders(kinds_BS, len(features_MD))
+            hidden_BSD = _put(hidden_BSD, places_M, features_MD)
+            extras_BSD = [_put(zero, places_M, f) for zero, f in zip(extras_BSD, deep_MD, strict=True)]
         elif self.training and any(param.requires_grad for param in self.vision.parameters()):
             hidden_BSD = hidden_BSD + 0.0 * self._dummy_features(hidden_BSD.device).sum()
-        hidden_SBD = hidden_BSD.transpose(0, 1).contiguous()
+        hidden_SBD = torch.cat((hidden_BSD, *extras_BSD)).transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden_SBD = tensor_parallel.scatter_to_sequence_parallel_region(hidden_SBD)
         return hidden_SBD
@@ -110,6 +114,21 @@ class VLMModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
 
+def placeholders(kinds_BS: Tensor, count: int) -> Tensor:
+    """(M,) indices into B * S of the first `count` placeholders, images' before videos', each in order.
+
+    Checked on the device, without waiting for it, to be all placeholders there are.
+    """
+    kinds = kinds_BS.flatten()
+    torch._assert_async((kinds > 0).sum() == count, "placeholders and visual features differ")
+    text_last = torch.where(kinds > 0, kinds, kinds.max() + 1)
+    return torch.argsort(text_last, stable=True)[:count]
+
+
+def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
+    return hidden_BSD.flatten(0, 1).index_copy(0, places_M, features_MD).view_as(hidden_BSD)
+
+
 def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
     """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
     config = language_model_config(run, family.architecture(hf_config))
@@ -129,7 +148,7 @@ def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.de
 
 def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
     """Parameters of the named groups stop requiring gradients."""
-    prefixes = tuple(family.groups[group] for group in groups)
+    prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(prefixes))
 
@@ -146,6 +165,7 @@ def check_divisible(config: LanguageModelConfig) -> None:
         ("tp", tp, "attention heads", config.num_attention_heads),
         ("tp", tp, "key/value heads", config.num_query_groups),
         ("tp", tp, "feed-forward channels", config.ffn_hidden_size),
+        ("tp", tp, "shared expert channels", config.moe_shared_expert_intermediate_size or 0),
         ("tp", tp, "vocabulary entries", config.vocab_size),
         ("ep", config.expert_model_parallel_size, "experts", config.num_moe_experts or 0),
     ]

@@ -14,11 +14,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
 from megatron_vlm.batch import pad_rows
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.deepstack import extras_between_stages
 from megatron_vlm.models.vlm import VLMModel
 
 
@@ -64,13 +66,14 @@ def forward_backward(
     """Run Megatron's schedule for the layout; what the loss function reported, on the last stage."""
     micro_batches = _padded_for_layout(micro_batches)
     iterators = list(tee(micro_batches, len(chunks)))
+    rows = micro_batches[0]["input_ids"].shape[0]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=micro_batches[0]["input_ids"].shape[1],
-        micro_batch_size=micro_batches[0]["input_ids"].shape[0],
+        micro_batch_size=rows * (1 + extras_between_stages(get_model_config(chunks[0]))),
         forward_only=forward_only,
     )
 

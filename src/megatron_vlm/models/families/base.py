@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_vlm.models.positions import Kinds, kinds_by_token
 from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.models.weights import Rule
 
@@ -17,7 +18,9 @@ class Family:
     """One HF `model_type`. Every function takes the HF config (`PretrainedConfig`) of the whole model.
 
     `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())` that
-    gives visual features (M, D) in document order; `dummy_visual(hf_config)` the smallest valid arguments.
+    gives visual features (M, D), those of images in document order before those of videos, or (1 + n, M, D)
+    where the others are added to the hidden states after each of the first n layers (`deepstack_layers`);
+    `dummy_visual(hf_config)` the smallest valid arguments.
     """
 
     model_type: str
@@ -30,12 +33,12 @@ class Family:
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()
     ignored_keys: dict[str, str] = field(default_factory=dict)  # pattern -> why it is not imported
-    # freeze group -> prefix of its parameters in VLMModel
-    groups: dict[str, str] = field(
+    # freeze group -> prefixes of its parameters in VLMModel
+    groups: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            "tower": "vision.vision_tower.",
-            "projector": "vision.multi_modal_projector.",
-            "language_model": "language_model.",
+            "tower": ("vision.vision_tower.",),
+            "projector": ("vision.multi_modal_projector.",),
+            "language_model": ("language_model.",),
         }
     )
     # tokens of one image see each other both ways
@@ -43,5 +46,5 @@ class Family:
     # gives the function (input_ids (T,), visual inputs or None) -> (T,) or (3, T) that data workers call
     # on every document; its default counts 0, 1, 2, ...
     position_ids: Callable[[Any], Callable[..., Tensor] | None] = lambda hf_config: None
-    # token ids whose embeddings are replaced by visual features
-    visual_token_ids: Callable[[Any], tuple[int, ...]] = lambda hf_config: (hf_config.image_token_id,)
+    # gives the function (token ids) -> which of them stand for features of images, which for those of videos
+    visual_kinds: Callable[[Any], Kinds] = kinds_by_token

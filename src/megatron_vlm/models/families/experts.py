@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megatron_vlm.models.families.llama import layer_rule
 from megatron_vlm.models.weights import FusedGatedMLP, GatedMLP, Rule, Shard, Whole
 
 
-def expert_rules(hf_layers: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
-    """Rules for router and routed experts of the layers that HF names `hf_layers` + number.
+def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
+    """Router and routed experts of every layer that has them; `hf_layer` ends in `layers.*.`
 
-    The experts of a layer are fused into one HF tensor per projection, either way round, as Transformers
-    holds them in memory, or stored one by one.
+    A checkpoint fuses the experts of a layer into one tensor per projection, either way round, or stores
+    them one by one.
     """
-    ours, theirs = "language_model.decoder.layers.*.mlp.", hf_layers + "*.mlp."
-    fc1 = ours + "experts.local_experts.*.linear_fc1.weight"
-    fc2 = ours + "experts.local_experts.*.linear_fc2.weight"
-    fused, one = theirs + "experts.", theirs + "experts.*."
+    fc1 = "mlp.experts.local_experts.*.linear_fc1.weight"
+    fc2 = "mlp.experts.local_experts.*.linear_fc2.weight"
+    one = "mlp.experts.*."
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     return [
-        Rule(ours + "router.weight", (theirs + "gate.weight",), Whole()),
-        Rule(fc1, (fused + "gate_up_proj",), FusedGatedMLP(), rows=experts, row_shape=(2 * ffn, hidden)),
-        Rule(fc2, (fused + "down_proj",), Whole(), rows=experts, row_shape=(hidden, ffn)),
-        Rule(fc1, (one + "gate_proj.weight", one + "up_proj.weight"), GatedMLP()),
-        Rule(fc2, (one + "down_proj.weight",), Whole()),
+        layer_rule(hf_layer, "mlp.router.weight", ("mlp.gate.weight",), Whole()),
+        fused(layer_rule(hf_layer, fc1, (gate_up,), FusedGatedMLP()), experts, (2 * ffn, hidden)),
+        fused(layer_rule(hf_layer, fc2, (down,), Whole()), experts, (hidden, ffn)),
+        layer_rule(hf_layer, fc1, (one + "gate_proj.weight", one + "up_proj.weight"), GatedMLP()),
+        layer_rule(hf_layer, fc2, (one + "down_proj.weight",), Whole()),
     ]
 
 
-def shared_expert_rules(hf_layers: str) -> list[Rule]:
-    """Rules for the experts that every token passes, one MLP together; tensor parallelism cuts it."""
-    ours = "language_model.decoder.layers.*.mlp.shared_experts.linear_"
-    theirs = hf_layers + "*.mlp.shared_experts."
-    gated = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
+def fused(rule: Rule, experts: int, shape: tuple[int, int]) -> Rule:
+    return replace(rule, rows=experts, row_shape=shape)
+
+
+def shared_rules(hf_layer: str) -> list[Rule]:
+    """The experts that every token passes, one MLP together, which tensor parallelism cuts."""
+    ours, theirs = "mlp.shared_experts.linear_", "mlp.shared_experts."
+    gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
     return [
-        Rule(ours + "fc1.weight", gated, GatedMLP()),
-        Rule(ours + "fc2.weight", (theirs + "down_proj.weight",), Shard(1)),
+        layer_rule(hf_layer, ours + "fc1.weight", gate_up, GatedMLP()),
+        layer_rule(hf_layer, ours + "fc2.weight", (theirs + "down_proj.weight",), Shard(1)),
     ]

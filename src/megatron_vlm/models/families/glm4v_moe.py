@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModel
+from torch import Tensor
 
+from megatron_vlm.models.families import experts, grids, llama
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.families.experts import expert_rules, shared_expert_rules
-from megatron_vlm.models.families.shared import decoder_architecture, decoder_rules, head_dim
-from megatron_vlm.models.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights import GroupedQKV, Rule, Whole
+from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
+from megatron_vlm.models.weights import Rule, Whole
 
 HF_MODEL = "model.language_model."
 
@@ -24,7 +23,7 @@ def architecture(hf_config: Any) -> dict:
             f"text_config: norm_topk_prob {text.norm_topk_prob}, num_experts_per_tok "
             f"{text.num_experts_per_tok}: only weights normalised over at least 2 experts are supported."
         )
-    return decoder_architecture(hf_config) | {
+    return llama.architecture(hf_config) | {
         "add_qkv_bias": text.attention_bias,
         "num_moe_experts": text.n_routed_experts,
         "moe_layer_freq": [
@@ -53,62 +52,67 @@ def _group_limit(text: Any) -> dict:
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
 
 
-def rotary(hf_config: Any) -> Rotary:
-    return Rotary([inverse_frequencies(hf_config.text_config)])
+class Glm4vMoeVision(grids.GridVision):
+    """The HF visual module; it takes every frame of a video as an image of its own."""
+
+    def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
+        if video_grid_thw is not None:
+            video_grid_thw = torch.repeat_interleave(video_grid_thw, video_grid_thw[:, 0], dim=0)
+            video_grid_thw = torch.nn.functional.pad(video_grid_thw[:, 1:], (1, 0), value=1)
+        return super().forward(video_grid_thw=video_grid_thw, **visual)
 
 
-class Glm4vMoeVision(nn.Module):
-    """The HF tower with its merger: images and videos, each frame seen as an image, to features (M, D)."""
+def visual_kinds(hf_config: Any) -> Kinds:
+    """A placeholder is of a video's frame where a begin-of-video token before it is not yet closed."""
+    return partial(
+        _kinds,
+        image=hf_config.image_token_id,
+        begin=hf_config.video_start_token_id,
+        end=hf_config.video_end_token_id,
+    )
 
-    def __init__(self, hf_config: Any):
-        super().__init__()
-        self.visual = AutoModel.from_config(hf_config.vision_config, attn_implementation="sdpa")
 
-    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        return self.visual(pixel_values, grid_thw=image_grid_thw).pooler_output
+def _kinds(input_ids: Tensor, image: int, begin: int, end: int) -> Tensor:
+    opened = (input_ids == begin).int().cumsum(-1) > (input_ids == end).int().cumsum(-1)
+    return (input_ids == image) * torch.where(opened, VIDEO, IMAGE)
 
 
-def dummy_visual(hf_config: Any) -> dict[str, Tensor]:
-    vision = hf_config.vision_config
-    side = vision.spatial_merge_size
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "pixel_values": torch.zeros(side**2, width),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-    }
+def position_ids(hf_config: Any) -> partial:
+    merge_size = hf_config.vision_config.spatial_merge_size
+    return partial(mrope_positions, kinds=visual_kinds(hf_config), merge_size=merge_size)
 
 
 def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
-    hf_layers = HF_MODEL + "layers."
-    layer, hf_layer = "language_model.decoder.layers.*.", hf_layers + "*."
-    qkv = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
+    layer = HF_MODEL + "layers.*."
     return [
         Rule("vision.visual.**", ("model.visual.**",), Whole()),
-        *decoder_rules(hf_config, hf_model=HF_MODEL, lm_head="lm_head.weight"),
-        Rule(
-            layer + "self_attention.linear_qkv.bias",
-            tuple(f"{hf_layer}self_attn.{part}_proj.bias" for part in "qkv"),
-            qkv,
-        ),
-        *expert_rules(hf_layers, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
-        *shared_expert_rules(hf_layers),
-        Rule(layer + "mlp.router.expert_bias", (hf_layer + "mlp.gate.e_score_correction_bias",), Whole()),
+        *llama.outer_rules(hf_config, HF_MODEL),
+        *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
+        *llama.mlp_rules(layer),
+        *experts.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
+        *experts.shared_rules(layer),
+        llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
     ]
 
 
 FAMILY = Family(
     model_type="glm4v_moe",
-    visual_keys=("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    visual_keys=grids.VISUAL_KEYS,
     architecture=architecture,
-    rotary=rotary,
+    rotary=grids.rotary,
     build_vision=Glm4vMoeVision,
-    dummy_visual=dummy_visual,
+    dummy_visual=grids.dummy_visual,
     weights=weights,
-    ignored_keys={"model.language_model.layers.46.**": "multi-token prediction, as Transformers ignores it"},
+    ignored_keys={HF_MODEL + "layers.46.**": "multi-token prediction, which Transformers leaves out too"},
     groups={
-        "tower": "vision.visual.",
-        "projector": "vision.visual.merger.",
-        "language_model": "language_model.",
+        "tower": (
+            *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
+            *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
+        ),
+        "projector": ("vision.visual.downsample.", "vision.visual.merger."),
+        "language_model": ("language_model.",),
     },
+    position_ids=position_ids,
+    visual_kinds=visual_kinds,
 )

@@ -1,0 +1,62 @@
+"""Deepstack (arXiv 2406.04334): visual features added to the hidden states after each of the first layers.
+
+The features, already at their tokens' places, travel as extra rows of the hidden states' batch axis: layer i
+of n takes (S, B * (1 + n - i), D), adds the first of the extras to its output and hands the rest on. So they
+are cut by sequence parallelism, recomputed and differentiated with the hidden states, and pass on to other
+pipeline stages when a layer there needs them. All stages' messages then have room for what leaves the first.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_vlm.parallel.layout import stage_layers
+
+
+class DeepstackLayer(TransformerLayer):
+    """A transformer layer that adds its own visual features to its output, where it has any."""
+
+    def forward(self, hidden_states: Tensor, **kwargs):
+        extras = extras_before(self.config, self.layer_number)
+        if not extras:
+            return super().forward(hidden_states, **kwargs)
+        rows = hidden_states.shape[1] // (1 + extras)
+        hidden, mine, rest = hidden_states.split([rows, rows, rows * (extras - 1)], dim=1)
+        hidden, context = super().forward(hidden.contiguous(), **kwargs)
+        return torch.cat((hidden + mine, rest), dim=1), context
+
+
+def extras_before(config: TransformerConfig, layer_number: int) -> int:
+    """How many layers' features come with the input of layer `layer_number`, counted from 1."""
+    return max(0, config.deepstack_layers - (layer_number - 1))
+
+
+def extras_between_stages(config: TransformerConfig) -> int:
+    """How many layers' features every message between pipeline stages has room for."""
+    if not config.deepstack_layers or config.pipeline_model_parallel_size == 1:
+        return 0
+    virtual = config.virtual_pipeline_model_parallel_size
+    first_stage = stage_layers(config, 0, 0 if virtual else None)
+    return extras_before(config, len(first_stage) + 1)
+
+
+def fill_message(config: TransformerConfig, hidden_SBD: Tensor, last_layer: int) -> Tensor:
+    """The output of a stage, padded to the size that messages have."""
+    extras = extras_before(config, last_layer + 1)
+    unused = extras_between_stages(config) - extras
+    if not unused:
+        return hidden_SBD
+    rows = hidden_SBD.shape[1] // (1 + extras)
+    return torch.cat((hidden_SBD, *[torch.zeros_like(hidden_SBD[:, :rows])] * unused), dim=1)
+
+
+def read_message(config: TransformerConfig, message_SBD: Tensor, first_layer: int) -> Tensor:
+    """What a stage's first layer takes of a message."""
+    room, extras = extras_between_stages(config), extras_before(config, first_layer)
+    if room == extras:
+        return message_SBD
+    rows = message_SBD.shape[1] // (1 + room)
+    return message_SBD[:, : rows * (1 + extras)].contiguous()

@@ -1,0 +1,84 @@
+"""What the families share whose decoder layers are Llama's: pre-norm, gated SiLU, grouped queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Operation, Rule, Shard, Whole
+
+MODEL = "language_model."
+LAYER = MODEL + "decoder.layers.*."
+
+
+def head_dim(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def architecture(hf_config: Any) -> dict:
+    text = hf_config.text_config
+    return {
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "ffn_hidden_size": text.intermediate_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_query_groups": text.num_key_value_heads,
+        "kv_channels": head_dim(text),
+        "activation_func": nn.functional.silu,
+        "layernorm_epsilon": text.rms_norm_eps,
+        "vocab_size": text.vocab_size,
+        "tie_embeddings": hf_config.tie_word_embeddings,
+    }
+
+
+def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
+    """Embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys."""
+    tied = hf_config.tie_word_embeddings
+    embedding = hf_model + "embed_tokens.weight"
+    return [
+        Rule(MODEL + "embedding.word_embeddings.weight", (embedding,), Shard(0)),
+        Rule(MODEL + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
+        Rule(MODEL + "output_layer.weight", (embedding if tied else hf_head,), Shard(0), export=not tied),
+    ]
+
+
+def attention_rules(text: Any, hf_layer: str, qkv_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
+    """Attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
+    qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
+    operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
+    rules = [
+        layer_rule(hf_layer, "input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        layer_rule(
+            hf_layer, "self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), operation
+        ),
+        layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Shard(1)),
+    ]
+    if qkv_bias:
+        rules.append(
+            layer_rule(
+                hf_layer, "self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), operation
+            )
+        )
+    if qk_norm:
+        rules += [
+            layer_rule(
+                hf_layer, f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()
+            )
+            for x in "qk"
+        ]
+    return rules
+
+
+def mlp_rules(hf_layer: str) -> list[Rule]:
+    """The dense feed-forward and the norm before it, in every layer that has one."""
+    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    return [
+        layer_rule(hf_layer, "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP()),
+        layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Shard(1)),
+    ]
+
+
+def layer_rule(hf_layer: str, ours: str, theirs: tuple[str, ...], operation: Operation) -> Rule:
+    return Rule(LAYER + ours, tuple(hf_layer + name for name in theirs), operation)

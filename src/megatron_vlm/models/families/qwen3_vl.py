@@ -1,0 +1,58 @@
+"""Qwen3-VL: q/k norm, deepstack, interleaved M-RoPE, videos that tell the time in text."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron_vlm.models.families import grids, llama
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.positions import kinds_by_token, mrope_positions
+from megatron_vlm.models.weights import Rule, Whole
+
+HF_MODEL = "model.language_model."
+GROUPS = {
+    "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
+    "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
+    "language_model": ("language_model.",),
+}
+
+
+def architecture(hf_config: Any) -> dict:
+    return llama.architecture(hf_config) | {
+        "qk_layernorm": True,
+        "add_qkv_bias": hf_config.text_config.attention_bias,
+        "deepstack_layers": len(hf_config.vision_config.deepstack_visual_indexes),
+    }
+
+
+def position_ids(hf_config: Any) -> partial:
+    merge_size = hf_config.vision_config.spatial_merge_size
+    return partial(mrope_positions, kinds=kinds_by_token(hf_config), merge_size=merge_size)
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    return [*attention_and_outer_rules(hf_config), *llama.mlp_rules(HF_MODEL + "layers.*.")]
+
+
+def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
+    """Everything but the feed-forwards."""
+    text = hf_config.text_config
+    return [
+        Rule("vision.visual.**", ("model.visual.**",), Whole()),
+        *llama.outer_rules(hf_config, HF_MODEL),
+        *llama.attention_rules(text, HF_MODEL + "layers.*.", qkv_bias=text.attention_bias, qk_norm=True),
+    ]
+
+
+FAMILY = Family(
+    model_type="qwen3_vl",
+    visual_keys=grids.VISUAL_KEYS,
+    architecture=architecture,
+    rotary=grids.rotary,
+    build_vision=grids.GridVision,
+    dummy_visual=grids.dummy_visual,
+    weights=weights,
+    groups=GROUPS,
+    position_ids=position_ids,
+)

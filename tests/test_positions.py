@@ -1,0 +1,98 @@
+"""M-RoPE positions against numbers written by hand: images, adjacent images, videos with and without time."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.positions import kinds_by_token, mrope_positions
+from megatron_vlm.models.rotary import mrope_axes
+
+I, V = 8, 9
+KINDS = kinds_by_token(SimpleNamespace(image_token_id=I, video_token_id=V))
+by_frame = partial(mrope_positions, kinds=KINDS, merge_size=2)
+by_second = partial(mrope_positions, kinds=KINDS, merge_size=2, tokens_per_second=2)
+
+
+def grids(images=(), videos=(), seconds=None) -> GenericVisualInputs:
+    return GenericVisualInputs(
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+    )
+
+
+@pytest.mark.parametrize("positions", [by_frame, by_second])
+def test_text_counts_up_on_all_axes(positions):
+    assert positions(torch.tensor([1, 2, 3]), None).tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("positions", [by_frame, by_second])
+def test_an_image_has_rows_and_columns_and_text_follows_its_longer_side(positions):
+    tokens = torch.tensor([1, 1, I, I, I, I, I, I, 1, 1])
+    assert positions(tokens, grids([[1, 4, 6]])).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_two_images_without_text_between_them_keep_their_own_grids():
+    tokens = torch.tensor([I, I, I, I, I, I, 1])
+    assert by_frame(tokens, grids([[1, 4, 2], [1, 4, 4]])).tolist() == [
+        [0, 0, 2, 2, 2, 2, 4],
+        [0, 1, 2, 2, 3, 3, 4],
+        [0, 0, 2, 3, 2, 3, 4],
+    ]
+
+
+def test_time_in_a_video_grows_with_its_seconds_and_text_follows_the_largest_position():
+    tokens = torch.tensor([1, V, V, V, V, V, V, 1, 1])
+    # 3 steps of 1.25 s at 2 positions a second: 0, 2.5, 5, rounded down; then 1 + 5 + 1
+    assert by_second(tokens, grids(videos=[[3, 2, 4]], seconds=[1.25])).tolist() == [
+        [0, 1, 1, 3, 3, 6, 6, 7, 8],
+        [0, 1, 1, 1, 1, 1, 1, 7, 8],
+        [0, 1, 2, 1, 2, 1, 2, 7, 8],
+    ]
+
+
+def test_half_seconds_are_not_rounded_to_whole_ones():
+    tokens = torch.tensor([V, V, V, 1])
+    assert by_second(tokens, grids(videos=[[3, 2, 2]], seconds=[0.5]))[0].tolist() == [0, 1, 2, 3]
+
+
+def test_frames_told_apart_by_text_are_placed_like_images():
+    tokens = torch.tensor([1, V, V, 1, 1, V, V, 1])  # <time> frame <time> frame end
+    assert by_frame(tokens, grids(videos=[[2, 2, 4]])).tolist() == [
+        [0, 1, 1, 3, 4, 5, 5, 7],
+        [0, 1, 1, 3, 4, 5, 5, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+
+
+def test_images_and_videos_take_their_own_grids_in_turn():
+    tokens = torch.tensor([V, V, 1, I, 1, V, 1])
+    visual = grids([[1, 2, 2]], [[2, 2, 2], [1, 2, 2]], seconds=[2.0, 1.0])
+    assert by_second(tokens, visual)[0].tolist() == [0, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "message"),
+    [
+        ([1, I, I, 1], [[1, 4, 4]], "token 1: 2 placeholders, .* an item of 4 visual tokens"),
+        ([I, I, 1], [[1, 2, 2]], "token 1: 1 placeholders, .* no item left"),
+        ([1, 1], [[1, 2, 2]], "1 images or video frames have no placeholders among 2 tokens"),
+    ],
+)
+def test_placeholders_and_grids_that_do_not_match_are_an_error(tokens, images, message):
+    with pytest.raises(ValueError, match=message):
+        by_frame(torch.tensor(tokens), grids(images))
+
+
+def test_sections_are_chunks_or_interleaved():
+    assert mrope_axes([2, 3, 3], interleaved=False).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert mrope_axes([4, 2, 2], interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
