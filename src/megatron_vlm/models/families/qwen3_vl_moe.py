@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts: Qwen3-VL but for the feed-forwards, softmax router, no shared expert."""
+"""Qwen3-VL with a mixture of experts: Qwen3-VL but for the feed-forwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def architecture(hf_config: Any) -> dict:
         "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_router_topk": text.num_experts_per_tok,
-        "moe_router_pre_softmax": text.num_experts_per_tok == 1,
     }
 
 
