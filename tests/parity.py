@@ -28,85 +28,154 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # name -> (processes, layout
     "DP2": (2, ParallelConfig(distributed_optimizer=False)),
     "DP2 dist. optimizer": (2, ParallelConfig()),
     "TP2·PP2": (4, ParallelConfig(tp=2, pp=2)),
-}
-
-INPUTS: dict[str, list[int]] = {  # name -> images in each row
-    "text": [0],
-    "one image": [1],
-    "three images": [3],
-    "0, 1 and 3 images": [0, 1, 3],
+    "EP2": (2, ParallelConfig(ep=2)),
+    "EP2·TP2+SP": (4, ParallelConfig(ep=2, tp=2)),
 }
 
 
-def conversation(rng: np.random.Generator, images: int) -> list[dict]:
-    def image() -> dict:
-        width, height = rng.integers(40, 200, 2)
-        pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
-        return {"type": "image", "image": Image.fromarray(pixels)}
+def layouts_of(family: str) -> list[str]:
+    """Experts can be spread over ranks; Megatron routes to them under tensor parallelism only with SP."""
+    from megatron_vlm.models.families import load
 
+    experts = load(family).has_experts
+    return [name for name in LAYOUTS if (name != "TP2" if experts else "EP" not in name)]
+
+
+# name -> rows: a letter for each part of the user's turn, i image, v video, t a few words
+INPUTS: dict[str, list[str]] = {
+    "text": ["t"],
+    "one image": ["it"],
+    "three images": ["ititit"],
+    "two adjacent images": ["iit"],
+    "0, 1 and 3 images": ["t", "it", "ititit"],
+    "video": ["vt"],
+    "image and video": ["it", "vtit"],
+}
+
+
+def inputs_of(family: str) -> dict[str, list[str]]:
+    """Those that the family takes."""
+    from megatron_vlm.models.families import load
+
+    takes_video = "pixel_values_videos" in load(family).visual_keys
+    media = ["i", "v", "iv"] if takes_video else ["i"]
+    if load(family).images_or_videos:
+        media.remove("iv")
+    kinds = {name: "".join(sorted(set("".join(rows)) - {"t"})) for name, rows in INPUTS.items()}
+    return {name: rows for name, rows in INPUTS.items() if kinds[name] in ["", *media]}
+
+
+def conversation(rng: np.random.Generator, parts: str) -> list[dict]:
     words = ["the", "cat", "shows", "a", "table", "and", "two", "people", "near", "the", "sofa"]
-    text = lambda n: " ".join(rng.choice(words, n))  # noqa: E731
-    user = [part for _ in range(images) for part in (image(), {"type": "text", "text": text(3)})]
+
+    def text(count: int) -> dict:
+        return {"type": "text", "text": " ".join(rng.choice(words, count))}
+
+    def pixels(*frames: int) -> np.ndarray:
+        width, height = rng.integers(40, 200, 2)
+        return rng.integers(0, 255, (*frames, height, width, 3), dtype=np.uint8)
+
+    def part(kind: str) -> dict:
+        if kind == "i":
+            return {"type": "image", "image": Image.fromarray(pixels())}
+        return {"type": "video", "video": pixels(6)} if kind == "v" else text(3)
+
     return [
-        {"role": "user", "content": [*user, {"type": "text", "text": text(30)}]},
-        {"role": "assistant", "content": [{"type": "text", "text": text(25)}]},
+        {"role": "user", "content": [*map(part, parts), text(30)]},
+        {"role": "assistant", "content": [text(25)]},
     ]
 
 
-def encode(processor: Any, visual_keys: tuple[str, ...], images_per_row: list[int]) -> tuple[dict, dict]:
-    """(the HF model's arguments, our batch) of the same conversations, right padded."""
-    rng = np.random.default_rng(sum(images_per_row) + 10 * len(images_per_row))
-    conversations = [conversation(rng, images) for images in images_per_row]
-    hf = dict(
-        processor.apply_chat_template(
-            conversations,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "right"},
-        )
-    )
+MEDIA = ("image", "video")
+
+
+def encode_row(processor: Any, messages: list[dict]) -> dict:
+    """What the processor makes of one conversation. Every 2nd frame of a video, which has 2 a second."""
+    media = {kind: [part[kind] for part in messages[0]["content"] if kind in part] for kind in MEDIA}
+    prompt = processor.apply_chat_template(messages, tokenize=False)
+    bos = processor.tokenizer.bos_token
+    given = {f"{kind}s": found for kind, found in media.items() if found}
+    if "videos" in given:
+        given |= {"fps": 2.0, "do_sample_frames": False}
+        given["video_metadata"] = [
+            {"fps": 2.0, "total_num_frames": len(video), "frames_indices": list(range(len(video)))}
+            for video in given["videos"]
+        ]
+    special = not (bos and prompt.startswith(bos))
+    return dict(processor(text=[prompt], add_special_tokens=special, return_tensors="pt", **given))
+
+
+def encode(processor: Any, family: Any, hf_config: Any, rows: list[str]) -> tuple[dict, dict, list[dict]]:
+    """(the HF model's arguments, our batch, our batch row by row) of the same conversations, right padded.
+
+    Both models get our positions: Transformers' own are wrong after a Qwen2.5-VL video.
+    """
+    rng = np.random.default_rng(sum(map(ord, "".join(rows))))
+    outputs = [encode_row(processor, conversation(rng, parts)) for parts in rows]
+    visual = [
+        GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
+        for out in outputs
+    ]
+    positions = family.position_ids(hf_config)
+    position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
+    text_keys = [key for key in outputs[0] if key not in family.visual_keys]
+    hf = {key: _stack([out[key][0] for out in outputs]) for key in text_keys}
+    joined = GenericVisualInputs.cat(visual)
+    hf |= joined.as_model_kwargs() if joined else {}
     real_BS = hf["attention_mask"].bool()
-    share_B1 = np.resize([0.9, 0.1, 0.5], (len(conversations), 1))  # rows train very different numbers
+    share_B1 = np.resize([0.9, 0.1, 0.5], (len(rows), 1))  # rows train very different numbers
     trained_BS = real_BS & torch.from_numpy(rng.random(real_BS.shape) < share_B1)
     trained_BS[:, 0] = False
     hf["labels"] = torch.where(trained_BS, hf["input_ids"], IGNORE_INDEX)
+    hf["position_ids"] = _stack(position_ids)
     next_BS = torch.nn.functional.pad(hf["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
-    visual = {key: hf[key] for key in visual_keys if key in hf}
     ours = {
         "input_ids": hf["input_ids"],
         "labels": next_BS,
         "loss_mask": (next_BS != IGNORE_INDEX).float(),
-        "position_ids": torch.arange(real_BS.shape[1]).expand(real_BS.shape).contiguous(),
+        "position_ids": hf["position_ids"],
         "attention_mask": real_BS.int(),
-        "visual_inputs": GenericVisualInputs.from_mapping(visual) if visual else None,
+        "visual_inputs": joined,
     }
-    return hf, ours
+    return hf, ours, split_rows(ours, visual)
 
 
-def reference(path: str, images_per_row: list[int]) -> dict[str, Any]:
-    """HF's logits, loss and gradients in fp32, and the batch they belong to; gradients by hub key."""
+def _stack(rows: list[torch.Tensor]) -> torch.Tensor:
+    """(..., B, S) of rows (..., T), padded on the right."""
+    length = max(row.shape[-1] for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, length - row.shape[-1])) for row in rows], dim=-2)
+
+
+def split_rows(batch: dict, visual: list[GenericVisualInputs]) -> list[dict]:
+    """The batch as micro batches of one row, each with its own visual inputs."""
+    tensors = {key: value for key, value in batch.items() if key != "visual_inputs"}
+    return [
+        {key: value[..., row : row + 1, :] for key, value in tensors.items()}
+        | {"visual_inputs": inputs if inputs.as_model_kwargs() else None}
+        for row, inputs in enumerate(visual)
+    ]
+
+
+def case_for(path: Path | str, rows: list[str]) -> dict[str, Any]:
+    """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import family_for
     from megatron_vlm.models.weights import hub_name
 
-    family = family_for(AutoConfig.from_pretrained(path))
-    hf, batch = encode(AutoProcessor.from_pretrained(path), family.visual_keys, images_per_row)
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    hf, batch, single = encode(AutoProcessor.from_pretrained(path), family, hf_config, rows)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     output = model(**hf, use_cache=False)
     output.loss.backward()
-    grads = {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()}
-    return {"batch": batch, "logits": output.logits.detach(), "loss": output.loss.item(), "grads": grads}
-
-
-def split_rows(batch: dict, images_per_row: list[int], visual_rows: dict) -> list[dict]:
-    """The batch as micro batches of one row; `visual_rows(row)` gives the row's own visual inputs."""
-    tensors = [key for key in batch if key != "visual_inputs"]
-    return [
-        {key: batch[key][row : row + 1] for key in tensors} | {"visual_inputs": visual_rows[row]}
-        for row in range(len(images_per_row))
-    ]
+    return {
+        "batch": batch,
+        "rows": single,
+        "logits": output.logits.detach(),
+        "loss": output.loss.item(),
+        "grads": {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()},
+    }
 
 
 def measure(names: list[str], path: str, references: str) -> list[dict]:
@@ -223,15 +292,3 @@ def gather_sharded_grads(ddp: list) -> None:
             for bucket in buffer.buckets:
                 part = bucket.grad_data.view(group.size(), -1)[rank].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
-
-
-def case_for(path: Path, images_per_row: list[int]) -> dict:
-    """A reference and its rows one by one, as `measure` wants it."""
-    case = reference(str(path), images_per_row)
-    pixels = case["batch"]["visual_inputs"]
-    starts = np.cumsum([0, *images_per_row])
-    visual = {
-        row: pixels.map(lambda t, a=starts[row], b=starts[row + 1]: t[a:b]) if images else None
-        for row, images in enumerate(images_per_row)
-    }
-    return case | {"rows": split_rows(case["batch"], images_per_row, visual)}

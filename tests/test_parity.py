@@ -10,33 +10,35 @@ import pytest
 import torch
 
 from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
-FAMILIES = ["gemma3"]
 REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> list[dict]:
-    """All measurements, also written to reports/parity.json."""
-    folder, found = tmp_path_factory.mktemp("parity"), []
-    for family in FAMILIES:
-        path = build_tiny_checkpoint(family, folder / family)
-        cases = folder / f"{family}.pt"
-        torch.save({name: parity.case_for(path, images) for name, images in parity.INPUTS.items()}, cases)
-        for processes in (1, 2, 4):
-            names = [name for name, (count, _) in parity.LAYOUTS.items() if count == processes]
-            measured = run_distributed(processes, parity.measure, names, str(path), str(cases))[0]
-            found += [{"family": family} | row for row in measured]
+def rows(request, tmp_path_factory) -> list[dict]:
+    """All measurements of one family; in reports/parity.json they replace the family's last ones."""
+    family, folder, found = request.param, tmp_path_factory.mktemp("parity"), []
+    path = build_tiny_checkpoint(family, folder / family)
+    cases = folder / "cases.pt"
+    torch.save({name: parity.case_for(path, rows) for name, rows in parity.inputs_of(family).items()}, cases)
+    for processes in (1, 2, 4):
+        names = [name for name in parity.layouts_of(family) if parity.LAYOUTS[name][0] == processes]
+        measured = run_distributed(processes, parity.measure, names, str(path), str(cases))[0]
+        found += [{"family": family} | row for row in measured]
+    others = json.loads(REPORT.read_text()) if REPORT.exists() else []
+    report = [row for row in others if row["family"] != family] + found
     REPORT.parent.mkdir(exist_ok=True)
-    REPORT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    REPORT.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", parity.LAYOUTS)
-def test_equals_transformers(rows, family, layout):
-    mine = [row for row in rows if row["family"] == family and row["layout"] == layout]
-    assert [row["input"] for row in mine] == list(parity.INPUTS)
+CELLS = [(family, layout) for family in TINY_FAMILIES for layout in parity.layouts_of(family)]
+
+
+@pytest.mark.parametrize(("rows", "layout"), CELLS, indirect=["rows"])
+def test_equals_transformers(rows, layout):
+    mine = [row for row in rows if row["layout"] == layout]
+    assert [row["input"] for row in mine] == list(parity.inputs_of(rows[0]["family"]))
     for row in mine:
         assert row["passed"], row

@@ -12,8 +12,8 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.rotary import mrope_axes
 
-I, V = 8, 9
-KINDS = kinds_by_token(SimpleNamespace(image_token_id=I, video_token_id=V))
+IMG, VID = 8, 9
+KINDS = kinds_by_token(SimpleNamespace(image_token_id=IMG, video_token_id=VID))
 by_frame = partial(mrope_positions, kinds=KINDS, merge_size=2)
 by_second = partial(mrope_positions, kinds=KINDS, merge_size=2, tokens_per_second=2)
 
@@ -33,7 +33,7 @@ def test_text_counts_up_on_all_axes(positions):
 
 @pytest.mark.parametrize("positions", [by_frame, by_second])
 def test_an_image_has_rows_and_columns_and_text_follows_its_longer_side(positions):
-    tokens = torch.tensor([1, 1, I, I, I, I, I, I, 1, 1])
+    tokens = torch.tensor([1, 1, IMG, IMG, IMG, IMG, IMG, IMG, 1, 1])
     assert positions(tokens, grids([[1, 4, 6]])).tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -42,7 +42,7 @@ def test_an_image_has_rows_and_columns_and_text_follows_its_longer_side(position
 
 
 def test_two_images_without_text_between_them_keep_their_own_grids():
-    tokens = torch.tensor([I, I, I, I, I, I, 1])
+    tokens = torch.tensor([IMG, IMG, IMG, IMG, IMG, IMG, 1])
     assert by_frame(tokens, grids([[1, 4, 2], [1, 4, 4]])).tolist() == [
         [0, 0, 2, 2, 2, 2, 4],
         [0, 1, 2, 2, 3, 3, 4],
@@ -51,7 +51,7 @@ def test_two_images_without_text_between_them_keep_their_own_grids():
 
 
 def test_time_in_a_video_grows_with_its_seconds_and_text_follows_the_largest_position():
-    tokens = torch.tensor([1, V, V, V, V, V, V, 1, 1])
+    tokens = torch.tensor([1, VID, VID, VID, VID, VID, VID, 1, 1])
     # 3 steps of 1.25 s at 2 positions a second: 0, 2.5, 5, rounded down; then 1 + 5 + 1
     assert by_second(tokens, grids(videos=[[3, 2, 4]], seconds=[1.25])).tolist() == [
         [0, 1, 1, 3, 3, 6, 6, 7, 8],
@@ -61,12 +61,12 @@ def test_time_in_a_video_grows_with_its_seconds_and_text_follows_the_largest_pos
 
 
 def test_half_seconds_are_not_rounded_to_whole_ones():
-    tokens = torch.tensor([V, V, V, 1])
+    tokens = torch.tensor([VID, VID, VID, 1])
     assert by_second(tokens, grids(videos=[[3, 2, 2]], seconds=[0.5]))[0].tolist() == [0, 1, 2, 3]
 
 
 def test_frames_told_apart_by_text_are_placed_like_images():
-    tokens = torch.tensor([1, V, V, 1, 1, V, V, 1])  # <time> frame <time> frame end
+    tokens = torch.tensor([1, VID, VID, 1, 1, VID, VID, 1])  # <time> frame <time> frame end
     assert by_frame(tokens, grids(videos=[[2, 2, 4]])).tolist() == [
         [0, 1, 1, 3, 4, 5, 5, 7],
         [0, 1, 1, 3, 4, 5, 5, 7],
@@ -75,7 +75,7 @@ def test_frames_told_apart_by_text_are_placed_like_images():
 
 
 def test_images_and_videos_take_their_own_grids_in_turn():
-    tokens = torch.tensor([V, V, 1, I, 1, V, 1])
+    tokens = torch.tensor([VID, VID, 1, IMG, 1, VID, 1])
     visual = grids([[1, 2, 2]], [[2, 2, 2], [1, 2, 2]], seconds=[2.0, 1.0])
     assert by_second(tokens, visual)[0].tolist() == [0, 4, 5, 6, 7, 8, 9]
 
@@ -83,8 +83,8 @@ def test_images_and_videos_take_their_own_grids_in_turn():
 @pytest.mark.parametrize(
     ("tokens", "images", "message"),
     [
-        ([1, I, I, 1], [[1, 4, 4]], "token 1: 2 placeholders, .* an item of 4 visual tokens"),
-        ([I, I, 1], [[1, 2, 2]], "token 1: 1 placeholders, .* no item left"),
+        ([1, IMG, IMG, 1], [[1, 4, 4]], "token 1: 2 placeholders, .* an item of 4 visual tokens"),
+        ([IMG, IMG, 1], [[1, 2, 2]], "token 1: 1 placeholders, .* no item left"),
         ([1, 1], [[1, 2, 2]], "1 images or video frames have no placeholders among 2 tokens"),
     ],
 )

@@ -84,8 +84,9 @@ def answers(
     """The latest checkpoint's greedy answer to each conversation of HF messages, the same on every rank."""
     run = open_run(config)
     tokenizer, visual_keys = run.processor.tokenizer, run.family.visual_keys
+    position_ids = run.family.position_ids(run.hf_config)
     prompts = [
-        encode_prompt(run.processor, messages, files, visual_keys, setup.device())
+        encode_prompt(run.processor, messages, files, visual_keys, position_ids, setup.device())
         for messages, files in zip(conversations, images, strict=True)
     ]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))  # little padding

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -16,9 +18,10 @@ def encode_prompt(
     messages: list[dict],
     images: list[bytes],
     visual_keys: tuple[str, ...],
+    position_ids: Callable[..., Tensor],
     device: torch.device,
 ) -> dict[str, Any]:
-    """`input_ids` (T,) with the template's generation prompt at the end, and `visual_inputs` or None."""
+    """`input_ids` (T,) with the template's generation prompt at the end, `position_ids`, `visual_inputs`."""
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     bos = processor.tokenizer.bos_token
     outputs = processor(
@@ -27,8 +30,11 @@ def encode_prompt(
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
     )
-    visual = {key: outputs[key] for key in visual_keys if key in outputs}
+    input_ids = outputs["input_ids"][0]
+    tensors = {key: outputs[key] for key in visual_keys if key in outputs}
+    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
     return {
-        "input_ids": outputs["input_ids"][0].to(device),
-        "visual_inputs": GenericVisualInputs.from_mapping(visual).to(device) if visual else None,
+        "input_ids": input_ids.to(device),
+        "position_ids": position_ids(input_ids, visual).to(device),
+        "visual_inputs": visual and visual.to(device),
     }

@@ -29,6 +29,11 @@ def _kinds(input_ids: Tensor, image: int, video: int | None) -> Tensor:
     return kinds if video is None else kinds + (input_ids == video).int() * VIDEO
 
 
+def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
+    """(T,) int64: 0, 1, 2, ..."""
+    return torch.arange(len(input_ids_T))
+
+
 def mrope_positions(
     input_ids_T: Tensor,
     visual: GenericVisualInputs | None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from megatron_vlm.testing import gemma3, glm4v_moe
+from megatron_vlm.testing import gemma3, glm4v_moe, qwen
 from megatron_vlm.testing.corpus import default_corpus
 
 
@@ -24,6 +24,9 @@ class TinyFamily:
 TINY_FAMILIES = {
     "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
     "glm4v_moe": TinyFamily(glm4v_moe.TEMPLATE, glm4v_moe.processor, glm4v_moe.config),
+    "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
+    "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),
+    "qwen3_vl_moe": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_moe_config),
 }
 
 

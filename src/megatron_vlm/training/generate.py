@@ -40,8 +40,9 @@ def generate(
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, without its stop token; the same on every rank.
 
-    A prompt holds `input_ids` (T,) and `visual_inputs`, on this rank's device. Collective over a
-    model-parallel group, all of whose ranks pass the same prompts. The chunks are put into eval mode.
+    A prompt holds `input_ids` (T,), `position_ids` (T,) or (3, T) and `visual_inputs`, on this rank's device.
+    Collective over a model-parallel group, all of whose ranks pass the same prompts. The chunks are put into
+    eval mode.
     """
     stop = set(stop_ids)
     lengths = torch.tensor([len(prompt["input_ids"]) for prompt in prompts])
@@ -79,9 +80,15 @@ def _rows(prompts: list[dict[str, Any]], length: int) -> dict[str, Any]:
     visual = [prompt["visual_inputs"] for prompt in prompts if prompt["visual_inputs"] is not None]
     return {
         "input_ids": input_ids,
-        "position_ids": torch.arange(length, device=first.device).expand_as(input_ids),
+        "position_ids": torch.stack([_positions(p["position_ids"], length) for p in prompts], dim=-2),
         "visual_inputs": GenericVisualInputs.cat(visual),
     }
+
+
+def _positions(prompt: Tensor, length: int) -> Tensor:
+    """The prompt's (..., T) and behind them, on every axis, what text after the prompt counts on with."""
+    answer = prompt.max() + 1 + torch.arange(length - prompt.shape[-1], device=prompt.device)
+    return torch.cat((prompt, answer.expand(*prompt.shape[:-1], -1)), dim=-1)
 
 
 def _next_token(reports: list[dict[str, Tensor]], lengths_B: Tensor) -> Tensor:

@@ -24,4 +24,8 @@ def family_for(hf_config: Any) -> Family:
             f"model type {hf_config.model_type!r} of the checkpoint is not supported; "
             f"supported are {sorted(FAMILIES)}, with their vision towers."
         )
-    return import_module(f"{__name__}.{FAMILIES[hf_config.model_type]}").FAMILY
+    return load(hf_config.model_type)
+
+
+def load(model_type: str) -> Family:
+    return import_module(f"{__name__}.{FAMILIES[model_type]}").FAMILY

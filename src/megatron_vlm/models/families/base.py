@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_vlm.models.positions import Kinds, kinds_by_token
+from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
 from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.models.weights import Rule
 
@@ -41,10 +41,13 @@ class Family:
             "language_model": ("language_model.",),
         }
     )
+    has_experts: bool = False
+    # a sample, and for Transformers a batch, holds either images or videos
+    images_or_videos: bool = False
     # tokens of one image see each other both ways
     bidirectional_images: bool = False
     # gives the function (input_ids (T,), visual inputs or None) -> (T,) or (3, T) that data workers call
-    # on every document; its default counts 0, 1, 2, ...
-    position_ids: Callable[[Any], Callable[..., Tensor] | None] = lambda hf_config: None
+    # on every document
+    position_ids: Callable[[Any], Callable[..., Tensor]] = lambda hf_config: count_up
     # gives the function (token ids) -> which of them stand for features of images, which for those of videos
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token

@@ -113,6 +113,8 @@ FAMILY = Family(
         "projector": ("vision.visual.downsample.", "vision.visual.merger."),
         "language_model": ("language_model.",),
     },
+    has_experts=True,
+    images_or_videos=True,
     position_ids=position_ids,
     visual_kinds=visual_kinds,
 )

@@ -21,7 +21,6 @@ GROUPS = {
 def architecture(hf_config: Any) -> dict:
     return llama.architecture(hf_config) | {
         "qk_layernorm": True,
-        "add_qkv_bias": hf_config.text_config.attention_bias,
         "deepstack_layers": len(hf_config.vision_config.deepstack_visual_indexes),
     }
 
@@ -41,7 +40,7 @@ def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
     return [
         Rule("vision.visual.**", ("model.visual.**",), Whole()),
         *llama.outer_rules(hf_config, HF_MODEL),
-        *llama.attention_rules(text, HF_MODEL + "layers.*.", qkv_bias=text.attention_bias, qk_norm=True),
+        *llama.attention_rules(text, HF_MODEL + "layers.*.", qk_norm=True),
     ]
 
 

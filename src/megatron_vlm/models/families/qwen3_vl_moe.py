@@ -32,4 +32,10 @@ def weights(hf_config: Any) -> list[Rule]:
     ]
 
 
-FAMILY = replace(qwen3_vl.FAMILY, model_type="qwen3_vl_moe", architecture=architecture, weights=weights)
+FAMILY = replace(
+    qwen3_vl.FAMILY,
+    model_type="qwen3_vl_moe",
+    architecture=architecture,
+    weights=weights,
+    has_experts=True,
+)
