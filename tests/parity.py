@@ -287,7 +287,7 @@ def my_micro_batches(case: dict, layout: ParallelConfig) -> list[tuple[dict, lis
 def gather_sharded_grads(ddp: list) -> None:
     """Make every rank's gradient buffer whole: with the distributed optimizer each holds its own part."""
     for chunk in ddp:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group, rank = buffer.data_parallel_group, buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 part = bucket.grad_data.view(group.size(), -1)[rank].clone()
