@@ -9,12 +9,14 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, _first_images, join_documents
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,40 @@ def test_position_ids_come_from_the_given_function(processor):
 
 
 # ------------------------------------------------------------------------------------------------ batches
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def grid_encoder(request, tmp_path_factory):
+    """The encoder of a family whose images have grids and whose positions have three axes."""
+    path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+    family, hf_config = load(request.param), AutoConfig.from_pretrained(path)
+    return HFEncoderVLMTaskEncoder(
+        AutoProcessor.from_pretrained(path),
+        256,
+        family.visual_keys,
+        position_ids=family.position_ids(hf_config),
+    )
+
+
+def test_images_with_grids_have_as_many_tokens_as_merged_patches(grid_encoder):
+    encoded = grid_encoder.encode_sample(sample(conversation(images=3), images=3))
+    grids = encoded.visual_inputs.image_grid_thw
+    placeholder = grid_encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert len(grids) == 3
+    assert (encoded.input_ids == placeholder).sum() == grids.prod(-1).sum() // 4
+    assert len(encoded.visual_inputs.pixel_values) == grids.prod(-1).sum()
+
+
+def test_positions_on_three_axes_restart_with_every_document_of_a_row(grid_encoder):
+    one, two = (
+        grid_encoder.encode_sample(sample(conversation(images=count), images=count)) for count in (1, 2)
+    )
+    batch = grid_encoder.batch([join_documents([one, two]), two])
+    first, second = one.position_ids.shape[1], two.position_ids.shape[1]
+    assert batch.position_ids.shape == (3, 2, first + second)
+    assert torch.equal(batch.position_ids[:, 0, first:], two.position_ids)
+    assert torch.equal(batch.position_ids[:, 1, :second], two.position_ids)
+    assert (two.position_ids[:, 0] == 0).all() and not torch.equal(*two.position_ids[1:])
 
 
 def test_the_batch_is_the_contract(encoder):

@@ -11,7 +11,9 @@ import torch
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
 from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 # ---- in the processes -------------------------------------------------------------------------------------
 
@@ -113,18 +115,26 @@ def _measured(kind: str, path: Path, cases: Path) -> dict:
     return run_distributed(processes, fn, str(path), str(cases))[0]
 
 
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def measured(tiny_gemma3, tmp_path_factory):
-    cases = tmp_path_factory.mktemp("case") / "case.pt"
-    torch.save(parity.case_for(tiny_gemma3, ["t", "it", "ititit"]), cases)
-    return lambda kind: _measured(kind, tiny_gemma3, cases)
+def measured(family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(family)
+    path, cases = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "case.pt"
+    torch.save(parity.case_for(path, ["t", "it", "ititit"]), cases)
+    return lambda kind: _measured(kind, path, cases)
 
 
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_rows_of_unequal_tokens_give_the_single_process_gradient(measured):
     result = measured("two")["per token"]
     assert result["passed"], result
 
 
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_a_mean_of_micro_batch_means_does_not(measured):
     result = measured("two")["mean of means"]
     assert result["max_rel_grad"] > 100 * parity.MAX_REL_GRAD
@@ -154,6 +164,12 @@ def test_a_document_does_not_see_the_one_before(measured):
     assert leak[2] == 0 and leak[1] > 1e-3
 
 
-def test_frozen_groups_have_no_gradient(measured):
+def test_frozen_groups_have_no_gradient(measured, family):
     names = measured("one")["frozen"]
-    assert names and all(name.startswith("vision.multi_modal_projector.") for name in names)
+    assert names and all(name.startswith(load(family).groups["projector"]) for name in names)
+
+
+def test_every_parameter_is_in_one_freeze_group(measured, family):
+    prefixes = load(family).groups.values()
+    for name in measured("one")["unpacked"]["grads"]:
+        assert sum(name.startswith(group) for group in prefixes) == 1, name

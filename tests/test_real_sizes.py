@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 CONFIGS = Path(__file__).parent / "hf_configs"
-PARAMETERS = {  # of the published models, output weights tied
+PARAMETERS = {  # of the published models, tied output weights counted once
     "gemma3_vl_4b": ("gemma3_4b.json", 4_300_079_472),
     "gemma3_vl_12b": ("gemma3_12b.json", 12_187_325_040),
     "gemma3_vl_27b": ("gemma3_27b.json", 27_432_406_640),
+    "qwen25_vl_3b": ("qwen2_5_vl_3b.json", 3_754_622_976),
+    "qwen25_vl_7b": ("qwen2_5_vl_7b.json", 8_292_166_656),
+    "qwen25_vl_32b": ("qwen2_5_vl_32b.json", 33_452_718_336),
+    "qwen25_vl_72b": ("qwen2_5_vl_72b.json", 73_410_777_344),
+    "qwen3_vl_2b": ("qwen3_vl_2b.json", 2_127_532_032),
+    "qwen3_vl_4b": ("qwen3_vl_4b.json", 4_437_815_808),
+    "qwen3_vl_8b": ("qwen3_vl_8b.json", 8_767_123_696),
+    "qwen3_vl_32b": ("qwen3_vl_32b.json", 33_357_390_064),
 }
 
 COUNT = """
@@ -21,7 +29,7 @@ import json, sys
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Gemma3Config
+from transformers import AutoConfig
 
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
@@ -30,7 +38,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import load_recipe
 
 def count(recipe, config):
-    run, hf_config = load_recipe(recipe)(), Gemma3Config.from_dict(json.load(open(config)))
+    run, hf_config = load_recipe(recipe)(), AutoConfig.from_pretrained(config)
     processes = run.parallel.model_size
     return sum(count_on(rank, processes, run, hf_config) for rank in range(processes))
 

@@ -35,3 +35,9 @@ def test_cat_keeps_order_and_pads_images_of_different_sizes():
 
 def test_cat_of_nothing_is_none():
     assert GenericVisualInputs.cat([]) is None
+
+
+def test_grids_stay_on_the_host_when_pixels_move():
+    visual = GenericVisualInputs(pixel_values=torch.zeros(4, 6), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    moved = visual.to("meta")
+    assert (moved.pixel_values.device.type, moved.image_grid_thw.device.type) == ("meta", "cpu")

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
+OTHER_FAMILIES = [family for family in TINY_FAMILIES if family != "gemma3"]
 
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
@@ -74,7 +75,8 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         untied / "model.safetensors",
         metadata={"format": "pt"},
     )
-    return {"fp32": plain, "bf16": bf16, "hub": hub, "untied": untied}
+    others = {family: build_tiny_checkpoint(family, folder / family) for family in OTHER_FAMILIES}
+    return {"fp32": plain, "bf16": bf16, "hub": hub, "untied": untied, **others}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,7 @@ def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("exports")
     wanted = {(layout, "fp32"): 1 if layout == "TP1" else 2 for layout in LAYOUTS}
     wanted |= {("TP2", kind): 2 for kind in ("bf16", "hub", "untied")} | {("PP2", "untied"): 2}
+    wanted |= {(layout, family): 2 for layout in ("TP2", "PP2") for family in OTHER_FAMILIES}
     for processes in (1, 2):
         keys = [key for key, count in wanted.items() if count == processes]
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
@@ -92,6 +95,12 @@ def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_round_trip_is_bit_equal(exports, sources, layout):
     check_equal(exports[layout, "fp32"], sources["fp32"])
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_round_trip_of_every_family_is_bit_equal(exports, sources, family, layout):
+    check_equal(exports[layout, family], sources[family])
 
 
 @pytest.mark.parametrize(
@@ -116,11 +125,14 @@ def test_export_has_everything_but_weights_as_it_was(exports, sources):
         assert (exported / name).read_bytes() == (source / name).read_bytes()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_transformers_loads_the_export_without_a_missing_key(exports, layout):
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(layout, "fp32") for layout in LAYOUTS] + [("TP2", family) for family in OTHER_FAMILIES],
+)
+def test_transformers_loads_the_export_without_a_missing_key(exports, layout, kind):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    folder = exports[layout, "fp32"]
+    folder = exports[layout, kind]
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     AutoProcessor.from_pretrained(folder)

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+# Visual fields that the model reads on the host, to launch work by their values: they stay on the CPU.
+HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 
 
 @dataclass
@@ -94,7 +96,9 @@ class GenericVisualInputs:
         return type(self)(**{name: fn(value) for name, value in self.as_model_kwargs().items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GenericVisualInputs:
-        return self.map(lambda t: t.to(device, non_blocking=non_blocking))
+        """A copy on `device`, but for HOST_FIELDS."""
+        moved = self.map(lambda t: t.to(device, non_blocking=non_blocking))
+        return dataclasses.replace(moved, **{name: getattr(self, name) for name in HOST_FIELDS})
 
     def pin_memory(self, device: str | None = None) -> GenericVisualInputs:
         """Called by torch's DataLoader."""

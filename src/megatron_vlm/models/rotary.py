@@ -31,12 +31,10 @@ def mrope_axes(sections: list[int], interleaved: bool) -> Tensor:
     `sections`, the config's `mrope_section`, says how many frequencies each axis has: in three chunks, or
     interleaved as time, height, width, time, ... until height and width have theirs, then time alone.
     """
-    axes = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if interleaved:
-        axes.zero_()
-        for axis in (1, 2):
-            axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
+        axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(len(axes))]
+    return torch.tensor(axes, device="cpu")
 
 
 class Rotary(nn.Module):

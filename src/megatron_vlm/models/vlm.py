@@ -40,7 +40,7 @@ class VLMModel(MegatronModule):
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)
-            self._dummy_visual = family.dummy_visual(hf_config)
+            self._dummy_visual = GenericVisualInputs(**family.dummy_visual(hf_config))
             for param in self.vision.parameters():
                 param.data = param.data.to(config.params_dtype)  # buffers such as rotary frequencies stay
                 param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
@@ -95,7 +95,7 @@ class VLMModel(MegatronModule):
 
     def _dummy_features(self, device: torch.device) -> Tensor:
         """Features of a blank image, so that a micro batch without images starts the same collectives."""
-        return self.vision(**{name: value.to(device) for name, value in self._dummy_visual.items()})
+        return self.vision(**self._dummy_visual.to(device).as_model_kwargs())
 
     def _segments(self, documents_BS: Tensor, is_visual_BS: Tensor) -> Tensor:
         """Document and bidirectional block of every token, see `models.attention`."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
 from megatron_vlm.parallel.setup import device, parallel_state
 
 _HEADER_DEVICE = torch.device("cpu")
@@ -85,7 +85,8 @@ class BatchBroadcaster:
                 **{
                     name: self._broadcast(held.get(name), shape, dtype, self._stage_group)
                     for name, shape, dtype in header["visual"]
-                }
+                },
+                **header["visual_on_host"],
             )
         return received
 
@@ -111,10 +112,12 @@ def _group_of_same_data() -> dist.ProcessGroup:
 def _header(batch: dict[str, Any]) -> dict[str, Any]:
     """What the others need to allocate: names, shapes and dtypes, and the values that are no tensors."""
     visual = batch.get("visual_inputs")
+    visual = visual.as_model_kwargs() if visual is not None else {}
     others = {name: value for name, value in batch.items() if name != "visual_inputs"}
     return {
         "tensors": _shapes({name: v for name, v in others.items() if isinstance(v, Tensor)}),
-        "visual": _shapes(visual.as_model_kwargs()) if visual is not None else [],
+        "visual": _shapes({name: v for name, v in visual.items() if name not in HOST_FIELDS}),
+        "visual_on_host": {name: v for name, v in visual.items() if name in HOST_FIELDS},
         "values": {name: v for name, v in others.items() if not isinstance(v, Tensor)},
     }
 

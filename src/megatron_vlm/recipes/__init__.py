@@ -26,6 +26,14 @@ RECIPES = {
     "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_12b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_27b": "megatron_vlm.recipes.gemma3",
+    "qwen25_vl_3b": "megatron_vlm.recipes.qwen25_vl",
+    "qwen25_vl_7b": "megatron_vlm.recipes.qwen25_vl",
+    "qwen25_vl_32b": "megatron_vlm.recipes.qwen25_vl",
+    "qwen25_vl_72b": "megatron_vlm.recipes.qwen25_vl",
+    "qwen3_vl_2b": "megatron_vlm.recipes.qwen3_vl",
+    "qwen3_vl_4b": "megatron_vlm.recipes.qwen3_vl",
+    "qwen3_vl_8b": "megatron_vlm.recipes.qwen3_vl",
+    "qwen3_vl_32b": "megatron_vlm.recipes.qwen3_vl",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, vision_utils
 
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies, mrope_axes
 
@@ -28,12 +28,37 @@ class GridVision(nn.Module):
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | None = None,  # only positions need it
     ) -> Tensor:
-        """Patches (P, ...) and grids (N, 3) -> features (M, D), or with deepstack (1 + n, M, D)."""
+        """Patches (P, ...) and grids (N, 3) on CPU -> features (M, D), or with deepstack (1 + n, M, D)."""
         patches_PF = _joined(pixel_values, pixel_values_videos)
-        grids_N3 = _joined(image_grid_thw, video_grid_thw)
-        output = self.visual(patches_PF, grid_thw=grids_N3)
+        grids_N3 = _joined(image_grid_thw, video_grid_thw).cpu()
+        plan = self._plan(grids_N3, patches_PF.device)
+        output = self.visual(patches_PF, grid_thw=grids_N3.to(patches_PF.device, non_blocking=True), **plan)
         deepstack = getattr(output, "deepstack_features", None)
         return torch.stack((output.pooler_output, *deepstack)) if deepstack else output.pooler_output
+
+    def _plan(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """What the tower derives from the grids, by the names under which it takes it.
+
+        Computed on CPU, where the tower would wait for the device, and once more in every layer for
+        sequence lengths: these stay on CPU, the rest goes to `device`.
+        """
+        visual = self.visual
+        lengths = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_N3)}
+        indices = {"position_ids": vision_utils.get_vision_position_ids(grids_N3, visual.spatial_merge_size)}
+        if hasattr(visual, "window_size"):
+            indices["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+                grids_N3, visual.spatial_merge_size, visual.window_size, visual.patch_size
+            )
+        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17; before, the tower does it itself
+            interpolation = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids_N3,
+                visual.num_grid_per_side,
+                visual.interpolation_mode,
+                visual.interpolation_align_corners,
+                visual.spatial_merge_size,
+            )
+            indices["interp_indices"], indices["interp_weights"] = interpolation
+        return lengths | {name: t.to(device, non_blocking=True) for name, t in indices.items()}
 
 
 def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
