@@ -38,6 +38,7 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)  # of "tower", "projector", "language_model"
     attention: str = "sdpa"  # core attention backend
     recompute: str = "none"  # "none", "selective" or "full": activation recomputation
+    load_balancing: float | None = None  # weight of the experts' balance in the loss; None: as the checkpoint
 
 
 @dataclass

@@ -23,10 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.deepstack import DeepstackLayer, fill_message, read_message
-from megatron_vlm.models.moe import moe_mlp
+from megatron_vlm.models.moe import Router, balancing_settings, moe_mlp
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
@@ -66,8 +67,8 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "moe_token_dispatcher_type": "alltoall",
-            "moe_router_load_balancing_type": "none",
             **architecture,
+            **_balancing(run, architecture),
         },
         **recompute,
         attention_backend_name=run.model.attention,
@@ -87,6 +88,21 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _balancing(run: RunConfig, architecture: dict) -> dict:
+    if "num_moe_experts" not in architecture:
+        return {}
+    coefficient = run.model.load_balancing
+    if coefficient is None:
+        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
+    if coefficient and run.model.recompute == "full" and run.parallel.pp > 1:
+        raise ValueError(
+            f"model: load_balancing {coefficient} with full recomputation and pp {run.parallel.pp} would weigh "
+            "one micro batch by another's tokens; use selective recomputation, pp 1 or load_balancing 0."
+        )
+    layers, topk = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
+    return balancing_settings(coefficient, layers, topk)
 
 
 def has_experts(config: LanguageModelConfig, layer: int) -> bool:
@@ -165,8 +181,11 @@ class LanguageModel(GPTModel):
         hidden_SBD = self.embedding(input_ids=input_ids_BS, position_ids=None)
         return hidden_SBD.transpose(0, 1) * self.embedding_scale
 
-    def forward(self, *args, **kwargs) -> Tensor:
-        output = super().forward(*args, **kwargs)
+    def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
+        if labels is not None:
+            for router in (module for module in self.modules() if isinstance(module, Router)):
+                router.trained_tokens = (labels != IGNORE_INDEX).sum()
+        output = super().forward(*args, labels=labels, **kwargs)
         if self.post_process:
             return output
         return fill_message(self.config, output, self.decoder.layers[-1].layer_number)

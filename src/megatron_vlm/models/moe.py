@@ -23,6 +23,16 @@ class Router(TopKRouter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frozen_expert_bias = True
+        self.trained_tokens: Tensor | int = 0  # of the current micro batch
+
+    def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
+        """As Megatron's, but weighing a micro batch's balance by its trained tokens, like all of its loss.
+
+        Megatron weighs it by all tokens, while gradients are divided by the trained ones: the coefficient
+        would grow with every prompt token.
+        """
+        kwargs["valid_token_count"] = self.trained_tokens / self.tp_cp_group.size()
+        return super().attach_and_log_load_balancing_loss(*args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Megatron counts tokens here for an update of the bias (and, in 0.19, fails on a padding mask)."""
@@ -53,3 +63,17 @@ def moe_mlp() -> partial[MoELayer]:
             router=Router,
         ),
     )
+
+
+def balancing_settings(coefficient: float, moe_layers: int, topk: int) -> dict:
+    """The load-balancing loss of Transformers (Switch, arXiv 2101.03961) in Megatron's words; 0: none.
+
+    Transformers balances all layers as one and counts a token once for each of its experts, Megatron sums
+    over layers and counts it once: scaled so, one layer's loss is the same, several layers' the mean.
+    """
+    if not coefficient:
+        return {"moe_router_load_balancing_type": "none"}
+    return {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": coefficient * topk / moe_layers,
+    }

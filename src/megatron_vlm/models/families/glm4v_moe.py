@@ -36,6 +36,7 @@ def architecture(hf_config: Any) -> dict:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
         **_group_limit(text),
     }
 

@@ -16,6 +16,7 @@ def architecture(hf_config: Any) -> dict:
         "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_router_topk": text.num_experts_per_tok,
+        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
     }
 
 
