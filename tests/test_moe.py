@@ -1,4 +1,4 @@
-"""Experts: which are chosen and how they weigh, balance in the loss, checkpoints across expert parallelism."""
+"""Experts: which are chosen, how they weigh, balance in the loss, checkpoints across expert parallelism."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         theirs.weight.copy_(torch.randn_like(theirs.weight) / 4)
         ours.weight.copy_(theirs.weight)
-        if ours.expert_bias is not None:  # as large as the scores, so that it decides
-            theirs.e_score_correction_bias.copy_(torch.randn(8))
+        if ours.expert_bias is not None:  # as large as scores differ
+            theirs.e_score_correction_bias.copy_(torch.randn(8) / 4)
             ours.expert_bias.copy_(theirs.e_score_correction_bias)
         tokens = torch.randn(50, 1, 64, dtype=ours.weight.dtype)
         weights, _ = ours(tokens)

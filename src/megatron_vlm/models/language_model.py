@@ -98,8 +98,8 @@ def _balancing(run: RunConfig, architecture: dict) -> dict:
         coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
     if coefficient and run.model.recompute == "full" and run.parallel.pp > 1:
         raise ValueError(
-            f"model: load_balancing {coefficient} with full recomputation and pp {run.parallel.pp} would weigh "
-            "one micro batch by another's tokens; use selective recomputation, pp 1 or load_balancing 0."
+            f"model: load_balancing {coefficient} with full recomputation and pp {run.parallel.pp} would "
+            "weigh one micro batch by another's tokens; use selective recomputation, pp 1 or no balancing."
         )
     layers, topk = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
     return balancing_settings(coefficient, layers, topk)
