@@ -63,7 +63,7 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
 def test_selected_experts_and_weights_are_those_of_transformers(checkpoints, family, dtype):
     result = run_distributed(1, routes, checkpoints[family], dtype)[0]
     assert torch.equal(result["ours"] > 0, result["theirs"] > 0)
-    assert len(torch.unique(result["theirs"] > 0, dim=0)) > 10  # tokens differ in their experts
+    assert len(torch.unique(result["theirs"] > 0, dim=0)) > 6  # tokens differ in their experts
     tolerance = 1e-6 if dtype == "fp32" or family == "glm4v_moe" else 4e-3
     torch.testing.assert_close(result["ours"], result["theirs"], atol=tolerance, rtol=0)
 

@@ -99,10 +99,10 @@ def config(processor: Glm4vProcessor, text: dict, vision: dict) -> Glm4vMoeConfi
         "attention_bias": True,
         "moe_intermediate_size": 48,
         "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
+        "num_experts_per_tok": 2,
         "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
+        "n_group": 2,
+        "topk_group": 1,
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
         "rope_parameters": {
