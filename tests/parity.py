@@ -30,7 +30,18 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # name -> (processes, layout
     "DP2": (2, ParallelConfig(distributed_optimizer=False)),
     "DP2 dist. optimizer": (2, ParallelConfig()),
     "TP2·PP2": (4, ParallelConfig(tp=2, pp=2)),
+    "EP2": (2, ParallelConfig(ep=2)),
+    "EP2·TP2+SP": (4, ParallelConfig(ep=2, tp=2)),
 }
+
+
+def layouts_of(family: str) -> list[str]:
+    """Experts can be spread over ranks; Megatron routes to them under tensor parallelism only with SP."""
+    from megatron_vlm.models.families import load
+
+    experts = load(family).has_experts
+    return [name for name in LAYOUTS if (name != "TP2" if experts else "EP" not in name)]
+
 
 # name -> rows: a letter for each part of the user's turn, i image, v video, t a few words
 INPUTS: dict[str, list[str]] = {
@@ -44,10 +55,12 @@ INPUTS: dict[str, list[str]] = {
 }
 
 
-# Parameters for tests over families: the further ones belong to `make test-long`.
-FAMILIES = [
-    family if family == "gemma3" else pytest.param(family, marks=pytest.mark.long) for family in TINY_FAMILIES
-]
+def marks(family: str) -> list:
+    """Tests of the further families belong to `make test-long`."""
+    return [] if family == "gemma3" else [pytest.mark.long]
+
+
+FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
 
 
 def inputs_of(family: str) -> dict[str, list[str]]:
@@ -55,7 +68,11 @@ def inputs_of(family: str) -> dict[str, list[str]]:
     from megatron_vlm.models.families import load
 
     takes_video = "pixel_values_videos" in load(family).visual_keys
-    return {name: rows for name, rows in INPUTS.items() if takes_video or "v" not in "".join(rows)}
+    media = ["i", "v", "iv"] if takes_video else ["i"]
+    if load(family).images_or_videos:
+        media.remove("iv")
+    kinds = {name: "".join(sorted(set("".join(rows)) - {"t"})) for name, rows in INPUTS.items()}
+    return {name: rows for name, rows in INPUTS.items() if kinds[name] in ["", *media]}
 
 
 def conversation(rng: np.random.Generator, parts: str) -> list[dict]:
@@ -213,7 +230,9 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     if layout.distributed_optimizer:
         gather_sharded_grads(ddp)
     worst = (0.0, "")
-    for key, grad in hf_tensors(chunks, family.weights(hf_config), value=lambda param: param.main_grad):
+    for key, grad in hf_tensors(
+        chunks, family.weights(hf_config), value=lambda weight: getattr(weight, "main_grad", None)
+    ):
         expected = case["grads"].get(key)
         expected = torch.zeros_like(grad) if expected is None else expected
         scale = gradient_scale(case["grads"], key)
@@ -278,7 +297,7 @@ def my_micro_batches(case: dict, layout: ParallelConfig) -> list[tuple[dict, lis
 def gather_sharded_grads(ddp: list) -> None:
     """Make every rank's gradient buffer whole: with the distributed optimizer each holds its own part."""
     for chunk in ddp:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group, rank = buffer.data_parallel_group, buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 part = bucket.grad_data.view(group.size(), -1)[rank].clone()

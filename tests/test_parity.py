@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 
-@pytest.fixture(scope="module", params=parity.FAMILIES)
+@pytest.fixture(scope="module")
 def rows(request, tmp_path_factory) -> list[dict]:
     """All measurements of one family; in reports/parity.json they replace the family's last ones."""
     family, folder, found = request.param, tmp_path_factory.mktemp("parity"), []
@@ -23,7 +23,7 @@ def rows(request, tmp_path_factory) -> list[dict]:
     cases = folder / "cases.pt"
     torch.save({name: parity.case_for(path, rows) for name, rows in parity.inputs_of(family).items()}, cases)
     for processes in (1, 2, 4):
-        names = [name for name, (count, _) in parity.LAYOUTS.items() if count == processes]
+        names = [name for name in parity.layouts_of(family) if parity.LAYOUTS[name][0] == processes]
         arguments = (names, str(path), str(cases))
         measured = run_distributed(processes, parity.measure, *arguments, timeout=1200)[0]
         found += [{"family": family} | row for row in measured]
@@ -34,7 +34,14 @@ def rows(request, tmp_path_factory) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("layout", parity.LAYOUTS)
+CELLS = [
+    pytest.param(family, layout, marks=parity.marks(family))
+    for family in TINY_FAMILIES
+    for layout in parity.layouts_of(family)
+]
+
+
+@pytest.mark.parametrize(("rows", "layout"), CELLS, indirect=["rows"])
 def test_equals_transformers(rows, layout):
     mine = [row for row in rows if row["layout"] == layout]
     assert [row["input"] for row in mine] == list(parity.inputs_of(rows[0]["family"]))

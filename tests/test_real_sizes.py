@@ -17,6 +17,7 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "ministral3_3b": ("ministral3_3b.json", 3_849_090_048),
     "ministral3_8b": ("ministral3_8b.json", 8_918_026_240),
     "ministral3_14b": ("ministral3_14b.json", 13_945_031_680),
+    "glm_45v": ("glm_45v.json", 107_710_927_360),
     "qwen25_vl_3b": ("qwen2_5_vl_3b.json", 3_754_622_976),
     "qwen25_vl_7b": ("qwen2_5_vl_7b.json", 8_292_166_656),
     "qwen25_vl_32b": ("qwen2_5_vl_32b.json", 33_452_718_336),
@@ -25,6 +26,8 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "qwen3_vl_4b": ("qwen3_vl_4b.json", 4_437_815_808),
     "qwen3_vl_8b": ("qwen3_vl_8b.json", 8_767_123_696),
     "qwen3_vl_32b": ("qwen3_vl_32b.json", 33_357_390_064),
+    "qwen3_vl_30b_a3b": ("qwen3_vl_30b_a3b.json", 31_070_754_032),
+    "qwen3_vl_235b_a22b": ("qwen3_vl_235b_a22b.json", 235_670_022_896),
 }
 
 COUNT = """
@@ -34,15 +37,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
+from megatron_vlm.config import fewest_processes
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import Whole, find_rule, named_global_parameters
+from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import load_recipe
 
 def count(recipe, config):
     run, hf_config = load_recipe(recipe)(), AutoConfig.from_pretrained(config)
-    processes = run.parallel.model_size
+    processes = fewest_processes(run.parallel)
     return sum(count_on(rank, processes, run, hf_config) for rank in range(processes))
 
 
@@ -51,14 +55,17 @@ def count_on(rank, processes, run, hf_config):
     rules, total = family.weights(hf_config), 0
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     setup._make_groups(run.parallel)
-    with torch.device("meta"):
-        chunks = build_model(run, family, hf_config, torch.device("meta"))
+    chunks = []
+    if setup.parallel_state.get_data_parallel_rank() == 0:
+        with torch.device("meta"):
+            chunks = build_model(run, family, hf_config, torch.device("meta"))
     for chunk in chunks:
-        for name, param in named_global_parameters(chunk):
+        for name, param in named_global_weights(chunk):
             rule, _ = find_rule(rules, name)
             tp_rank = setup.parallel_state.get_tensor_model_parallel_rank()
             if rule.export and not (tp_rank > 0 and isinstance(rule.operation, Whole)):
-                total += param.numel()
+                everywhere = run.parallel.ep if ".local_experts." in name else 1
+                total += everywhere * isinstance(param, torch.nn.Parameter) * param.numel()
     setup.parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return total

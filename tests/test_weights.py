@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
 from megatron_vlm.testing.distributed import run_distributed
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -19,6 +21,11 @@ LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
 EXACT = [(layout, family) for family in TINY_FAMILIES for layout in LAYOUTS]
 EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied mistral3")] + [("PP2", "untied")]
 ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
+EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
+EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
+# how checkpoints hold experts, apart from what Transformers writes
+EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
+EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
 
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
@@ -33,10 +40,11 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     weights.SHARD_BYTES = 100_000  # several files from a tiny model
     setup.init_distributed(ParallelConfig(), seed=1)
     for name, source, output in jobs:
-        setup.reset_layout(LAYOUTS[name], seed=1)
+        layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
+        setup.reset_layout(layout, seed=1)
         hf_config = AutoConfig.from_pretrained(source)
         family = family_for(hf_config)
-        run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
+        run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
         chunks = build_model(run, family, hf_config, setup.device())
         weights.import_hf(chunks, source, family, hf_config)
         weights.export_hf(chunks, output, source, family, hf_config)
@@ -67,7 +75,8 @@ def sources(tmp_path_factory) -> dict[str, Path]:
     for name, grid in {"fp8 per tensor": (), "fp8 per block": (4, 2)}.items():
         fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
         others[name] = rewritten(plain["mistral3"], folder / name, lambda t, g=grid: quantise(t, g), fp8)
-    return plain | others
+    experts = zip(EXPERT_SOURCES, expert_sources(folder, plain), strict=True)
+    return plain | others | dict(experts)
 
 
 def rewritten(source: Path, target: Path, change, config: dict | None = None) -> Path:
@@ -103,10 +112,24 @@ def quantise(tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> None:
         tensors[key.replace(".weight", ".activation_scale")] = torch.tensor(0.5)
 
 
+def expert_sources(folder: Path, plain: dict[str, Path]) -> list[Path]:
+    """GLM's experts fused as in memory, GLM in bf16, and Qwen3-VL's experts turned as its hub files are."""
+    fused = AutoModelForImageTextToText.from_pretrained(plain["glm4v_moe"])
+    fused.save_pretrained(folder / "glm-fused", save_original_format=False)
+    bf16 = build_tiny_checkpoint("glm4v_moe", folder / "glm-bf16", dtype=torch.bfloat16)
+    turned = folder / "qwen-turned"
+    shutil.copytree(plain["qwen3_vl_moe"], turned)
+    tensors = load_file(turned / "model.safetensors")
+    experts = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
+    save_file(tensors | experts, turned / "model.safetensors", metadata={"format": "pt"})
+    return [folder / "glm-fused", bf16, turned]
+
+
 @pytest.fixture(scope="module")
 def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("exports")
     wanted = {(layout, family): LAYOUTS[layout].tp * LAYOUTS[layout].pp for layout, family in ROUND_TRIPS}
+    wanted |= dict.fromkeys(EXPERT_CELLS, 2)
     for processes in (1, 2):
         keys = [key for key, count in wanted.items() if count == processes]
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
@@ -120,6 +143,17 @@ def loaded_by_transformers(folder: Path, **kwargs):
     model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
+
+
+@pytest.mark.parametrize(("layout", "kind"), EXPERT_CELLS)
+def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
+    check_equal(exports[layout, kind], sources[kind])
+
+
+def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
+    tensors = all_tensors(exports["EP2", "glm4v_moe bf16"])
+    dtypes = {key.split(".")[-1]: value.dtype for key, value in tensors.items() if ".mlp.gate." in key}
+    assert dtypes == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
 
 
 @pytest.mark.parametrize(("layout", "kind"), EXACT)
@@ -181,7 +215,6 @@ def test_export_has_everything_but_weights_as_it_was(exports, sources):
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformers_loads_the_export_without_a_missing_key(exports, layout, family):
-    from transformers import AutoProcessor
 
     loaded_by_transformers(exports[layout, family])
     AutoProcessor.from_pretrained(exports[layout, family])

@@ -103,8 +103,10 @@ def _gpt(config, spec, vp_stage) -> torch.nn.Module:
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         tp.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if ".local_experts." in name:
+            parameter.allreduce = False  # as models.moe.Experts
     return Float16Module(config, model) if config.bf16 else model
 
 

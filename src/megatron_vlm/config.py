@@ -38,6 +38,7 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)  # of "tower", "projector", "language_model"
     attention: str = "sdpa"  # core attention backend
     recompute: str = "none"  # "none", "selective" or "full": activation recomputation
+    load_balancing: float | None = None  # weight of the experts' balance in the loss; None: as the checkpoint
 
 
 @dataclass
@@ -46,7 +47,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline
     vpp: int = 1  # virtual pipeline stages per rank (interleaved schedule)
     cp: int = 1  # context
-    ep: int = 1  # expert
+    ep: int = 1  # expert; its ranks are those of tp and of data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
 
@@ -186,7 +187,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
         return
     yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
     if parallel.ep > 1:
-        yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}, world_size)
+        yield from _size_problem({"pp": parallel.pp, "ep": parallel.ep}, world_size)
 
 
 def validate_paths(config: RunConfig) -> None:
@@ -238,7 +239,7 @@ def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int |
 
 def fewest_processes(parallel: ParallelConfig) -> int:
     """The smallest number of processes that the layout divides."""
-    return lcm(parallel.model_size, parallel.tp * parallel.pp * parallel.ep)
+    return lcm(parallel.model_size, parallel.pp * parallel.ep)
 
 
 def split_override(text: str) -> tuple[str, str]:

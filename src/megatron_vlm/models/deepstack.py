@@ -9,10 +9,11 @@ pipeline stages when a layer there needs them. All stages' messages then have ro
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megatron_vlm.parallel.layout import stage_layers
 
 
 class DeepstackLayer(TransformerLayer):
@@ -38,8 +39,8 @@ def extras_between_stages(config: TransformerConfig) -> int:
     if not config.deepstack_layers or config.pipeline_model_parallel_size == 1:
         return 0
     virtual = config.virtual_pipeline_model_parallel_size
-    first_stage = get_num_layers_to_build(config, 0 if virtual else None, 0)
-    return extras_before(config, first_stage + 1)
+    first_stage = stage_layers(config, 0, 0 if virtual else None)
+    return extras_before(config, len(first_stage) + 1)
 
 
 def fill_message(config: TransformerConfig, hidden_SBD: Tensor, last_layer: int) -> Tensor:

@@ -9,22 +9,28 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.deepstack import DeepstackLayer, fill_message, read_message
+from megatron_vlm.models.moe import Router, balancing_settings, moe_mlp
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
-from megatron_vlm.parallel.layout import megatron_settings
+from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -60,11 +66,14 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
             **architecture,
+            **_balancing(run, architecture),
         },
         **recompute,
         attention_backend_name=run.model.attention,
         **megatron_settings(run.parallel),
+        pipeline_model_parallel_layout=pipeline_layout(architecture["num_layers"], run.parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -81,8 +90,28 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
     )
 
 
-def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
-    """One transformer layer out of Megatron's parallel linears and our attention and norms."""
+def _balancing(run: RunConfig, architecture: dict) -> dict:
+    if "num_moe_experts" not in architecture:
+        return {}
+    coefficient = run.model.load_balancing
+    if coefficient is None:
+        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
+    if coefficient and run.model.recompute == "full" and run.parallel.pp > 1:
+        raise ValueError(
+            f"model: load_balancing {coefficient} with full recomputation and pp {run.parallel.pp} would "
+            "weigh one micro batch by another's tokens; use selective recomputation, pp 1 or no balancing."
+        )
+    layers, topk = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
+    return balancing_settings(coefficient, layers, topk)
+
+
+def has_experts(config: LanguageModelConfig, layer: int) -> bool:
+    """Whether `layer`, counted from 0 over the whole model, routes to experts."""
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+
+
+def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
+    """Transformer layer number `layer` out of Megatron's parallel linears and our attention and norms."""
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=RotarySelfAttention,
@@ -100,6 +129,9 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
         if config.norm_after_sublayer
         else get_bias_dropout_add
     )
+    dense_mlp = partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    )
     return ModuleSpec(
         module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(
@@ -107,9 +139,7 @@ def layer_spec(config: LanguageModelConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(
-                MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-            ),
+            mlp=moe_mlp() if has_experts(config, layer) else dense_mlp,
             mlp_bda=add,
         ),
     )
@@ -126,10 +156,11 @@ class LanguageModel(GPTModel):
         post_process: bool,
         vp_stage: int | None,
     ):
-        layers = get_num_layers_to_build(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        specs = [layer_spec(config, layer) for layer in stage_layers(config, stage, vp_stage)]
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * layers, layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
             vocab_size=config.vocab_size,
             max_sequence_length=0,  # only used by learned positions
             pre_process=pre_process,
@@ -150,8 +181,11 @@ class LanguageModel(GPTModel):
         hidden_SBD = self.embedding(input_ids=input_ids_BS, position_ids=None)
         return hidden_SBD.transpose(0, 1) * self.embedding_scale
 
-    def forward(self, *args, **kwargs) -> Tensor:
-        output = super().forward(*args, **kwargs)
+    def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
+        if labels is not None:
+            for router in (module for module in self.modules() if isinstance(module, Router)):
+                router.trained_tokens = (labels != IGNORE_INDEX).sum()
+        output = super().forward(*args, labels=labels, **kwargs)
         if self.post_process:
             return output
         return fill_message(self.config, output, self.decoder.layers[-1].layer_number)
@@ -164,4 +198,6 @@ class LanguageModel(GPTModel):
         super().set_input_tensor(message)
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
+        if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
+            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t()
         return decoder_input, self.rotary(position_ids), None, None, None, padding_mask

@@ -68,6 +68,7 @@ class VLMModel(MegatronModule):
             attention_mask=self._segments(attention_mask, kinds_BS > 0),
             decoder_input=hidden_SBD,
             labels=labels,
+            padding_mask=attention_mask == 0,
         )
 
     def _embed(
@@ -156,15 +157,25 @@ def check_divisible(config: LanguageModelConfig) -> None:
     """Raises ValueError when the layout does not divide the model, before anything is built."""
     tp, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     stages *= config.virtual_pipeline_model_parallel_size or 1
+    if config.num_moe_experts and tp > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
+        )
     divisors = [
         ("tp", tp, "attention heads", config.num_attention_heads),
         ("tp", tp, "key/value heads", config.num_query_groups),
         ("tp", tp, "feed-forward channels", config.ffn_hidden_size),
+        ("tp", tp, "shared expert channels", config.moe_shared_expert_intermediate_size or 0),
         ("tp", tp, "vocabulary entries", config.vocab_size),
-        ("pp · vpp", stages, "layers", config.num_layers),
+        ("ep", config.expert_model_parallel_size, "experts", config.num_moe_experts or 0),
     ]
     for name, size, of_what, count in divisors:
         if count % size:
             raise ValueError(
                 f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
             )
+    if stages > config.num_layers:
+        raise ValueError(
+            f"parallel: pp · vpp = {stages} stages are more than the model's {config.num_layers} layers; "
+            "lower pp or vpp."
+        )

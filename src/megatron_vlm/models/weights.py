@@ -2,7 +2,7 @@
 
 A rule pairs a parameter of `VLMModel` with the HF tensors it is made of, and an operation that knows how
 tensor parallelism cuts it. Import reads, from safetensors, only the slices that this rank holds; export
-gathers one parameter at a time. Layer numbers are global on both sides.
+gathers one parameter at a time. Layer and expert numbers are global on both sides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from huggingface_hub import snapshot_download
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
@@ -112,12 +113,54 @@ class GroupedQKV:
         return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
+@dataclass(frozen=True)
+class FusedGatedMLP:
+    """linear_fc1 from one HF tensor that holds all rows of gate, then all rows of up."""
+
+    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
+        return torch.cat([_part(sources[0], 0, half * size + rank, 2 * size) for half in range(2)])
+
+    def write(self, shards: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(GatedMLP().write(shards))]
+
+
 def _part(source: Slices, axis: int, rank: int, size: int) -> Tensor:
     length = source.get_shape()[axis]
     if length % size:
-        raise ValueError(f"axis {axis} of length {length} is not divisible by tp {size}")
+        raise ValueError(f"axis {axis} of length {length} is not divisible by {size}")
     step = length // size
     return source[(slice(None),) * axis + (slice(rank * step, (rank + 1) * step),)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the tensors that `source` holds along its first axis: one expert of a fused tensor.
+
+    `shape` is that tensor's; a source that holds it transposed, as some checkpoints do, is turned.
+    """
+
+    source: Slices
+    number: int
+    shape: tuple[int, int]
+
+    @property
+    def turned(self) -> bool:
+        return turned(self.source.get_shape(), self.shape)
+
+    def get_shape(self) -> list[int]:
+        rows, columns = self.source.get_shape()[1:]
+        return [columns, rows] if self.turned else [rows, columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = (*index, slice(None))[:2] if isinstance(index, tuple) else (slice(None), slice(None))
+        if self.turned:
+            return self.source[(self.number, index[1], index[0])].t()
+        return self.source[(self.number, *index)]
+
+
+def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a tensor of the `stored` shape holds ones of `shape` with their last two axes exchanged."""
+    return tuple(stored[-2:]) != tuple(shape[-2:]) and tuple(stored[-2:]) == (shape[-1], shape[-2])
 
 
 # --- rules -----------------------------------------------------------------------------------------------
@@ -128,17 +171,31 @@ class Rule:
     """`param` of VLMModel <-> `hf` tensors. `*` stands for a number, `**` for any rest of a name.
 
     `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
+    `rows` says that the one HF tensor fuses as many parameters as this, each of shape `row_shape`: the last
+    `*` of `param`, which `hf` then lacks, counts along its first axis.
     """
 
     param: str
     hf: tuple[str, ...]
     operation: Operation
     export: bool = True
+    rows: int | None = None
+    row_shape: tuple[int, int] = (0, 0)
 
     def hf_names(self, name: str) -> list[str] | None:
         """The HF tensors of parameter `name`, None when the rule is not about it."""
         match = re.fullmatch(_pattern(self.param), name)
         return match and [_fill(hf, match.groups()) for hf in self.hf]
+
+    def row(self, name: str) -> int:
+        """Which of the fused tensors parameter `name` is."""
+        return int(re.fullmatch(_pattern(self.param), name).groups()[-1])
+
+    def sources(self, name: str, stored: list[Slices]) -> list[Slices]:
+        """What the operation reads: the `stored` HF tensors, or this parameter's row of the fused one."""
+        if self.rows is None:
+            return stored
+        return [Row(source, self.row(name), self.row_shape) for source in stored]
 
     def covers(self, key: str) -> bool:
         return any(re.fullmatch(_pattern(hf), key) for hf in self.hf)
@@ -153,22 +210,35 @@ def _fill(wildcards: str, values: tuple[str, ...]) -> str:
     return re.sub(r"\*\*|\*", lambda _: next(remaining), wildcards)
 
 
-def find_rule(rules: list[Rule], name: str) -> tuple[Rule, list[str]]:
-    for rule in rules:
-        if names := rule.hf_names(name):
-            return rule, names
-    raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
+def find_rule(rules: list[Rule], name: str, files: Container[str] | None = None) -> tuple[Rule, list[str]]:
+    """The rule for parameter `name` and its HF tensors.
+
+    Where several fit, because checkpoints come in several layouts, it is the first all of whose HF tensors
+    are in `files`, or else the first.
+    """
+    found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
+    if not found:
+        raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
+    complete = (pair for pair in found if files is not None and all(key in files for key in pair[1]))
+    return next(complete, found[0])
 
 
-def named_global_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of one model chunk, with layer numbers counted over the whole model."""
+_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def named_global_weights(model: VLMModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of one model chunk, layers and experts numbered over the model."""
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
+    first_expert = _experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(tensor):
+            name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
+            yield _EXPERT.sub(lambda match: str(first_expert + int(match[0])), name), tensor
 
-    def rename(name: str) -> str:
-        local = r"(?<=^language_model\.decoder\.layers\.)\d+"
-        return re.sub(local, lambda match: str(offsets[match[0]]), name)
 
-    return ((rename(name), param) for name, param in model.named_parameters())
+def _experts_per_rank(config: TransformerConfig) -> int:
+    return (config.num_moe_experts or 0) // config.expert_model_parallel_size
 
 
 # --- checkpoints on disk ---------------------------------------------------------------------------------
@@ -254,13 +324,15 @@ class HFCheckpoint:
             return Dequantised(values, self._file(scale[0]).get_tensor(scale[1]))
         return values
 
-    def stored(self, key: str) -> tuple[str, torch.dtype]:
-        """Name that `key` has in the files and its dtype, which for FP8 weights is the config's."""
+    def stored(self, key: str) -> tuple[str, torch.dtype, list[int]]:
+        """Name and shape that `key` has in the files and its dtype, which for FP8 weights is the config's."""
         file, stored_key = self.files[key]
+        slices = self._file(file).get_slice(stored_key)
+        dtype = _DTYPES[slices.get_dtype()]
         if key + SCALE in self._all_files:
             config = json.loads((self.folder / CONFIG_FILE).read_text())
-            return stored_key, getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return stored_key, _DTYPES[self._file(file).get_slice(stored_key).get_dtype()]
+            dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return stored_key, dtype, slices.get_shape()
 
 
 def _scaled_weight(key: str) -> str | None:
@@ -299,21 +371,20 @@ def resolve(path: str | Path) -> Path:
 
 
 def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_config: Any) -> None:
-    """Fill the parameters of this rank's model chunks from the HF checkpoint, reading only their slices.
+    """Fill the weights of this rank's model chunks from the HF checkpoint, reading only their slices.
 
     Raises ValueError that names the keys when the checkpoint has one that no rule covers, lacks one that a
     parameter needs, or has one of another shape. Values are cast to the parameters' dtype.
     """
     checkpoint, rules = HFCheckpoint(path, family.renames), family.weights(hf_config)
     _check_no_unknown(checkpoint, rules, family)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    params = [pair for chunk in chunks for pair in named_global_parameters(chunk)]
+    params = [pair for chunk in chunks for pair in named_global_weights(chunk)]
     for name, param in tqdm(params, "import", unit="tensor", disable=dist.get_rank() != 0, leave=False):
-        rule, keys = find_rule(rules, name)
+        rule, keys = find_rule(rules, name, checkpoint.files)
+        rank, size = _place(name)
         if missing := [key for key in keys if key not in checkpoint.files]:
             raise ValueError(f"{checkpoint.folder}: lacks {missing}, needed for {name} {tuple(param.shape)}")
-        sources = [checkpoint.slices(key) for key in keys]
+        sources = rule.sources(name, [checkpoint.slices(key) for key in keys])
         value = rule.operation.read(sources, rank, size)
         if value.shape != param.shape:
             shapes = {key: tuple(source.get_shape()) for key, source in zip(keys, sources, strict=True)}
@@ -323,6 +394,16 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
             )
         with torch.no_grad():
             param.copy_(value)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """(rank, size) of the group that cuts this weight: experts are never cut."""
+    if _EXPERT.search(name):
+        return 0, 1
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def _check_no_unknown(checkpoint: HFCheckpoint, rules: list[Rule], family: Family) -> None:
@@ -344,26 +425,53 @@ def _check_no_unknown(checkpoint: HFCheckpoint, rules: list[Rule], family: Famil
 def hf_tensors(
     chunks: list[VLMModel],
     rules: list[Rule],
-    value: Callable[[nn.Parameter], Tensor] = lambda param: param.detach(),
+    files: Container[str] | None = None,
+    value: Callable[[Tensor], Tensor | None] = lambda weight: weight.detach(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(hub key, whole tensor) of this pipeline stage, one parameter gathered over TP at a time.
+    """(hub key, whole tensor) of this pipeline stage, one weight gathered at a time.
 
-    A collective over the tensor-parallel group: every rank iterates to the end. `value` picks what is
-    exported of a parameter (the tests export gradients).
+    A collective over the tensor-parallel group and the expert-parallel one: every rank of the stage iterates
+    to the end. Of several layouts, the one in `files` is made, or else the rules' first. `value` picks what
+    is exported of a weight (the tests export gradients), None for nothing.
     """
+    fused: dict[str, dict[int, Tensor]] = {}
     for chunk in chunks:
-        for name, param in named_global_parameters(chunk):
-            rule, keys = find_rule(rules, name)
-            if not rule.export:
+        for name, weight in named_global_weights(chunk):
+            rule, _ = find_rule(rules, name, files)
+            local = value(weight) if rule.export else None
+            if local is None:
                 continue
-            local = value(param).contiguous()
-            shards = [local] if isinstance(rule.operation, Whole) else _gather(local)
-            yield from zip(keys, rule.operation.write(shards), strict=True)
+            for global_name, shards in _gather(name, local.contiguous(), rule.operation, chunk.config):
+                rule, keys = find_rule(rules, global_name, files)
+                tensors = rule.operation.write(shards)
+                if rule.rows is None:
+                    yield from zip(keys, tensors, strict=True)
+                    continue
+                rows = fused.setdefault(keys[0], {})
+                rows[rule.row(global_name)] = tensors[0]
+                if len(rows) == rule.rows:
+                    yield keys[0], torch.stack([rows[i] for i in range(rule.rows)])
+                    del fused[keys[0]]
 
 
-def _gather(local: Tensor) -> list[Tensor]:
-    shards = [torch.empty_like(local) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    dist.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
+def _gather(
+    name: str, local: Tensor, operation: Operation, config: TransformerConfig
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """(name, all ranks' shards) of this weight, and of the experts that the other ranks hold in its place."""
+    if expert := _EXPERT.search(name):
+        step = _experts_per_rank(config)
+        experts = _all_gather(local, parallel_state.get_expert_model_parallel_group())
+        for rank, shard in enumerate(experts):
+            yield _EXPERT.sub(str(rank * step + int(expert[0]) % step), name), [shard]
+    elif isinstance(operation, Whole):
+        yield name, [local]
+    else:
+        yield name, _all_gather(local, parallel_state.get_tensor_model_parallel_group())
+
+
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    shards = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(shards, local, group=group)
     return shards
 
 
@@ -387,11 +495,9 @@ def export_hf(
         copy_side_files(checkpoint.folder, partial)
         adapt_config(partial / CONFIG_FILE, family, checkpoint.is_fp8)
     dist.barrier()
-    written: dict[str, list[str]] = {}
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        tensors = hf_tensors(chunks, family.weights(hf_config))
-        is_writer = parallel_state.get_tensor_model_parallel_rank() == 0
-        written = _write_shards(tensors, checkpoint, partial, is_writer)
+    # Expert-parallel groups reach over data-parallel ranks, so all take part; one rank of a stage writes.
+    tensors = hf_tensors(chunks, family.weights(hf_config), checkpoint.files)
+    written = _write_shards(tensors, checkpoint, partial, _is_first_of_stage())
     stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(stages, written)
     if dist.get_rank() == 0:
@@ -400,6 +506,13 @@ def export_hf(
         _name_shards(partial, files)
         partial.rename(output)
     dist.barrier()
+
+
+def _is_first_of_stage() -> bool:
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 def copy_side_files(source: Path, output: Path) -> None:
@@ -436,7 +549,8 @@ def _write_shards(
 
     for key, tensor in tensors:
         if is_writer:
-            name, dtype = checkpoint.stored(key)
+            name, dtype, shape = checkpoint.stored(key)
+            tensor = tensor.mT if turned(shape, tensor.shape) else tensor
             pending[name] = tensor.to("cpu", dtype).contiguous()
             if sum(t.nbytes for t in pending.values()) >= SHARD_BYTES:
                 flush()

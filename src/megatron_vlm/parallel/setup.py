@@ -95,6 +95,7 @@ def _make_groups(parallel: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,  # the default groups carry CPU tensors already
     )
 

@@ -26,6 +26,7 @@ RECIPES = {
     "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_12b": "megatron_vlm.recipes.gemma3",
     "gemma3_vl_27b": "megatron_vlm.recipes.gemma3",
+    "glm_45v": "megatron_vlm.recipes.glm_45v",
     "qwen25_vl_3b": "megatron_vlm.recipes.qwen25_vl",
     "qwen25_vl_7b": "megatron_vlm.recipes.qwen25_vl",
     "qwen25_vl_32b": "megatron_vlm.recipes.qwen25_vl",
@@ -37,6 +38,8 @@ RECIPES = {
     "ministral3_3b": "megatron_vlm.recipes.ministral3",
     "ministral3_8b": "megatron_vlm.recipes.ministral3",
     "ministral3_14b": "megatron_vlm.recipes.ministral3",
+    "qwen3_vl_30b_a3b": "megatron_vlm.recipes.qwen3_vl",
+    "qwen3_vl_235b_a22b": "megatron_vlm.recipes.qwen3_vl",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
     "mistral3_tiny_digits": "megatron_vlm.recipes.demo",
 }

@@ -31,9 +31,19 @@ def qwen3_vl_32b(**changes: Unpack[RecipeArgs]) -> RunConfig:
     return _qwen3_vl("32b", {"tp": 8, "pp": 2, "recompute": "full"}, changes)
 
 
+def qwen3_vl_30b_a3b(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """Qwen3-VL 30B with 128 experts, for two nodes of eight 80 GB GPUs and up."""
+    return _qwen3_vl("30b-a3b", {"pp": 2, "ep": 8, "recompute": "full"}, changes)
+
+
+def qwen3_vl_235b_a22b(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """Qwen3-VL 235B with 128 experts, for sixteen nodes of eight 80 GB GPUs and up."""
+    return _qwen3_vl("235b-a22b", {"pp": 16, "ep": 8, "recompute": "full"}, changes)
+
+
 def _qwen3_vl(size: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:
     defaults = {
-        "name": f"qwen3_vl_{size}",
+        "name": f"qwen3_vl_{size}".replace("-", "_"),
         "hf_path": f"Qwen/Qwen3-VL-{size.upper()}-Instruct",
         "max_pixels": 1280 * 32**2,  # at most 1280 tokens an image
         "warmup_steps": 50,

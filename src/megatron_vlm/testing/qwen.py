@@ -14,6 +14,7 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -143,9 +144,28 @@ def qwen2_5_config(processor: Qwen2_5_VLProcessor, text: dict, vision: dict) -> 
 
 def qwen3_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3VLConfig:
     """`text` and `vision` override the toy sizes."""
+    return _config(Qwen3VLConfig, processor, _qwen3_text(processor) | text, _qwen3_vision(text) | vision)
+
+
+def qwen3_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3VLMoeConfig:
+    """`text` and `vision` override the toy sizes; output weights are untied, one layer has no experts."""
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    }
+    text_config = _qwen3_text(processor) | experts | text
+    return _config(Qwen3VLMoeConfig, processor, text_config, _qwen3_vision(text) | vision, tied=False)
+
+
+def _qwen3_text(processor: Qwen3VLProcessor) -> dict:
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    text_config = _text(processor) | {"num_hidden_layers": 4, "head_dim": 32, "rope_parameters": rope}
-    vision_config = {
+    return _text(processor) | {"num_hidden_layers": 4, "head_dim": 32, "rope_parameters": rope}
+
+
+def _qwen3_vision(text: dict) -> dict:
+    return {
         "depth": 4,
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -157,7 +177,6 @@ def qwen3_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1, 2],
     }
-    return _config(Qwen3VLConfig, processor, text_config | text, vision_config | vision)
 
 
 def _text(processor: Qwen2_5_VLProcessor | Qwen3VLProcessor) -> dict:
@@ -174,7 +193,7 @@ def _text(processor: Qwen2_5_VLProcessor | Qwen3VLProcessor) -> dict:
     }
 
 
-def _config(kind: type, processor, text: dict, vision: dict) -> PretrainedConfig:
+def _config(kind: type, processor, text: dict, vision: dict, tied: bool = True) -> PretrainedConfig:
     ids = processor.tokenizer.convert_tokens_to_ids
     return kind(
         text_config=text,
@@ -183,6 +202,6 @@ def _config(kind: type, processor, text: dict, vision: dict) -> PretrainedConfig
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         eos_token_id=ids("<|im_end|>"),
     )

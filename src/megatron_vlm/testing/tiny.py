@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from megatron_vlm.testing import gemma3, ministral3, qwen
+from megatron_vlm.testing import gemma3, glm4v_moe, ministral3, qwen
 from megatron_vlm.testing.corpus import default_corpus
 
 
@@ -24,8 +24,10 @@ class TinyFamily:
 TINY_FAMILIES = {
     "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
     "mistral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
+    "glm4v_moe": TinyFamily(glm4v_moe.TEMPLATE, glm4v_moe.processor, glm4v_moe.config),
     "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
     "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),
+    "qwen3_vl_moe": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_moe_config),
 }
 
 
@@ -65,13 +67,13 @@ def without_generation_tags(template: str) -> str:
 
 
 def _random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Transformers starts some parameters at 0 or 1 (norms, biases, Gemma3's projector): move those too, so
-    that every parameter matters to the output and an error in any of them shows."""
+    """Transformers starts some weights at 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias):
+    move those too, so that every weight matters to the output and an error in any of them shows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if (parameter == parameter.flatten()[0]).all():
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            for weight in model.state_dict(keep_vars=True).values():
+                if (weight == weight.flatten()[0]).all():
+                    weight.add_(torch.randn_like(weight) * 0.05)
     return model

@@ -115,8 +115,8 @@ def load_latest(
     Model, Adam's moments and step, and the schedule's step are restored exactly, under whatever layout saved
     them; the learning rate, its schedule and weight decay stay as configured now. Generators are restored
     when the layout is the same, a loader state is returned when the number of data-parallel ranks is. Without
-    an optimizer only the model is read. Raises ValueError for a folder that is damaged or unsafe to read, or
-    saved with ep > 1 where ep is 1 or the reverse, `CheckpointingException` when tensors are missing from it.
+    an optimizer only the model is read. Raises ValueError for a folder that is damaged or unsafe to read,
+    `CheckpointingException` when tensors are missing from it.
     """
     folder = Path(run_dir) / "checkpoints"
     name = _latest_name(folder)
@@ -129,8 +129,6 @@ def load_latest(
             "name another in latest, or delete latest to start anew."
         )
     state = json.loads((path / _STATE).read_text())
-    if optimizer is not None:
-        _check_experts(path, state["layout"]["ep"])
     _read_tensors(path, model_chunks, optimizer, scheduler)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
@@ -232,16 +230,6 @@ def _layout() -> dict[str, int]:
 def _rank_state(loader_state: Any) -> dict[str, Any]:
     json.dumps(loader_state)  # a TypeError here names what is not data, before anything is written
     return {"dp_rank": parallel_state.get_data_parallel_rank(), "rng": _rng(), "loader": loader_state}
-
-
-def _check_experts(path: Path, saved_ep: int) -> None:
-    """With ep > 1 Megatron gives experts an optimizer of their own, and cannot merge the two again."""
-    ep = parallel_state.get_expert_model_parallel_world_size()
-    if (ep > 1) != (saved_ep > 1):
-        raise ValueError(
-            f"checkpoint: {path} was saved with ep {saved_ep} and the run has ep {ep}; its optimizer can "
-            "only be loaded when both are 1 or both are more; match parallel.ep or load the model alone."
-        )
 
 
 def _loader_state(state: dict[str, Any]) -> tuple[Any, str | None]:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 FAMILIES = {  # HF model_type -> module of this package
     "gemma3": "gemma3",
     "mistral3": "ministral3",
+    "glm4v_moe": "glm4v_moe",
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
 }
 
 

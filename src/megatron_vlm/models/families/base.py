@@ -41,6 +41,9 @@ class Family:
             "language_model": ("language_model.",),
         }
     )
+    has_experts: bool = False
+    # a sample, and for Transformers a batch, holds either images or videos
+    images_or_videos: bool = False
     # tokens of one image see each other both ways
     bidirectional_images: bool = False
     # gives the function (input_ids (T,), visual inputs or None) -> (T,) or (3, T) that data workers call

@@ -1,0 +1,41 @@
+"""What families with a mixture of experts have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_vlm.models.families.llama import layer_rule
+from megatron_vlm.models.weights import FusedGatedMLP, GatedMLP, Rule, Shard, Whole
+
+
+def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
+    """Router and routed experts of every layer that has them; `hf_layer` ends in `layers.*.`
+
+    A checkpoint fuses the experts of a layer into one tensor per projection, either way round, or stores
+    them one by one.
+    """
+    fc1 = "mlp.experts.local_experts.*.linear_fc1.weight"
+    fc2 = "mlp.experts.local_experts.*.linear_fc2.weight"
+    one = "mlp.experts.*."
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    return [
+        layer_rule(hf_layer, "mlp.router.weight", ("mlp.gate.weight",), Whole()),
+        fused(layer_rule(hf_layer, fc1, (gate_up,), FusedGatedMLP()), experts, (2 * ffn, hidden)),
+        fused(layer_rule(hf_layer, fc2, (down,), Whole()), experts, (hidden, ffn)),
+        layer_rule(hf_layer, fc1, (one + "gate_proj.weight", one + "up_proj.weight"), GatedMLP()),
+        layer_rule(hf_layer, fc2, (one + "down_proj.weight",), Whole()),
+    ]
+
+
+def fused(rule: Rule, experts: int, shape: tuple[int, int]) -> Rule:
+    return replace(rule, rows=experts, row_shape=shape)
+
+
+def shared_rules(hf_layer: str) -> list[Rule]:
+    """The experts that every token passes, one MLP together, which tensor parallelism cuts."""
+    ours, theirs = "mlp.shared_experts.linear_", "mlp.shared_experts."
+    gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
+    return [
+        layer_rule(hf_layer, ours + "fc1.weight", gate_up, GatedMLP()),
+        layer_rule(hf_layer, ours + "fc2.weight", (theirs + "down_proj.weight",), Shard(1)),
+    ]

@@ -1,0 +1,121 @@
+"""GLM-4.5V: partial chunked M-RoPE, sigmoid router with a selection bias, shared expert, video by frames."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.models.families import experts, grids, llama
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
+from megatron_vlm.models.weights import Rule, Whole
+
+HF_MODEL = "model.language_model."
+
+
+def architecture(hf_config: Any) -> dict:
+    text = hf_config.text_config
+    if not text.norm_topk_prob or text.num_experts_per_tok < 2:
+        raise ValueError(
+            f"text_config: norm_topk_prob {text.norm_topk_prob}, num_experts_per_tok "
+            f"{text.num_experts_per_tok}: only weights normalised over at least 2 experts are supported."
+        )
+    return llama.architecture(hf_config) | {
+        "add_qkv_bias": text.attention_bias,
+        "num_moe_experts": text.n_routed_experts,
+        "moe_layer_freq": [
+            int(layer >= text.first_k_dense_replace) for layer in range(text.num_hidden_layers)
+        ],
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": text.moe_intermediate_size * text.n_shared_experts,
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
+        **_group_limit(text),
+    }
+
+
+def _group_limit(text: Any) -> dict:
+    """Megatron ranks groups of experts by their best topk / topk_group experts, Transformers by two."""
+    if text.n_group == text.topk_group:
+        return {}
+    if text.num_experts_per_tok != 2 * text.topk_group:
+        raise ValueError(
+            f"text_config: num_experts_per_tok {text.num_experts_per_tok} is not twice topk_group "
+            f"{text.topk_group}; other limits to groups of experts are not supported."
+        )
+    return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
+
+
+class Glm4vMoeVision(grids.GridVision):
+    """The HF visual module; it takes every frame of a video as an image of its own."""
+
+    def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
+        if video_grid_thw is not None:
+            video_grid_thw = torch.repeat_interleave(video_grid_thw, video_grid_thw[:, 0], dim=0)
+            video_grid_thw = torch.nn.functional.pad(video_grid_thw[:, 1:], (1, 0), value=1)
+        return super().forward(video_grid_thw=video_grid_thw, **visual)
+
+
+def visual_kinds(hf_config: Any) -> Kinds:
+    """A placeholder is of a video's frame where a begin-of-video token before it is not yet closed."""
+    return partial(
+        _kinds,
+        image=hf_config.image_token_id,
+        begin=hf_config.video_start_token_id,
+        end=hf_config.video_end_token_id,
+    )
+
+
+def _kinds(input_ids: Tensor, image: int, begin: int, end: int) -> Tensor:
+    opened = (input_ids == begin).int().cumsum(-1) > (input_ids == end).int().cumsum(-1)
+    return (input_ids == image) * torch.where(opened, VIDEO, IMAGE)
+
+
+def position_ids(hf_config: Any) -> partial:
+    merge_size = hf_config.vision_config.spatial_merge_size
+    return partial(mrope_positions, kinds=visual_kinds(hf_config), merge_size=merge_size)
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    text = hf_config.text_config
+    layer = HF_MODEL + "layers.*."
+    return [
+        Rule("vision.visual.**", ("model.visual.**",), Whole()),
+        *llama.outer_rules(hf_config, HF_MODEL),
+        *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
+        *llama.mlp_rules(layer),
+        *experts.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
+        *experts.shared_rules(layer),
+        llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
+    ]
+
+
+FAMILY = Family(
+    model_type="glm4v_moe",
+    visual_keys=grids.VISUAL_KEYS,
+    architecture=architecture,
+    rotary=grids.rotary,
+    build_vision=Glm4vMoeVision,
+    dummy_visual=grids.dummy_visual,
+    weights=weights,
+    ignored_keys={HF_MODEL + "layers.46.**": "multi-token prediction, which Transformers leaves out too"},
+    groups={
+        "tower": (
+            *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
+            *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
+        ),
+        "projector": ("vision.visual.downsample.", "vision.visual.merger."),
+        "language_model": ("language_model.",),
+    },
+    has_experts=True,
+    images_or_videos=True,
+    position_ids=position_ids,
+    visual_kinds=visual_kinds,
+)

@@ -1,0 +1,42 @@
+"""Qwen3-VL with a mixture of experts: Qwen3-VL but for the feed-forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_vlm.models.families import experts, llama, qwen3_vl
+from megatron_vlm.models.weights import Rule
+
+
+def architecture(hf_config: Any) -> dict:
+    text = hf_config.text_config
+    return qwen3_vl.architecture(hf_config) | {
+        "num_moe_experts": text.num_experts,
+        "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
+    }
+
+
+def _has_experts(text: Any, layer: int) -> bool:
+    return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    text, layer = hf_config.text_config, qwen3_vl.HF_MODEL + "layers.*."
+    return [
+        *qwen3_vl.attention_and_outer_rules(hf_config),
+        *llama.mlp_rules(layer),
+        *experts.rules(layer, text.num_experts, text.hidden_size, text.moe_intermediate_size),
+    ]
+
+
+FAMILY = replace(
+    qwen3_vl.FAMILY,
+    model_type="qwen3_vl_moe",
+    architecture=architecture,
+    weights=weights,
+    has_experts=True,
+)

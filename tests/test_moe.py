@@ -1,0 +1,180 @@
+"""Experts: which are chosen, how they weigh, balance in the loss, checkpoints across expert parallelism."""
+
+from __future__ import annotations
+
+import parity
+import pytest
+import torch
+
+from megatron_vlm.config import ParallelConfig, RunConfig
+from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
+
+EXPERT_FAMILIES = ["glm4v_moe", "qwen3_vl_moe"]
+COEFFICIENT = 0.5
+BALANCED = {  # one layer with experts, whose balance is part of the loss
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [0, 1, 3],
+    "output_router_logits": True,
+    "router_aux_loss_coef": COEFFICIENT,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("experts")
+    return {family: str(build_tiny_checkpoint(family, folder / family)) for family in EXPERT_FAMILIES}
+
+
+# ---- the router -------------------------------------------------------------------------------------------
+
+
+def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
+    """Weights (tokens, experts), 0 where not chosen, by Transformers and by us, in the first MoE layer."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    run = RunConfig()
+    run.model.dtype = dtype
+    model = build_model(run, family_for(hf_config), hf_config, setup.device())[0]
+    ours = model.language_model.decoder.layers[2].mlp.router
+    hf_model = AutoModelForImageTextToText.from_pretrained(path, dtype=ours.weight.dtype)
+    theirs = hf_model.model.language_model.layers[2].mlp.gate
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn_like(theirs.weight) / 4)
+        ours.weight.copy_(theirs.weight)
+        if ours.expert_bias is not None:  # as large as scores differ
+            theirs.e_score_correction_bias.copy_(torch.randn(8) / 4)
+            ours.expert_bias.copy_(theirs.e_score_correction_bias)
+        tokens = torch.randn(50, 1, 64, dtype=ours.weight.dtype)
+        weights, _ = ours(tokens)
+        _, chosen_weights, chosen = theirs(tokens)
+    expected = torch.zeros(50, 8, dtype=chosen_weights.dtype).scatter(1, chosen, chosen_weights)
+    return {"ours": weights.view(50, 8), "theirs": expected}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_selected_experts_and_weights_are_those_of_transformers(checkpoints, family, dtype):
+    result = run_distributed(1, routes, checkpoints[family], dtype)[0]
+    assert torch.equal(result["ours"] > 0, result["theirs"] > 0)
+    assert len(torch.unique(result["theirs"] > 0, dim=0)) > 6  # tokens differ in their experts
+    tolerance = 1e-6 if dtype == "fp32" or family == "glm4v_moe" else 4e-3
+    torch.testing.assert_close(result["ours"], result["theirs"], atol=tolerance, rtol=0)
+
+
+# ---- balance ----------------------------------------------------------------------------------------------
+
+
+def balance(layout: ParallelConfig, path: str, cases: str, names: list[str], **model) -> list[dict]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(layout, seed=1)
+    held = torch.load(cases, weights_only=False)
+    return [parity.compare(layout, path, held[name], **model) for name in names]
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("balance")
+    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model", text=BALANCED)
+    cases = {name: parity.case_for(path, parity.INPUTS[name]) for name in ("one image", "0, 1 and 3 images")}
+    torch.save(cases, folder / "cases.pt")
+    return str(path), str(folder / "cases.pt")
+
+
+def test_balance_has_the_gradient_of_transformers_with_padding_left_out(balanced):
+    names = ["one image", "0, 1 and 3 images"]
+    for row in run_distributed(1, balance, ParallelConfig(), *balanced, names)[0]:
+        assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
+
+
+def test_balance_is_taken_over_the_whole_sequence(balanced):
+    for row in run_distributed(2, balance, ParallelConfig(tp=2), *balanced, ["one image"])[0]:
+        assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
+
+
+def switched_off(path: str, cases: str) -> list[dict]:
+    return balance(ParallelConfig(), path, cases, ["one image"], load_balancing=0.0)
+
+
+def test_balance_matters_and_can_be_switched_off(balanced):
+    assert run_distributed(1, switched_off, *balanced)[0][0]["max_rel_grad"] > 0.01
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------
+
+
+def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
+    """Losses of steps 3 and 4 at EP2, and after a checkpoint of step 2 in other layouts."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models import weights
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint, step
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.init_distributed(ParallelConfig(ep=2), seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family, case = family_for(hf_config), torch.load(cases, weights_only=False)
+
+    def start(layout: ParallelConfig):
+        setup.reset_layout(layout, seed=1)
+        run = RunConfig(parallel=layout)
+        run.model.dtype, run.optimizer.lr = "fp32", 1e-3
+        chunks = build_model(run, family, hf_config, setup.device())
+        weights.import_hf(chunks, path, family, hf_config)
+        ddp = step.data_parallel(chunks, run)
+        return ddp, *build_optimizer(ddp, run)
+
+    def losses(state, layout: ParallelConfig) -> list[float]:
+        rows = [batch for batch, _ in parity.my_micro_batches(case, layout)]
+        return [step.train_step(*state, rows)[::2] for _ in range(2)]
+
+    found = {}
+    state = start(ParallelConfig(ep=2))
+    losses(state, ParallelConfig(ep=2))
+    checkpoint.save(run_dir, 2, *state)
+    found["EP2"] = losses(state, ParallelConfig(ep=2))
+    for name, layout in (("TP2", ParallelConfig(tp=2)), ("EP2·TP2", ParallelConfig(tp=2, ep=2))):
+        state = start(layout)
+        checkpoint.load_latest(run_dir, *state)
+        found[name] = losses(state, layout)
+    biases = [
+        (name, tensor)
+        for name, tensor in weights.hf_tensors([state[0][0].module], family.weights(hf_config))
+        if name.endswith("e_score_correction_bias")
+    ]
+    return found | {"biases": dict(biases)}
+
+
+@pytest.fixture(scope="module")
+def resumed(checkpoints, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("resumed")
+    torch.save(parity.case_for(checkpoints["glm4v_moe"], ["t", "it"]), folder / "case.pt")
+    arguments = (checkpoints["glm4v_moe"], str(folder / "run"), str(folder / "case.pt"))
+    return run_distributed(2, train_on, *arguments)[0]
+
+
+@pytest.mark.parametrize("layout", ["TP2", "EP2·TP2"])
+def test_a_checkpoint_of_ep2_resumes_in(resumed, layout):
+    """Losses and gradient norms."""
+    assert resumed["EP2"][0] != resumed["EP2"][1]
+    for mine, expected in zip(resumed[layout], resumed["EP2"], strict=True):
+        assert mine == pytest.approx(expected, abs=1e-5)
+
+
+def test_training_leaves_the_selection_bias_alone(resumed, checkpoints):
+    from safetensors.torch import load_file
+
+    source = load_file(f"{checkpoints['glm4v_moe']}/model.safetensors")
+    assert len(resumed["biases"]) == 3
+    for name, bias in resumed["biases"].items():
+        assert torch.equal(bias, source[name])
