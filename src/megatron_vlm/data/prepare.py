@@ -105,7 +105,7 @@ def prepare_energon_dataset(
         jobs = _shard_jobs(parts, partial, samples_per_shard)
         if workers is None:
             workers = 1 if total < FEW_RECORDS else os.cpu_count() or 1
-        with tqdm(total=total, unit="record", desc="prepare", disable=not progress) as bar:
+        with tqdm(total=total, unit="record", desc="prepare", disable=None if progress else True) as bar:
             results = sorted(_run(jobs, workers, bar), key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.split_names))
         summary = _finish(partial, output, names, results)

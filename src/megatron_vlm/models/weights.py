@@ -379,7 +379,9 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
     checkpoint, rules = HFCheckpoint(path, family.renames), family.weights(hf_config)
     _check_no_unknown(checkpoint, rules, family)
     params = [pair for chunk in chunks for pair in named_global_weights(chunk)]
-    for name, param in tqdm(params, "import", unit="tensor", disable=dist.get_rank() != 0, leave=False):
+    for name, param in tqdm(
+        params, "import", unit="tensor", disable=None if dist.get_rank() == 0 else True, leave=False
+    ):
         rule, keys = find_rule(rules, name, checkpoint.files)
         rank, size = _place(name)
         if missing := [key for key in keys if key not in checkpoint.files]:
