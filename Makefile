@@ -34,7 +34,7 @@ $(READY): requirements.lock pyproject.toml .python-version | $(PY)
 	@echo "installing the locked packages into .venv"
 	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
-	@$(UV) pip sync --quiet --compile-bytecode --python $(PY) --require-hashes requirements.lock
+	@$(UV) pip sync --system-certs --quiet --compile-bytecode --python $(PY) --require-hashes requirements.lock
 	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
 
