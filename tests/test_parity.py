@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -16,11 +17,13 @@ REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 
 @pytest.fixture(scope="module")
-def rows(request, tmp_path_factory) -> list[dict]:
-    """All measurements of one family; in reports/parity.json they replace the family's last ones."""
-    family, folder, found = request.param, tmp_path_factory.mktemp("parity"), []
-    path = build_tiny_checkpoint(family, folder / family)
-    cases = folder / "cases.pt"
+def rows_of(tmp_path_factory):
+    """All measurements of a family; in reports/parity.json they replace the family's last ones."""
+    return functools.cache(lambda family: measure(family, tmp_path_factory.mktemp(family)))
+
+
+def measure(family: str, folder: Path) -> list[dict]:
+    path, cases, found = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt", []
     torch.save({name: parity.case_for(path, rows) for name, rows in parity.inputs_of(family).items()}, cases)
     for processes in (1, 2, 4):
         names = [name for name in parity.layouts_of(family) if parity.LAYOUTS[name][0] == processes]
@@ -41,9 +44,9 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "layout"), CELLS, indirect=["rows"])
-def test_equals_transformers(rows, layout):
-    mine = [row for row in rows if row["layout"] == layout]
-    assert [row["input"] for row in mine] == list(parity.inputs_of(rows[0]["family"]))
+@pytest.mark.parametrize(("family", "layout"), CELLS)
+def test_equals_transformers(rows_of, family, layout):
+    mine = [row for row in rows_of(family) if row["layout"] == layout]
+    assert [row["input"] for row in mine] == list(parity.inputs_of(family))
     for row in mine:
         assert row["passed"], row
