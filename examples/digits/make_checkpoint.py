@@ -25,6 +25,8 @@ SIZES = {
 
 
 def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
+    if family not in SIZES:
+        sys.exit(f"FAMILY={family}: the demo has sizes for {', '.join(SIZES)} only, see {__file__}")
     disable_progress_bar()  # one file of a megabyte
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **SIZES[family])
 

@@ -41,7 +41,6 @@ RECIPES = {
     "qwen3_vl_30b_a3b": "megatron_vlm.recipes.qwen3_vl",
     "qwen3_vl_235b_a22b": "megatron_vlm.recipes.qwen3_vl",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
-    "mistral3_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")

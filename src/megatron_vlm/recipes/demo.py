@@ -10,15 +10,6 @@ from megatron_vlm.recipes.base import RecipeArgs, build
 
 def gemma3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """A tiny Gemma3 that learns to read digits on two processor cores; `make demo` prepares what it needs."""
-    return _tiny_digits(changes)
-
-
-def mistral3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """A tiny Ministral3 that does the same; `make demo FAMILY=ministral3`."""
-    return _tiny_digits(changes)
-
-
-def _tiny_digits(changes: RecipeArgs) -> RunConfig:
     return build(
         {
             "name": "demo",
