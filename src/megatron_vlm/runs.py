@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.data.chatml import cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.prompt import encode_prompt
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
@@ -73,9 +73,16 @@ def export_run(config: RunConfig, output: str | Path) -> None:
 
 
 def generate_from_run(config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64) -> str:
-    """The latest checkpoint's answer; `<image>` in the question stands for each image."""
-    messages, _ = cook_chatml_sample([{"role": "user", "content": question}])
-    return answers(config, [place_media(messages, images=len(images))], [images], max_new_tokens)[0]
+    """The latest checkpoint's answer; `<image>` in the question stands for each image.
+
+    Raises ValueError when question and images do not match.
+    """
+    try:
+        messages, _ = cook_chatml_sample([{"role": "user", "content": question}])
+        messages = place_media(messages, images=len(images))
+    except BadSample as bad:
+        raise ValueError(f"question: {bad.detail}; give one image for each <image>") from bad
+    return answers(config, [messages], [images], max_new_tokens)[0]
 
 
 def answers(
