@@ -56,7 +56,7 @@ class Ministral3Vision(nn.Module):
         self.feature_layer = hf_config.vision_feature_layer
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
-        sizes = image_sizes.tolist()  # once: HF would read every number from the device by itself
+        sizes = image_sizes.tolist()  # they stay on the host, see batch.HOST_FIELDS
         states = self.vision_tower(pixel_values, image_sizes=sizes, output_hidden_states=True).hidden_states
         return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes)
 
