@@ -30,6 +30,11 @@ IGNORE_INDEX = -100
 # Visual fields that the model reads on the host, to launch work by their values: they stay on the CPU.
 HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes"})
 
+_FIELDS_OF_KIND = (  # pixels, the grid that says how many rows of them an item has, one entry for each item
+    ("pixel_values", "image_grid_thw", "image_sizes"),
+    ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+)
+
 
 @dataclass
 class GenericVisualInputs:
@@ -90,6 +95,18 @@ class GenericVisualInputs:
             return value.flatten(0, 1) if has_sample_axis else value
 
         return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}
+
+    def items(self) -> list[GenericVisualInputs]:
+        """Each image by itself, then each video; `cat` is the inverse."""
+        found = []
+        for pixels, grid, other in _FIELDS_OF_KIND:
+            values = {name: v for name in (pixels, grid, other) if (v := getattr(self, name)) is not None}
+            if pixels in values:
+                rows = values[grid].prod(-1).tolist() if grid in values else 1
+                parts = {name: v.split(rows if name == pixels else 1) for name, v in values.items()}
+                columns = zip(*parts.values(), strict=True)
+                found += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
+        return found
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> GenericVisualInputs:
         """A copy with `fn` applied to every tensor present."""

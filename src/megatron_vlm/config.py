@@ -50,6 +50,7 @@ class ParallelConfig:
     ep: int = 1  # expert; its ranks are those of tp and of data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
+    vision_dp: bool = False  # spread a micro batch's images over the tp ranks, instead of all on each
 
     @property
     def sequence_parallel(self) -> bool:
@@ -70,6 +71,7 @@ class DataConfig:
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
     max_pixels: int | None = None
+    visual_share: float = 0.5  # of a row's tokens that stand for images: balances the pipeline's first stage
     max_drop_share: float = 0.05  # the run stops when more of the samples than this are dropped
     num_workers: int = 2
     shuffle_buffer_size: int = 1000
@@ -179,6 +181,8 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
     """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
+    if parallel.vision_dp and parallel.tp == 1:
+        yield "parallel: vision_dp spreads images over tensor-parallel ranks, but tp is 1; raise tp or drop it."
     if parallel.sp and parallel.tp == 1:
         yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
     if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
@@ -338,8 +342,9 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     if config.parallel.cp > 1:
         cp = config.parallel.cp
         yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
-    if not 0 <= config.data.max_drop_share <= 1:
-        yield f"data.max_drop_share: {config.data.max_drop_share} is not a share between 0 and 1."
+    for key in ("data.max_drop_share", "data.visual_share"):
+        if not 0 <= settings[key] <= 1:
+            yield f"{key}: {settings[key]} is not a share between 0 and 1."
     optimizer, steps = config.optimizer, config.train.steps
     if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."

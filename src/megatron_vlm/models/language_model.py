@@ -30,7 +30,7 @@ from megatron_vlm.models.deepstack import DeepstackLayer, fill_message, read_mes
 from megatron_vlm.models.moe import Router, balancing_settings, moe_mlp
 from megatron_vlm.models.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.rotary import Rotary
-from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
+from megatron_vlm.parallel.layout import megatron_settings, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,10 +47,11 @@ class LanguageModelConfig(TransformerConfig):
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "sdpa"
+    vision_dp: bool = False  # images spread over the tensor-parallel ranks
 
 
-def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelConfig:
-    """The family's architecture under the run's layout and precision."""
+def language_model_config(run: RunConfig, architecture: dict, layout: list[list[str]]) -> LanguageModelConfig:
+    """The family's architecture under the run's layout and precision; `layout` as `pipeline_layout` makes it."""
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[run.model.dtype]
     recompute = {
@@ -72,8 +73,9 @@ def language_model_config(run: RunConfig, architecture: dict) -> LanguageModelCo
         },
         **recompute,
         attention_backend_name=run.model.attention,
+        vision_dp=run.parallel.vision_dp,
         **megatron_settings(run.parallel),
-        pipeline_model_parallel_layout=pipeline_layout(architecture["num_layers"], run.parallel),
+        pipeline_model_parallel_layout=layout,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

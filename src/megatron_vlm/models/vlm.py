@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.costs import stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
+from megatron_vlm.models.vision_parallel import spread_over_ranks
+from megatron_vlm.parallel.layout import pipeline_layout
 
 
 class VLMModel(MegatronModule):
@@ -40,7 +44,8 @@ class VLMModel(MegatronModule):
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)
-            self._dummy_visual = GenericVisualInputs(**family.dummy_visual(hf_config))
+            self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
+            self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
                 param.data = param.data.to(config.params_dtype)  # buffers such as rotary frequencies stay
                 param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
@@ -81,21 +86,30 @@ class VLMModel(MegatronModule):
         hidden_BSD = self.language_model.embed(input_ids)
         extras_BSD = [torch.zeros_like(hidden_BSD)] * self.config.deepstack_layers
         if visual_inputs is not None:
-            features = self.vision(**visual_inputs.normalized_for_model()).to(hidden_BSD.dtype)
+            features = self._features(visual_inputs, hidden_BSD.device).to(hidden_BSD.dtype)
             features_MD, *deep_MD = features if features.dim() == 3 else [features]
             places_M = placeholders(kinds_BS, len(features_MD))
             hidden_BSD = _put(hidden_BSD, places_M, features_MD)
             extras_BSD = [_put(zero, places_M, f) for zero, f in zip(extras_BSD, deep_MD, strict=True)]
         elif self.training and any(param.requires_grad for param in self.vision.parameters()):
-            hidden_BSD = hidden_BSD + 0.0 * self._dummy_features(hidden_BSD.device).sum()
+            hidden_BSD = hidden_BSD + 0.0 * self._features_of_blank(hidden_BSD.device).sum()
         hidden_SBD = torch.cat((hidden_BSD, *extras_BSD)).transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden_SBD = tensor_parallel.scatter_to_sequence_parallel_region(hidden_SBD)
         return hidden_SBD
 
-    def _dummy_features(self, device: torch.device) -> Tensor:
+    def _features(self, visual_inputs: GenericVisualInputs, device: torch.device) -> Tensor:
+        """The tower's output for all items of the micro batch, see `Family.build_vision`."""
+        visual = GenericVisualInputs(**visual_inputs.normalized_for_model())
+        group = parallel_state.get_tensor_model_parallel_group()
+        if not self.config.vision_dp or group.size() == 1:
+            return self.vision(**visual.as_model_kwargs())
+        blank = self._blank_image.to(device)
+        return spread_over_ranks(self.vision, visual, self._visual_tokens(visual), blank, group)
+
+    def _features_of_blank(self, device: torch.device) -> Tensor:
         """Features of a blank image, so that a micro batch without images starts the same collectives."""
-        return self.vision(**self._dummy_visual.to(device).as_model_kwargs())
+        return self.vision(**self._blank_image.to(device).as_model_kwargs())
 
     def _segments(self, documents_BS: Tensor, is_visual_BS: Tensor) -> Tensor:
         """Document and bidirectional block of every token, see `models.attention`."""
@@ -131,7 +145,9 @@ def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
 
 def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
     """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
-    config = language_model_config(run, family.architecture(hf_config))
+    architecture = family.architecture(hf_config)
+    layout = pipeline_layout(*stage_costs(run, family, hf_config), run.parallel)
+    config = language_model_config(run, architecture, layout)
     check_divisible(config)
     vpp = run.parallel.vpp
     chunks = []

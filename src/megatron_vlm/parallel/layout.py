@@ -30,19 +30,28 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
     }
 
 
-def pipeline_layout(layers: int, parallel: ParallelConfig) -> list[list[str]]:
+def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelConfig) -> list[list[str]]:
     """What each pipeline stage holds, in the order tokens pass them, as Megatron's config takes it.
 
-    Layers left over by an even cut go to the inner stages, then to the first: the first stage also holds
-    embedding and tower, the last the output layer and its logits.
+    `first` is the work of the tower and `last` that of the output layer, in layers. Every stage gets a layer,
+    then each of the others goes to the rank that has least to do, there to the stage that has: the fullest
+    rank is as empty as layers of equal work allow.
     """
     stages = parallel.pp * parallel.vpp
-    base, rest = divmod(layers, stages)
-    favoured = [*range(1, stages - 1), 0, stages - 1][:rest]
-    held = [["decoder"] * (base + (stage in favoured)) for stage in range(stages)]
-    held[0].insert(0, "embedding")
-    held[-1].append("loss")
-    return held
+    held, extra = [1] * stages, [first] + [0.0] * (stages - 2) + [last]
+
+    def work(stage: int) -> tuple[float, float]:
+        of_rank = range(stage % parallel.pp, stages, parallel.pp)
+        return sum(held[s] + extra[s] for s in of_rank), held[stage] + extra[stage]
+
+    if stages == 1:
+        held = [layers]
+    for _ in range(layers - sum(held)):
+        held[min(range(stages), key=work)] += 1
+    layout = [["decoder"] * count for count in held]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def stage_layers(config: TransformerConfig, stage: int, vp_stage: int | None = None) -> range:

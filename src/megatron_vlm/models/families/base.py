@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
 from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.models.weights import Rule
@@ -20,7 +21,8 @@ class Family:
     `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())` that
     gives visual features (M, D), those of images in document order before those of videos, or (1 + n, M, D)
     where the others are added to the hidden states after each of the first n layers (`deepstack_layers`);
-    `dummy_visual(hf_config)` the smallest valid arguments.
+    `blank_image(hf_config, pixels)` its arguments for one black image of about that area, or for the smallest.
+    `visual_tokens(hf_config, visual_inputs)` is how many features each item has, images before videos.
     """
 
     model_type: str
@@ -28,7 +30,8 @@ class Family:
     architecture: Callable[[Any], dict]  # fields of LanguageModelConfig
     rotary: Callable[[Any], Rotary]
     build_vision: Callable[[Any], nn.Module]
-    dummy_visual: Callable[[Any], dict[str, Tensor]]
+    blank_image: Callable[[Any, int], dict[str, Tensor]]
+    visual_tokens: Callable[[Any, GenericVisualInputs], list[int]]
     weights: Callable[[Any], list[Rule]]
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import llama, llava
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies
@@ -52,9 +53,14 @@ class Gemma3Vision(nn.Module):
         return self.multi_modal_projector(hidden_NPE).flatten(0, 1)
 
 
-def dummy_visual(hf_config: Any) -> dict[str, Tensor]:
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """The tower takes one size of image."""
     side = hf_config.vision_config.image_size
     return {"pixel_values": torch.zeros(1, hf_config.vision_config.num_channels, side, side)}
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    return [hf_config.mm_tokens_per_image] * len(visual.pixel_values)
 
 
 def weights(hf_config: Any) -> list[Rule]:
@@ -76,7 +82,8 @@ FAMILY = Family(
     architecture=architecture,
     rotary=rotary,
     build_vision=Gemma3Vision,
-    dummy_visual=dummy_visual,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
     weights=weights,
     renames=llava.RENAMES,
     bidirectional_images=True,

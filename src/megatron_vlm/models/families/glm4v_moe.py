@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.models.families import experts, grids, llama
 from megatron_vlm.models.families.base import Family
@@ -56,11 +56,21 @@ def _group_limit(text: Any) -> dict:
 class Glm4vMoeVision(grids.GridVision):
     """The HF visual module; it takes every frame of a video as an image of its own."""
 
+    def __init__(self, hf_config: Any):
+        super().__init__(hf_config)
+        self.visual.embeddings.register_forward_pre_hook(_lengths_to_device)
+
     def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
         if video_grid_thw is not None:
             video_grid_thw = torch.repeat_interleave(video_grid_thw, video_grid_thw[:, 0], dim=0)
             video_grid_thw = torch.nn.functional.pad(video_grid_thw[:, 1:], (1, 0), value=1)
         return super().forward(video_grid_thw=video_grid_thw, **visual)
+
+
+def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
+    """Images' lengths stay on the CPU for the attention layers; the position embeddings want them beside it."""
+    hidden_states, lengths, *others = arguments
+    return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
 
 
 def visual_kinds(hf_config: Any) -> Kinds:
@@ -103,7 +113,8 @@ FAMILY = Family(
     architecture=architecture,
     rotary=grids.rotary,
     build_vision=Glm4vMoeVision,
-    dummy_visual=grids.dummy_visual,
+    blank_image=grids.blank_image,
+    visual_tokens=grids.visual_tokens,
     weights=weights,
     ignored_keys={HF_MODEL + "layers.46.**": "multi-token prediction, which Transformers leaves out too"},
     groups={

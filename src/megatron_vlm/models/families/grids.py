@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, vision_utils
 
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies, mrope_axes
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
@@ -65,15 +66,22 @@ def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
     return torch.cat([part for part in (images, videos) if part is not None])
 
 
-def dummy_visual(hf_config: Any) -> dict[str, Tensor]:
-    """One image that is one merged patch."""
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A square of whole merged patches."""
     vision = hf_config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    side = vision.spatial_merge_size
+    merged = vision.patch_size * vision.spatial_merge_size
+    side = vision.spatial_merge_size * max(1, round(pixels**0.5 / merged))
     return {
         "pixel_values": torch.zeros(side**2, width),
         "image_grid_thw": torch.tensor([[1, side, side]]),
     }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Merged patches."""
+    grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
+    return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
 
 
 def rotary(hf_config: Any) -> Rotary:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import llama, llava
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies
@@ -61,13 +62,21 @@ class Ministral3Vision(nn.Module):
         return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes)
 
 
-def dummy_visual(hf_config: Any) -> dict[str, Tensor]:
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A square of whole merged patches."""
     vision = hf_config.vision_config
-    side = vision.patch_size * hf_config.spatial_merge_size
+    merged = vision.patch_size * hf_config.spatial_merge_size
+    side = merged * max(1, round(min(pixels**0.5, vision.image_size) / merged))
     return {
         "pixel_values": torch.zeros(1, vision.num_channels, side, side),
         "image_sizes": torch.tensor([[side, side]]),
     }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Merged patches."""
+    merged = hf_config.vision_config.patch_size * hf_config.spatial_merge_size
+    return (visual.image_sizes // merged).prod(-1).tolist()
 
 
 def weights(hf_config: Any) -> list[Rule]:
@@ -93,7 +102,8 @@ FAMILY = Family(
     architecture=architecture,
     rotary=rotary,
     build_vision=Ministral3Vision,
-    dummy_visual=dummy_visual,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
     weights=weights,
     renames=llava.RENAMES,
     portable_config=portable_config,

@@ -1,0 +1,142 @@
+"""Floating-point operations of a model's parts: what balances the pipeline, and what `plan` reports.
+
+A multiplication and an addition count as two operations. Training costs one forward pass, another one for
+the gradients of what is below a trained parameter, another one for the trained parameters' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.language_model import DTYPES
+
+DEFAULT_IMAGE = 1024 * 1024  # pixels, where the run does not say how large images may be
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """One image: pixels asked for, features it becomes, operations and saved bytes of a forward pass."""
+
+    tokens: int
+    flops: float
+    saved_bytes: float
+
+
+def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
+    """Forward pass of one token through layer `layer`, in a document of `seq_length` tokens."""
+    width, head = architecture["hidden_size"], architecture["kv_channels"]
+    heads, groups = architecture["num_attention_heads"], architecture["num_query_groups"]
+    windows = architecture.get("layer_windows")
+    projections = 2 * width * head * (2 * heads + 2 * groups)
+    scores = 4 * heads * head * _keys_seen(seq_length, windows[layer] if windows else None)
+    return projections + scores + _feed_forward_flops(architecture, layer)
+
+
+def _keys_seen(seq_length: int, window: int | None) -> float:
+    """Mean number of keys that a token sees, itself included."""
+    window = min(window or seq_length, seq_length)
+    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
+
+
+def _feed_forward_flops(architecture: dict, layer: int) -> float:
+    width = architecture["hidden_size"]
+    if not architecture.get("moe_layer_freq", {layer: 0})[layer]:
+        return 6 * width * architecture["ffn_hidden_size"]
+    channels = architecture["moe_ffn_hidden_size"] * architecture["moe_router_topk"]
+    channels += architecture.get("moe_shared_expert_intermediate_size", 0)
+    return 6 * width * channels + 2 * width * architecture["num_moe_experts"]
+
+
+def output_flops(architecture: dict) -> float:
+    """Forward pass of one token through the output layer."""
+    return 2 * architecture["hidden_size"] * architecture["vocab_size"]
+
+
+def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
+    """Of an image of `data.max_pixels`: tower and projector run on its shapes alone, without numbers."""
+    pixels, dtype = run.data.max_pixels or DEFAULT_IMAGE, DTYPES[run.model.dtype]
+    image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
+    with torch.device("meta"):
+        vision = family.build_vision(hf_config).to(dtype)
+    visual = image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
+    saved: list[torch.Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        FlopCounterMode(display=False) as linear,
+        _FusedAttention() as attention,
+    ):
+        vision(**visual.as_model_kwargs())
+    weights = {p.untyped_storage()._cdata for p in vision.parameters()}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    kept = sum(size for storage, size in storages.items() if storage not in weights)
+    tokens = sum(family.visual_tokens(hf_config, image))
+    return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as devices run it, whose matrix is never stored; `flops` counts its operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args
+        self.flops += 4 * query.numel() * key.shape[-2]
+        return _AttentionShapes.apply(query, key, value)
+
+
+class _AttentionShapes(torch.autograd.Function):
+    """Saves what fused attention saves, and gives a result of its shape."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+
+def images_per_tower(run: RunConfig, image: ImageCost) -> float:
+    """Images of a row that one rank's tower looks at: all of them, unless spread over the tp ranks."""
+    images = run.data.visual_share * run.data.seq_length / image.tokens
+    if not run.parallel.vision_dp:
+        return images
+    rows = run.train.micro_batch_size
+    return max(images / run.parallel.tp, min(images, 1 / rows))  # an image stays whole
+
+
+def language_model_passes(run: RunConfig) -> int:
+    """How many forward passes a step through a layer costs."""
+    return 2 + ("language_model" not in run.model.freeze) + (run.model.recompute == "full")
+
+
+def vision_passes(run: RunConfig) -> int:
+    return 1 if {"tower", "projector"} <= set(run.model.freeze) else 3
+
+
+def stage_costs(run: RunConfig, family: Family, hf_config: Any) -> tuple[int, float, float]:
+    """(layers, the tower's work in layers, the output layer's work in layers) of a training step.
+
+    What `pipeline_layout` takes. The tower's share is of a row of which `data.visual_share` are images.
+    """
+    architecture = family.architecture(hf_config)
+    layers, seq_length = architecture["num_layers"], run.data.seq_length
+    if run.parallel.pp == 1:
+        return layers, 0.0, 0.0
+    one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
+    one_layer *= language_model_passes(run) * seq_length / run.parallel.tp
+    image = image_cost(run, family, hf_config)
+    tower = image.flops * images_per_tower(run, image) * vision_passes(run)
+    output = output_flops(architecture) * seq_length * min(3, language_model_passes(run)) / run.parallel.tp
+    return layers, tower / one_layer, output / one_layer
