@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # name -> (processes, layout
     "1 process": (1, ParallelConfig()),
     "TP2": (2, ParallelConfig(tp=2, sp=False)),
     "TP2+SP": (2, ParallelConfig(tp=2)),
-    "TP2+SP, images spread": (2, ParallelConfig(tp=2, vision_dp=True)),
+    "TP2+SP, images on each rank": (2, ParallelConfig(tp=2, vision_dp=False)),
     "PP2": (2, ParallelConfig(pp=2)),
     "PP2·VPP2": (2, ParallelConfig(pp=2, vpp=2)),
     "DP2": (2, ParallelConfig(distributed_optimizer=False)),

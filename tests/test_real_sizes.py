@@ -33,8 +33,6 @@ PARAMETERS = {  # of the published models, tied output weights counted once
 COUNT = """
 import json, sys
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from megatron_vlm.config import fewest_processes
@@ -42,33 +40,40 @@ from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
 from megatron_vlm.parallel import setup
+from megatron_vlm.planning import make_plan
 from megatron_vlm.recipes import load_recipe
 
+
 def count(recipe, config):
-    run, hf_config = load_recipe(recipe)(), AutoConfig.from_pretrained(config)
+    run, hf_config = load_recipe(recipe)(train_data_path="none://"), AutoConfig.from_pretrained(config)
     processes = fewest_processes(run.parallel)
-    return sum(count_on(rank, processes, run, hf_config) for rank in range(processes))
+    counts = [count_on(rank, processes, run, hf_config) for rank in range(processes)]
+    plan = make_plan(run, hf_config, processes)
+    return {
+        "total": sum(total for total, _, _ in counts),
+        "held": [held for _, held, _ in counts],
+        "planned": [plan.stages[stage].parameters for _, _, stage in counts],
+    }
 
 
 def count_on(rank, processes, run, hf_config):
     family = family_for(hf_config)
-    rules, total = family.weights(hf_config), 0
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    setup._make_groups(run.parallel)
-    chunks = []
-    if setup.parallel_state.get_data_parallel_rank() == 0:
+    rules, total, held = family.weights(hf_config), 0, 0
+    with setup.pretended(run.parallel, processes, rank):
         with torch.device("meta"):
             chunks = build_model(run, family, hf_config, torch.device("meta"))
-    for chunk in chunks:
-        for name, param in named_global_weights(chunk):
-            rule, _ = find_rule(rules, name)
-            tp_rank = setup.parallel_state.get_tensor_model_parallel_rank()
-            if rule.export and not (tp_rank > 0 and isinstance(rule.operation, Whole)):
-                everywhere = run.parallel.ep if ".local_experts." in name else 1
-                total += everywhere * isinstance(param, torch.nn.Parameter) * param.numel()
-    setup.parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    return total
+        first_replica = setup.parallel_state.get_data_parallel_rank() == 0
+        tp_rank = setup.parallel_state.get_tensor_model_parallel_rank()
+        stage = setup.parallel_state.get_pipeline_model_parallel_rank()
+        for chunk in chunks:
+            for name, param in named_global_weights(chunk):
+                if not isinstance(param, torch.nn.Parameter):
+                    continue
+                held += param.numel()
+                rule, _ = find_rule(rules, name)
+                if first_replica and rule.export and not (tp_rank > 0 and isinstance(rule.operation, Whole)):
+                    total += (run.parallel.ep if ".local_experts." in name else 1) * param.numel()
+    return total, held, stage
 
 
 print(json.dumps({recipe: count(recipe, config) for recipe, config in json.loads(sys.argv[1]).items()}))
@@ -76,7 +81,7 @@ print(json.dumps({recipe: count(recipe, config) for recipe, config in json.loads
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, int]:
+def counts() -> dict[str, dict]:
     jobs = json.dumps({recipe: str(CONFIGS / config) for recipe, (config, _) in PARAMETERS.items()})
     result = subprocess.run([sys.executable, "-c", COUNT, jobs], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -85,7 +90,12 @@ def counts() -> dict[str, int]:
 
 @pytest.mark.parametrize("recipe", PARAMETERS)
 def test_parameters_over_all_ranks_are_the_models(counts, recipe):
-    assert counts[recipe] == PARAMETERS[recipe][1]
+    assert counts[recipe]["total"] == PARAMETERS[recipe][1]
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+def test_every_rank_holds_what_the_plan_says(counts, recipe):
+    assert counts[recipe]["held"] == counts[recipe]["planned"]
 
 
 @pytest.mark.parametrize("recipe", PARAMETERS)

@@ -12,7 +12,6 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import FAMILIES, load
 from megatron_vlm.models.vision_parallel import balanced_shares
 
-
 CONFIGS = Path(__file__).parent / "hf_configs"
 REAL = {
     "gemma3": "gemma3_4b",

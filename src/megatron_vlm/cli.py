@@ -84,6 +84,37 @@ def recipes() -> None:
     typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
 
 
+@app.command()
+def plan(
+    settings: Settings = None,
+    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
+) -> None:
+    """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
+
+    Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
+    a row has.
+    """
+    run_config = recipe_table.compose(recipe, config, settings or ())
+    missing = configs.missing_settings(run_config)
+    run_config = configs.apply_overrides(run_config, dict.fromkeys(missing, "given later"))
+    configs.validate(run_config, gpus)
+
+    from transformers import AutoConfig
+
+    from megatron_vlm import planning
+
+    hf_config = AutoConfig.from_pretrained(run_config.model.hf_path)
+    made = planning.make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
+    typer.echo(planning.describe(made))
+    for line in planning.advice(made, hf_config, gpu_memory * 1e9):
+        typer.echo(line)
+
+
 @app.command(context_settings=WHOLE_LINE)
 def prepare(context: typer.Context) -> None:
     """Turn image conversations into an Energon dataset (see `prepare --help`)."""

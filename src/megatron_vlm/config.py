@@ -50,11 +50,15 @@ class ParallelConfig:
     ep: int = 1  # expert; its ranks are those of tp and of data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
-    vision_dp: bool = False  # spread a micro batch's images over the tp ranks, instead of all on each
+    vision_dp: bool | None = None  # images of a micro batch spread over the tp ranks; None: when tp > 1
 
     @property
     def sequence_parallel(self) -> bool:
         return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def images_spread(self) -> bool:
+        return self.tp > 1 if self.vision_dp is None else self.vision_dp
 
     @property
     def model_size(self) -> int:
@@ -182,7 +186,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
     if parallel.vision_dp and parallel.tp == 1:
-        yield "parallel: vision_dp spreads images over tensor-parallel ranks, but tp is 1; raise tp or drop it."
+        yield "parallel: vision_dp spreads images over tensor-parallel ranks, but tp is 1; drop it."
     if parallel.sp and parallel.tp == 1:
         yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
     if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:

@@ -20,21 +20,24 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> {window: mask}, freed with segments
+_MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> masks, freed with segments
 
 
-def allowed(segments: Tensor, window: int | None) -> Tensor:
-    """(B, 1, S, S) bool, True where query (row) may see key (column); built once per batch and window."""
+def mask(segments: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, S, S) to add to the scores, 0 where query (row) may see key (column), else minus infinity.
+
+    Built once per batch and window, and in the scores' dtype: layers share it, also for their backward.
+    """
     masks = _MASKS.setdefault(segments, {})
     if window not in masks:
         documents_BS, blocks_BS = segments
         position_S = torch.arange(segments.shape[-1], device=segments.device)
         distance_SS = position_S[:, None] - position_S[None, :]
         in_block = (blocks_BS[:, :, None] == blocks_BS[:, None, :]) & (blocks_BS[:, :, None] > 0)
-        mask = (documents_BS[:, :, None] == documents_BS[:, None, :]) & ((distance_SS >= 0) | in_block)
+        allowed = (documents_BS[:, :, None] == documents_BS[:, None, :]) & ((distance_SS >= 0) | in_block)
         if window:
-            mask &= distance_SS < window
-        masks[window] = mask[:, None]
+            allowed &= distance_SS < window
+        masks[window] = torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)[:, None]
     return masks[window]
 
 
@@ -45,8 +48,8 @@ def sdpa(
 
     query (B, H, S, K), key and value (B, H_kv, S, K) -> (B, H, S, K).
     """
-    mask = allowed(segments, window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    added = mask(segments, window, query.dtype)
+    return scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale, enable_gqa=True)
 
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa}

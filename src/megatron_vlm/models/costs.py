@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
@@ -24,11 +25,18 @@ DEFAULT_IMAGE = 1024 * 1024  # pixels, where the run does not say how large imag
 
 @dataclass(frozen=True)
 class ImageCost:
-    """One image: pixels asked for, features it becomes, operations and saved bytes of a forward pass."""
+    """One image: the features it becomes, and of a forward pass the operations and what is kept."""
 
     tokens: int
     flops: float
-    saved_bytes: float
+    saved_bytes: float  # for the backward pass
+    layer_inputs: tuple[float, ...]  # bytes that each layer keeps when it is recomputed
+
+    def kept(self, recompute: bool, forwards: float) -> float:
+        """Bytes after so many forward passes, and while the backward pass of the first is under way."""
+        if not recompute:
+            return forwards * self.saved_bytes
+        return forwards * sum(self.layer_inputs) + self.saved_bytes / len(self.layer_inputs)
 
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
@@ -69,6 +77,10 @@ def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
         vision = family.build_vision(hf_config).to(dtype)
     visual = image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
     saved: list[torch.Tensor] = []
+    inputs: list[int] = []
+    for module in vision.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         FlopCounterMode(display=False) as linear,
@@ -79,7 +91,7 @@ def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
     kept = sum(size for storage, size in storages.items() if storage not in weights)
     tokens = sum(family.visual_tokens(hf_config, image))
-    return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept)
+    return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept, tuple(inputs))
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -107,10 +119,14 @@ class _AttentionShapes(torch.autograd.Function):
         return output
 
 
+def images_per_row(run: RunConfig, image: ImageCost) -> float:
+    return run.data.visual_share * run.data.seq_length / image.tokens
+
+
 def images_per_tower(run: RunConfig, image: ImageCost) -> float:
     """Images of a row that one rank's tower looks at: all of them, unless spread over the tp ranks."""
-    images = run.data.visual_share * run.data.seq_length / image.tokens
-    if not run.parallel.vision_dp:
+    images = images_per_row(run, image)
+    if not run.parallel.images_spread:
         return images
     rows = run.train.micro_batch_size
     return max(images / run.parallel.tp, min(images, 1 / rows))  # an image stays whole
@@ -122,21 +138,19 @@ def language_model_passes(run: RunConfig) -> int:
 
 
 def vision_passes(run: RunConfig) -> int:
-    return 1 if {"tower", "projector"} <= set(run.model.freeze) else 3
+    if {"tower", "projector"} <= set(run.model.freeze):
+        return 1
+    return 3 + (run.model.recompute == "full")
 
 
-def stage_costs(run: RunConfig, family: Family, hf_config: Any) -> tuple[int, float, float]:
+def stage_costs(run: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
     """(layers, the tower's work in layers, the output layer's work in layers) of a training step.
 
-    What `pipeline_layout` takes. The tower's share is of a row of which `data.visual_share` are images.
+    What `pipeline_layout` takes. The tower's is for a row of which `data.visual_share` are images.
     """
-    architecture = family.architecture(hf_config)
     layers, seq_length = architecture["num_layers"], run.data.seq_length
-    if run.parallel.pp == 1:
-        return layers, 0.0, 0.0
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
     one_layer *= language_model_passes(run) * seq_length / run.parallel.tp
-    image = image_cost(run, family, hf_config)
     tower = image.flops * images_per_tower(run, image) * vision_passes(run)
     output = output_flops(architecture) * seq_length * min(3, language_model_passes(run)) / run.parallel.tp
     return layers, tower / one_layer, output / one_layer

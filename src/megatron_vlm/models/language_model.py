@@ -47,11 +47,11 @@ class LanguageModelConfig(TransformerConfig):
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "sdpa"
-    vision_dp: bool = False  # images spread over the tensor-parallel ranks
+    images_spread: bool = False  # over the tensor-parallel ranks, see `models.vision_parallel`
 
 
 def language_model_config(run: RunConfig, architecture: dict, layout: list[list[str]]) -> LanguageModelConfig:
-    """The family's architecture under the run's layout and precision; `layout` as `pipeline_layout` makes it."""
+    """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s."""
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[run.model.dtype]
     recompute = {
@@ -73,7 +73,7 @@ def language_model_config(run: RunConfig, architecture: dict, layout: list[list[
         },
         **recompute,
         attention_backend_name=run.model.attention,
-        vision_dp=run.parallel.vision_dp,
+        images_spread=run.parallel.images_spread,
         **megatron_settings(run.parallel),
         pipeline_model_parallel_layout=layout,
         params_dtype=dtype,

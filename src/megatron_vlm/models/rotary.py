@@ -57,7 +57,7 @@ class Rotary(nn.Module):
         self.register_buffer(
             "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
         )
-        self.factors = [factor for _, factor in rules]
+        self.register_buffer("factors", torch.tensor([factor for _, factor in rules]), persistent=False)
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
         self.register_buffer("axes", axes, persistent=False)
         self.query_scale = query_scale
@@ -69,7 +69,7 @@ class Rotary(nn.Module):
             position_SBR = position_ids.permute(2, 1, 0)[..., self.axes]
         angles_SBR = position_SBR.float() * self.inv_freq[:, None, None, :]
         angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
-        factor = angles.new_tensor(self.factors).view(-1, 1, 1, 1, 1)
+        factor = self.factors.view(-1, 1, 1, 1, 1)
         table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)[:, None]
         if self.query_scale is None:
             return table

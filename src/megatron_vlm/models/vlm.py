@@ -10,10 +10,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.costs import stage_costs
+from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
 from megatron_vlm.models.vision_parallel import spread_over_ranks
@@ -44,6 +45,8 @@ class VLMModel(MegatronModule):
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)
+            if config.recompute_granularity == "full":
+                recompute_layers(self.vision)
             self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
             self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
@@ -101,9 +104,9 @@ class VLMModel(MegatronModule):
     def _features(self, visual_inputs: GenericVisualInputs, device: torch.device) -> Tensor:
         """The tower's output for all items of the micro batch, see `Family.build_vision`."""
         visual = GenericVisualInputs(**visual_inputs.normalized_for_model())
-        group = parallel_state.get_tensor_model_parallel_group()
-        if not self.config.vision_dp or group.size() == 1:
+        if not self.config.images_spread:
             return self.vision(**visual.as_model_kwargs())
+        group = parallel_state.get_tensor_model_parallel_group()
         blank = self._blank_image.to(device)
         return spread_over_ranks(self.vision, visual, self._visual_tokens(visual), blank, group)
 
@@ -128,6 +131,13 @@ class VLMModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
 
+def recompute_layers(vision: torch.nn.Module) -> None:
+    """The tower's layers keep only their inputs when training, and run again in the backward pass."""
+    for module in vision.modules():
+        if isinstance(module, PreTrainedModel):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def placeholders(kinds_BS: Tensor, count: int) -> Tensor:
     """(M,) indices into B * S of the first `count` placeholders, images' before videos', each in order.
 
@@ -146,7 +156,10 @@ def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
 def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
     """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
     architecture = family.architecture(hf_config)
-    layout = pipeline_layout(*stage_costs(run, family, hf_config), run.parallel)
+    costs = architecture["num_layers"], 0.0, 0.0
+    if run.parallel.pp > 1:
+        costs = stage_costs(run, architecture, image_cost(run, family, hf_config))
+    layout = pipeline_layout(*costs, run.parallel)
     config = language_model_config(run, architecture, layout)
     check_divisible(config)
     vpp = run.parallel.vpp

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -40,6 +42,21 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     _destroy_groups()
     _make_groups(parallel)
     seed_all(seed)
+
+
+@contextmanager
+def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
+    """This process laid out as `rank` of many that are not there: enough to build on the meta device."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # also makes the backend known
+
+    _check_layout(parallel, processes)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    _make_groups(parallel)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def shutdown() -> None:

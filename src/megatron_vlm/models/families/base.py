@@ -21,7 +21,7 @@ class Family:
     `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())` that
     gives visual features (M, D), those of images in document order before those of videos, or (1 + n, M, D)
     where the others are added to the hidden states after each of the first n layers (`deepstack_layers`);
-    `blank_image(hf_config, pixels)` its arguments for one black image of about that area, or for the smallest.
+    `blank_image(hf_config, pixels)` its arguments for a black image of about that area (0: the smallest).
     `visual_tokens(hf_config, visual_inputs)` is how many features each item has, images before videos.
     """
 

@@ -68,7 +68,7 @@ class Glm4vMoeVision(grids.GridVision):
 
 
 def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
-    """Images' lengths stay on the CPU for the attention layers; the position embeddings want them beside it."""
+    """The attention layers read images' lengths on the CPU, the position embeddings on the device."""
     hidden_states, lengths, *others = arguments
     return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
 
