@@ -126,8 +126,8 @@ def test_a_layer_does_the_operations_that_are_counted(measured, name):
     assert counted == done
 
 
-def plan(capsys, tmp_path, recipe: str, config: str, *settings: str) -> str:
-    shutil.copy(CONFIGS / config, tmp_path / "config.json")
+def plan(capsys, tmp_path, recipe: str, *settings: str) -> str:
+    shutil.copy(CONFIGS / f"{recipe}.json", tmp_path / "config.json")
     with pytest.raises(SystemExit) as ended:
         run(app, "megatron-vlm", ["plan", "--recipe", recipe, f"hf_path={tmp_path}", *settings])
     assert ended.value.code in (None, 0)
@@ -135,7 +135,7 @@ def plan(capsys, tmp_path, recipe: str, config: str, *settings: str) -> str:
 
 
 def test_plan_of_a_layout_that_fits(capsys, tmp_path):
-    text = plan(capsys, tmp_path, "glm_45v", "glm_45v.json", "tp=4", "pp=8", "ep=8")
+    text = plan(capsys, tmp_path, "glm_45v", "tp=4", "pp=8", "ep=8")
     assert text.startswith("glm_45v on 64 GPUs: tp 4 · pp 8 · ep 8 · dp 2; 32 micro batches")
     assert "It fits: the fullest rank, of stage" in text
     layers = [line.split()[1] for line in text.splitlines() if line.strip()[:1].isdigit()]
@@ -143,7 +143,7 @@ def test_plan_of_a_layout_that_fits(capsys, tmp_path):
 
 
 def test_plan_says_what_makes_it_fit(capsys, tmp_path):
-    text = plan(capsys, tmp_path, "qwen3_vl_8b", "qwen3_vl_8b.json", "tp=1")
+    text = plan(capsys, tmp_path, "qwen3_vl_8b", "tp=1")
     assert "does not fit" in text
     assert "  parallel.tp=4: " in text and "GB on 4 GPUs" in text
 

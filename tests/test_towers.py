@@ -14,10 +14,10 @@ from megatron_vlm.models.vision_parallel import balanced_shares
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 REAL = {
-    "gemma3": "gemma3_4b",
+    "gemma3": "gemma3_vl_4b",
     "mistral3": "ministral3_3b",
     "glm4v_moe": "glm_45v",
-    "qwen2_5_vl": "qwen2_5_vl_3b",
+    "qwen2_5_vl": "qwen25_vl_3b",
     "qwen3_vl": "qwen3_vl_2b",
     "qwen3_vl_moe": "qwen3_vl_30b_a3b",
 }

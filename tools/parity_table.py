@@ -11,35 +11,34 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
 NUMBERS = ("max_abs_logits", "abs_loss", "max_rel_grad")
-HEAD = "| family | layout | inputs | logits, abs | loss, abs | gradients, rel | worst parameter |"
+HEAD = "| family | layouts | inputs | logits, abs | loss, abs | gradients, rel |"
 
 
 def table(rows: list[dict]) -> str:
-    """One line per family and layout with the worst number over its inputs; a failed one is marked."""
-    groups: dict[tuple[str, str], list[dict]] = {}
+    """A line for each family with the worst number over its layouts and inputs; a failed one is marked."""
+    families: dict[str, list[dict]] = {}
     for row in rows:
-        groups.setdefault((row["family"], row["layout"]), []).append(row)
+        families.setdefault(row["family"], []).append(row)
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
-    return "\n".join(lines + [line(*key, group) for key, group in groups.items()])
+    return "\n".join(lines + [line(family, group) for family, group in families.items()])
 
 
-def line(family: str, layout: str, rows: list[dict]) -> str:
-    inputs = ", ".join(dict.fromkeys(row["input"] for row in rows))
+def line(family: str, rows: list[dict]) -> str:
+    layouts, inputs = (", ".join(dict.fromkeys(row[kind] for row in rows)) for kind in ("layout", "input"))
     worst = [f"{max(row[number] for row in rows):.1e}" for number in NUMBERS]
-    parameter = max(rows, key=lambda row: row["max_rel_grad"])["worst_parameter"]
     mark = "" if all(row["passed"] for row in rows) else " **failed**"
-    return f"| {family}{mark} | {layout} | {inputs} | {' | '.join(worst)} | `{parameter}` |"
+    return f"| {family}{mark} | {layouts} | {inputs} | {' | '.join(worst)} |"
 
 
-def replaced(readme: str, new_table: str) -> str:
-    """The README with what stands between the markers replaced. Raises ValueError without the markers."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def replaced(page: str, new_table: str, name: str = "parity") -> str:
+    """The page with what stands between the table's markers replaced. Raises ValueError without them."""
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"README.md: no {BEGIN} … {END}; put both where the table belongs.")
-    return f"{before}{BEGIN}\n{new_table}\n{END}{after}"
+        raise ValueError(f"no {first} … {last}; put both where the table belongs.")
+    return f"{before}{first}\n{new_table}\n{last}{after}"
 
 
 def main() -> None:

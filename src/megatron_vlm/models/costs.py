@@ -72,7 +72,8 @@ def output_flops(architecture: dict) -> float:
 def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     """Of an image of `data.max_pixels`: tower and projector run on its shapes alone, without numbers."""
     pixels, dtype = run.data.max_pixels or DEFAULT_IMAGE, DTYPES[run.model.dtype]
-    image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
+    with torch.device("cpu"):  # also while a model is built on the meta device: the host reads the grids
+        image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
     with torch.device("meta"):
         vision = family.build_vision(hf_config).to(dtype)
     visual = image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
@@ -82,6 +83,7 @@ def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
         if isinstance(module, GradientCheckpointingLayer):
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
     with (
+        torch.device("cpu"),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         FlopCounterMode(display=False) as linear,
         _FusedAttention() as attention,

@@ -12,7 +12,7 @@ from megatron_vlm.recipes.base import RecipeArgs, build
 
 
 def gemma3_vl_4b(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """Gemma3 4B, for two 80 GB GPUs and up."""
+    """Gemma3 4B, for four 80 GB GPUs and up, or two with recompute=full."""
     return _gemma3("4b", {"tp": 2}, changes)
 
 
