@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy import ndarray
 
-STRIPS_PER_ROOT = 1.5  # strips of equal patches for each root of the number of steps; best of 0.5, 1, 1.5, 2
+STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups; see reports/bench_packing.json
 
 
 @dataclass
@@ -63,6 +63,19 @@ def pack(
         _check_fits(patches, patch_capacity, "patches")
         rows = _within_patches(rows, lengths, capacity, patches, patch_capacity)
     return rows if rng is None else _shuffled_inside(rows, rng)
+
+
+def pack_buffer(
+    lengths: list[int], capacity: int, patches: list[int], patch_capacity: int | None
+) -> list[list[int]]:
+    """The documents of each row, rows in a random order that follows from the lengths alone.
+
+    So equal buffers give equal rows, wherever and whenever they are packed.
+    """
+    rng = np.random.default_rng(lengths)
+    rows = pack(np.array(lengths, int), capacity, np.array(patches, int), patch_capacity, rng)
+    assert len(rows.documents) == len(lengths), "packing lost a document"
+    return [rows[row].tolist() for row in rng.permutation(len(rows))]
 
 
 def balanced_order(
