@@ -240,6 +240,7 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
                 f"{found[0]} and {found[1]}. Lengths of {type(self.processor).__name__} are computed wrongly: "
                 "please report this, and use data.packing=none meanwhile."
             )
+        encoded.__restore_key__ = measured.__restore_key__  # of this stage, not of the conversation's
         self.drops.keep()
         return encoded
 

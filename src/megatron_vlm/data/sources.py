@@ -10,7 +10,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PositionIds
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, PositionIds
 
 # dataset_type -> provider with `from_config(DataConfig)`, `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
@@ -20,7 +20,7 @@ PROVIDERS = {
 
 
 class RunData:
-    """Both loaders of a run on one data-parallel rank, and what they dropped.
+    """Both loaders of a run on one data-parallel rank, and what they dropped. Validation is never packed.
 
     The drops of rank R are written to `<run_dir>/drops/rankR.jsonl`.
     """
@@ -36,20 +36,22 @@ class RunData:
     ):
         data = config.data
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl")
-        encoder = HFEncoderVLMTaskEncoder(
-            processor,
-            data.seq_length,
-            visual_keys,
-            min_pixels=data.min_pixels,
-            max_pixels=data.max_pixels,
-            over_length=data.over_length,
-            position_ids=position_ids,
-            drops=self.drops,
-        )
+        options = {
+            "min_pixels": data.min_pixels,
+            "max_pixels": data.max_pixels,
+            "over_length": data.over_length,
+            "position_ids": position_ids,
+            "drops": self.drops,
+        }
+        encoder = HFEncoderVLMTaskEncoder(processor, data.seq_length, visual_keys, **options)
+        packing = None
+        if data.packing != "none":
+            options["max_patches"] = data.max_patches
+            packing = PackingVLMTaskEncoder(processor, data.seq_length, visual_keys, **options)
         module, name = PROVIDERS[data.dataset_type].split(":")
         provider = getattr(import_module(module), name).from_config(data)
         place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
-        self.train_loader = provider.train_loader(encoder, seed=config.train.seed, **place)
+        self.train_loader = provider.train_loader(packing or encoder, seed=config.train.seed, **place)
         self.valid_loader = provider.valid_loader(encoder, **place)
 
     @property
