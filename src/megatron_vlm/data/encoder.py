@@ -107,6 +107,10 @@ class HFEncoderVLMTaskEncoder(
     def tokenizer(self):
         return self.processor.tokenizer
 
+    @property
+    def chat_template(self) -> str:
+        return self._encode_text.template
+
     @stateless
     def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
         """One document. Uses nothing of Energon's loader, so any source may call it.
@@ -261,7 +265,10 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         length = sum(len(sample.input_ids) for sample in samples)
         if length > self.seq_length:
             keys = [key for sample in samples for key in sample.document_keys]
-            raise ValueError(f"packing: {keys} have {length} tokens, seq_length = {self.seq_length}.")
+            raise ValueError(
+                f"packing: {keys} have {length} tokens, seq_length = {self.seq_length}; the data changed since "
+                "its lengths were measured. Measure it again: delete its folder in data.lengths_cache."
+            )
         return join_documents(samples)
 
     @stateless

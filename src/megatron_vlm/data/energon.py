@@ -274,7 +274,9 @@ def _as_restored(restore_key: Any) -> Any:
     parts = [_as_restored(part) for part in restore_key]
     is_document = [isinstance(part, list) and part[:1] == ["PackingDataset"] for part in parts]
     if parts[:1] == ["PackingDataset"]:
-        parts = [part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)]
+        parts = [
+            part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)
+        ]
     return parts
 
 

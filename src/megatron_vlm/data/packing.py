@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy import ndarray
 
-STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups; see reports/bench_packing.json
+STRIPS_PER_ROOT = (
+    3  # strips of equal patches for each root of the number of groups; see reports/bench_packing.json
+)
 
 
 @dataclass
@@ -79,7 +81,12 @@ def pack_buffer(
 
 
 def balanced_order(
-    attention: ndarray, patches: ndarray, group: int, rng: np.random.Generator, unbalanced: int = 0
+    attention: ndarray,
+    patches: ndarray,
+    group: int,
+    rng: np.random.Generator,
+    unbalanced: int = 0,
+    strips: int | None = None,
 ) -> ndarray:
     """A random order of rows in which every `group` neighbours cost about the same in attention and patches.
 
@@ -95,8 +102,8 @@ def balanced_order(
     if groups == 0:
         return order
     by_patches = rest[np.argsort(patches[rest], kind="stable")]
-    strips = max(1, round(STRIPS_PER_ROOT * groups**0.5))
-    edges = np.linspace(0, groups, min(strips, groups) + 1).astype(int) * group
+    strips = min(groups, strips or round(STRIPS_PER_ROOT * groups**0.5))
+    edges = np.linspace(0, groups, strips + 1).astype(int) * group
     strip = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
     sorted_rows = by_patches[np.lexsort((attention[by_patches], strip))]
     steps = rng.permuted(sorted_rows.reshape(groups, group), axis=1)

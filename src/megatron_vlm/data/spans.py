@@ -64,10 +64,10 @@ class SpanProcessor:
         self.marked_tokenizer = _MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
-        self._template = chat_template or _template_of(processor)
+        self.template = chat_template or _template_of(processor)
         self._placeholder_tokens = placeholder_tokens(processor)
         self._control_tokens = _control_tokens(processor)
-        if not GENERATION_TAG.search(self._template):
+        if not GENERATION_TAG.search(self.template):
             self._probe_template()
 
     def __call__(
@@ -103,14 +103,16 @@ class SpanProcessor:
         """
         prompt, replies = self.render(messages, tools)
         bos = self.tokenizer.bos_token
-        options = {"add_special_tokens": not (bos and prompt.startswith(bos))}  # one BOS, as HF's own templates
+        options = {
+            "add_special_tokens": not (bos and prompt.startswith(bos))
+        }  # one BOS, as HF's own templates
         return _insert_marks(prompt, replies, self._placeholders(prompt, images)), options
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
-            if GENERATION_TAG.search(self._template):
+            if GENERATION_TAG.search(self.template):
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
                 prompt, spans = self._render_beginnings(messages, tools)
@@ -127,7 +129,7 @@ class SpanProcessor:
         prompts, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,
-            chat_template=self._template,
+            chat_template=self.template,
             **self.tokenizer.special_tokens_map,
             **how,
         )
