@@ -1,4 +1,4 @@
-"""What is predicted of a sample's encoding from its text and image headers is what the processor makes of it."""
+"""What text and image headers predict of a sample's encoding is what the processor makes of it."""
 
 import io
 import json
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder

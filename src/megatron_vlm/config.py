@@ -73,8 +73,8 @@ class DataConfig:
     max_pixels: int | None = None
     max_drop_share: float = 0.05  # the run stops when more of the samples than this are dropped
     num_workers: int = 2
-    # "none": a sample a row; "stream": rows of seq_length packed out of a buffer; "global": out of all samples,
-    # whose lengths are measured before (`tools/precompute_tokens.py`), rows of a step alike in cost
+    # "none": a sample a row; "stream": rows of seq_length packed out of a buffer; "global": out of all
+    # samples, their lengths measured before (`tools/precompute_tokens.py`), the rows of a step alike in cost
     packing: str = "none"
     packing_buffer_size: int = 1000  # samples that "stream" packs at a time; a worker holds their images
     max_patches: int | None = None  # most raw patches of images in a packed row; None: no limit
@@ -362,9 +362,9 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
 def _packing_problems(data: DataConfig) -> Iterator[str]:
     if data.dataset_type == "energon":
         if data.packing == "global":
-            yield "data.packing: global needs to know all lengths, an energon dataset is a stream; use stream."
+            yield "data.packing: global needs all lengths at once, energon datasets are streams; use stream."
         if data.group_by_length:
-            yield "data.group_by_length: needs to know all lengths, an energon dataset is a stream; use packing."
+            yield "data.group_by_length: needs all lengths at once, energon datasets are streams; pack them."
     if data.packing != "none" and data.group_by_length:
         yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
     if data.packing == "none" and data.max_patches is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,19 @@ class HFEncoderVLMTaskEncoder(
             del fields[energon_only]
         return fields | {"__key__": fields.pop("document_keys")}
 
+    def measure(self, sample: ChatMLSample) -> tuple[int, int]:
+        """(tokens, raw patches of images) that `encode_sample` would make, without decoding images.
+
+        Raises SkipSample, after counting the drop, for all that text and image headers show to be unfit, and
+        ValueError for a processor that cannot tell an image's tokens from its size.
+        """
+        with self._counting_drops(sample):
+            return self._measured(sample)
+
+    @functools.cached_property
+    def _measure(self) -> Measure:
+        return Measure(self.processor, self._encode_text)
+
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:
         try:
@@ -176,6 +190,18 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.__key__],
         )
 
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
+        messages, tools = _read(sample)
+        sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
+        layout = self._measure(messages, tools, sizes)
+        length, images = len(layout), len(sizes)
+        if length > self.seq_length:
+            self._check_over_length(length)
+            length, images = _cut(layout.images, self.seq_length)
+        if not layout.reply_mask[1:length].any():
+            raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
+        return length, sum(layout.patches[:images])
+
     def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
         unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))
         if unexpected:
@@ -198,6 +224,19 @@ class HFEncoderVLMTaskEncoder(
             raise BadSample("over_length", f"{length} tokens, seq_length = {self.seq_length}")
 
 
+@dataclass
+class _Document:
+    text: EncodedText
+    visual_inputs: GenericVisualInputs | None
+
+    def truncated(self, length: int) -> _Document:
+        """The first `length` tokens, or fewer where the cut would go through an image, and their images."""
+        text = self.text
+        length, keep = _cut(text.images, length)
+        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], text.images[:keep], {})
+        return _Document(cut, _first_images(self.visual_inputs, keep, len(text.images)))
+
+
 @edataclass
 class MeasuredSample(Sample):
     """A conversation whose encoding is known to have `length` tokens and `patches` raw patches of images."""
@@ -208,8 +247,8 @@ class MeasuredSample(Sample):
 
 
 class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
-    """As its base, in two halves, so that whole buffers of samples are measured and packed before their images
-    are decoded: `preencode_sample` reads text and image headers, `postencode_sample` calls the processor.
+    """As its base, in two halves, so that a buffer of samples is packed before their images are decoded:
+    `preencode_sample` reads text and image headers, `postencode_sample` calls the processor.
 
     Rows hold several documents and are padded to `seq_length`.
 
@@ -223,13 +262,12 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
     def __init__(self, *args: Any, max_patches: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.max_patches = max_patches
-        self._measure = Measure(self.processor, self._encode_text)
+        self._measure  # noqa: B018  raises here, not in a worker
 
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
-        """Raises SkipSample, after counting the drop, for all that text and image headers show to be unfit."""
-        with self._counting_drops(sample):
-            length, patches = self._measured(sample)
+        """Raises as `measure`."""
+        length, patches = self.measure(sample)
         return MeasuredSample.derive_from(sample, conversation=sample, length=length, patches=patches)
 
     @stateless
@@ -240,8 +278,8 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         found = len(encoded.input_ids), self._measure.patches_of(encoded.visual_inputs)
         if found != (measured.length, measured.patches):
             raise RuntimeError(
-                f"{measured.__key__}: measured {measured.length} tokens and {measured.patches} patches, encoded "
-                f"{found[0]} and {found[1]}. Lengths of {type(self.processor).__name__} are computed wrongly: "
+                f"{measured.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
+                f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
                 "please report this, and use data.packing=none meanwhile."
             )
         encoded.__restore_key__ = measured.__restore_key__  # of this stage, not of the conversation's
@@ -254,20 +292,20 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         return [[samples[index] for index in row] for row in rows]
 
     def select_rows(self, lengths: list[int], patches: list[int]) -> list[list[int]]:
-        """The indices of the samples of each row; what `select_samples_to_pack` does."""
+        """As `select_samples_to_pack`, of samples by their place in the lists."""
         return pack_buffer(lengths, self.seq_length, patches, self.max_patches)
 
     @stateless
     def pack_selected_samples(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
-        """One row. Raises SkipSample when none of its samples could be encoded, ValueError when too long."""
+        """One row. Raises SkipSample when none of its samples could be encoded."""
         if not samples:
             raise SkipSample("a row of which every sample was dropped")
         length = sum(len(sample.input_ids) for sample in samples)
         if length > self.seq_length:
             keys = [key for sample in samples for key in sample.document_keys]
-            raise ValueError(
-                f"packing: {keys} have {length} tokens, seq_length = {self.seq_length}; the data changed since "
-                "its lengths were measured. Measure it again: delete its folder in data.lengths_cache."
+            raise RuntimeError(
+                f"packing: {', '.join(keys)} have {length} tokens, seq_length = {self.seq_length}: they "
+                "changed after their lengths were measured; delete their folder in data.lengths_cache."
             )
         return join_documents(samples)
 
@@ -277,32 +315,10 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         return self._batch_rows(samples, self.seq_length)
 
     def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
-        messages, tools = _read(sample)
-        sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        layout = self._measure(messages, tools, sizes)
-        length, images = len(layout), len(sizes)
-        if length > self.seq_length:
-            self._check_over_length(length)
-            length, images = _cut(layout.images, self.seq_length)
-        if not layout.reply_mask[1:length].any():
-            raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        patches = sum(layout.patches[:images])
+        length, patches = super()._measured(sample)
         if self.max_patches is not None and patches > self.max_patches:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {self.max_patches}")
         return length, patches
-
-
-@dataclass
-class _Document:
-    text: EncodedText
-    visual_inputs: GenericVisualInputs | None
-
-    def truncated(self, length: int) -> _Document:
-        """The first `length` tokens, or fewer where the cut would go through an image, and their images."""
-        text = self.text
-        length, keep = _cut(text.images, length)
-        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], text.images[:keep], {})
-        return _Document(cut, _first_images(self.visual_inputs, keep, len(text.images)))
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:

@@ -268,7 +268,7 @@ def _check_restorable(dataset) -> None:
 
 
 def _as_restored(restore_key: Any) -> Any:
-    """Energon 7.4.1 reads the part of a document's key that `postencode_sample` adds twice, so it is doubled."""
+    """Energon 7.4.1 reads twice the part of a document's key that `postencode_sample` adds: it is doubled."""
     if not isinstance(restore_key, list | tuple):
         return restore_key
     parts = [_as_restored(part) for part in restore_key]

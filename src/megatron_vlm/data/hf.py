@@ -1,7 +1,7 @@
 """Hugging Face `datasets` as a source, through the very encoder that Energon uses.
 
 Rows stay on disk (Arrow, memory-mapped) and images encoded until a worker encodes the sample. The order of
-rows and what is packed together depend on seed, epoch, rank and world size alone, so the state is two or three
+rows and what is packed together depend on seed, epoch, rank and world size alone, so the state is a few
 numbers and fits any number of workers.
 """
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encoder import PackingVLMTaskEncoder, join_documents
+from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 from megatron_vlm.data.loaders import (
     close_loader,
@@ -52,9 +52,9 @@ class HFProvider:
     """Loaders of a folder in `datasets` format, a folder or file of parquet, or a hub name.
 
     `columns` renames columns of the source to `conversations` or `messages` and `image` or `images`.
-    With `packing` or `group_by_length` (see DataConfig) the training loader measures samples before it encodes
-    them and its encoder must be a PackingVLMTaskEncoder; with "global" packing and `group_by_length` it
-    measures the whole dataset when it is built, once per `lengths_cache`.
+    With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
+    "global" packing and `group_by_length` the whole dataset is measured when the training loader is built,
+    once for all runs that share `lengths_cache`.
     """
 
     train_data_path: str
@@ -116,7 +116,7 @@ class HFProvider:
         if self.packing == "global" or self.group_by_length:
             tokens, patches = measure_dataset(rows, self.lengths_cache, self.num_workers, rank, world_size)
             capacity = rows.encoder.seq_length if self.packing == "global" else None
-            limits = capacity, rows.encoder.max_patches
+            limits = capacity, getattr(rows.encoder, "max_patches", None)
             return BalancedRows(tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
         order = RandomOrder(len(rows), rank, world_size, seed)
         if self.packing == "none":
@@ -158,17 +158,22 @@ class EncodedRows(Dataset):
     def __getitem__(self, item: tuple[Any, list[int]]) -> tuple[Any, Any]:
         place, indices = item
         encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
-        return place, join_documents(encoded) if encoded else None
+        return place, self._row(encoded) if encoded else None
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None when it is dropped."""
-        sample = self._kept(lambda sample: self.encoder.preencode_sample(sample), index)
-        return sample and (sample.length, sample.patches)
+        return self._kept(self.encoder.measure, index)
 
     def _encode(self, sample: ChatMLSample):
         if isinstance(self.encoder, PackingVLMTaskEncoder):
             return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
         return self.encoder.encode_sample(sample)
+
+    def _row(self, documents: list):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.pack_selected_samples(documents)
+        (document,) = documents
+        return document
 
     def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:

@@ -118,7 +118,7 @@ class Measure:
         return list(tokens), list(patches)
 
     def _patches(self, width: int, height: int) -> int:
-        """Of an image that is resized to one size (Gemma3), or into a square and up to whole patches (Pixtral)."""
+        """Of an image resized to one size (Gemma3), or into a square and up to whole patches (Pixtral)."""
         size = self._processor.image_processor.size
         if size.get("height"):
             return (size["height"] // self._patch_size) * (size["width"] // self._patch_size)

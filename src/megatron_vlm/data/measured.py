@@ -1,7 +1,7 @@
 """Tokens and patches of every row of a dataset, measured once and kept on disk.
 
-They lie in a folder named after the data and all settings that decide them, in parts that are written whole: what
-is interrupted goes on where it was, and several processes on one folder share the work.
+They lie in a folder named after the data and all settings that decide them, in parts that are written whole:
+what is interrupted goes on where it was, and several processes on one folder share the work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def default_folder() -> Path:
 def measure_dataset(
     rows, folder: str | Path | None = None, num_workers: int = 0, rank: int = 0, world_size: int = 1
 ) -> tuple[ndarray, ndarray]:
-    """(tokens, patches) of each row of an `EncodedRows` with a PackingVLMTaskEncoder; DROPPED where dropped.
+    """(tokens, patches) of each row of an `EncodedRows`; DROPPED where dropped.
 
     Reads from `folder` what is there and measures the rest, with a progress bar on rank 0. Ranks begin with
     different parts; one that finds the others' missing measures them too, so none waits for another.

@@ -1,7 +1,7 @@
 """In which order a rank sees the rows of a map-style dataset, and which of them share a row of a batch.
 
-An order iterates without end over `(place, indices)`: dataset rows that make one row of a batch, and the place
-at which the same iteration continues after them. `order.place` is where it begins; a place is a few integers.
+An order iterates without end over `(place, indices)`: dataset rows that make one row of a batch, and the
+place at which the same iteration continues after them. `order.place`, a few integers, is where it begins.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class BufferedPacking:
 
 @dataclass
 class BalancedRows:
-    """Rows of documents of known cost, packed anew every epoch or single, in random groups of about equal cost.
+    """Rows of documents of known cost, packed anew every epoch or single, in random groups of equal cost.
 
-    A group is what all ranks take at a time: `micro_batch_size` rows each. Ranks stay in step for ever: the
-    rows that an epoch leaves over begin a group that the next one completes. Dataset rows that are known to be
-    dropped (tokens < 0) come with the rows of their epoch, for the encoder to count.
+    A group is what all ranks take at a time: `micro_batch_size` rows each. Ranks stay in step for ever: what
+    an epoch leaves over begins a group that the next one completes. Dataset rows known to be dropped
+    (tokens < 0) come with the rows of their epoch, for the encoder to count.
 
     A place is an epoch, how many of its rows are done by all ranks together, and with how many rows of an
     unfinished group the epoch began.
@@ -132,4 +132,5 @@ class BalancedRows:
 
 def pieces(order: RandomOrder, size: int) -> Iterator[list[Any]]:
     """The order's entries, `size` at a time."""
-    return iter(lambda entries=iter(order): list(itertools.islice(entries, size)), [])
+    entries = iter(order)
+    return iter(lambda: list(itertools.islice(entries, size)), [])

@@ -1,8 +1,8 @@
-"""Which documents share a row: packing of exact lengths under a token and a patch budget, and balanced order.
+"""Which documents share a row: packing of exact lengths under a token and a patch budget, balanced order.
 
-Pure numpy; nothing here knows what a sample is. A document is an index into the arrays of its costs, and every
-document given is in exactly one row that comes back. One that is over a budget raises ValueError: who calls
-has dropped and counted it before.
+Pure numpy; nothing here knows what a sample is. A document is an index into the arrays of its costs, and
+every document given is in exactly one row that comes back. One over a budget raises ValueError: the caller
+drops and counts it before.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def pack(
     patch_capacity: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> Rows:
-    """First-fit decreasing: as few rows as it finds, of at most `capacity` tokens and `patch_capacity` patches.
+    """First-fit decreasing: few rows of at most `capacity` tokens and `patch_capacity` patches each.
 
     `rng` decides which of several documents of one length goes where and the order of documents in a row;
     None: the first comes first, longest first. Rows come in no useful order (see `balanced_order`).
 
     First fit of sorted lengths fills one row after the other with the longest document that still fits, so a
     row is found once per combination of lengths and repeated while there are enough documents: at most one
-    combination per distinct length. Only the rows over the patch budget are packed again, document by document.
+    combination per distinct length. Only rows over the patch budget are packed again, document by document.
     """
     lengths = np.asarray(lengths)
     _check_fits(lengths, capacity, "tokens")
@@ -90,9 +90,9 @@ def balanced_order(
 ) -> ndarray:
     """A random order of rows in which every `group` neighbours cost about the same in attention and patches.
 
-    Rows are sorted by patches into strips and within a strip by attention, cut into groups, and the groups put
-    in random order, as the rows within each. The first `unbalanced` rows are any (they complete a group that an
-    earlier epoch began); so are the last ones when the rest is no multiple of `group`.
+    Rows are sorted by patches into strips and within a strip by attention, cut into groups, and the groups
+    put in random order, as the rows within each. The first `unbalanced` rows are any (they complete a group
+    that an earlier epoch began); so are the last ones when the rest is no multiple of `group`.
     """
     order = rng.permutation(len(attention))  # also decides between equals below
     first, rest = order[:unbalanced], order[unbalanced:]
@@ -118,7 +118,7 @@ def attention_cost(rows: Rows, lengths: ndarray) -> ndarray:
 def _check_fits(costs: ndarray, capacity: int, unit: str) -> None:
     if len(costs) and (worst := int(costs.max())) > capacity:
         raise ValueError(
-            f"packing: document {int(costs.argmax())} has {worst} {unit}, over the {capacity} of a row; drop it."
+            f"packing: document {int(costs.argmax())} has {worst} {unit}, over a row's {capacity}; drop it."
         )
 
 
