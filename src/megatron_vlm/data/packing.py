@@ -7,16 +7,17 @@ drops and counts it before.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy import ndarray
+from numpy.typing import ArrayLike
 
-STRIPS_PER_ROOT = (
-    3  # strips of equal patches for each root of the number of groups; see reports/bench_packing.json
-)
+STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups
+TRIES = 16  # lengths looked at one by one before all at once
 
 
 @dataclass
@@ -41,9 +42,9 @@ class Rows:
 
 
 def pack(
-    lengths: ndarray,
+    lengths: ArrayLike,  # at least 1
     capacity: int,
-    patches: ndarray | None = None,
+    patches: ArrayLike | None = None,
     patch_capacity: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> Rows:
@@ -54,16 +55,18 @@ def pack(
 
     First fit of sorted lengths fills one row after the other with the longest document that still fits, so a
     row is found once per combination of lengths and repeated while there are enough documents: at most one
-    combination per distinct length. Only rows over the patch budget are packed again, document by document.
+    combination per distinct length. Where that breaks the patch budget, documents are placed one by one.
     """
-    lengths = np.asarray(lengths)
+    lengths = np.asarray(lengths, int)
     _check_fits(lengths, capacity, "tokens")
-    rows = _pack_lengths(lengths, capacity, rng)
+    order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    rows = _pack_lengths(lengths, capacity, order)
     if patch_capacity is not None:
         assert patches is not None, "a patch budget needs the documents' patches"
-        patches = np.asarray(patches)
+        patches = np.asarray(patches, int)
         _check_fits(patches, patch_capacity, "patches")
-        rows = _within_patches(rows, lengths, capacity, patches, patch_capacity)
+        if len(rows) and rows.sums(patches).max() > patch_capacity:
+            rows = _pack_both(lengths, capacity, patches, patch_capacity, order)
     return rows if rng is None else _shuffled_inside(rows, rng)
 
 
@@ -75,7 +78,7 @@ def pack_buffer(
     So equal buffers give equal rows, wherever and whenever they are packed.
     """
     rng = np.random.default_rng(lengths)
-    rows = pack(np.array(lengths, int), capacity, np.array(patches, int), patch_capacity, rng)
+    rows = pack(lengths, capacity, patches, patch_capacity, rng)
     assert len(rows.documents) == len(lengths), "packing lost a document"
     return [rows[row].tolist() for row in rng.permutation(len(rows))]
 
@@ -122,98 +125,90 @@ def _check_fits(costs: ndarray, capacity: int, unit: str) -> None:
         )
 
 
-def _pack_lengths(lengths: ndarray, capacity: int, rng: np.random.Generator | None) -> Rows:
-    counts = np.bincount(lengths, minlength=capacity + 1).tolist()
-    patterns, repeats = [], []
-    for pattern, repeat in _patterns(counts, capacity):
+def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
+    patterns, sizes, repeats = [np.zeros(0, int)], [], []
+    for pattern, repeat in _patterns(np.bincount(lengths, minlength=capacity + 1).tolist(), capacity):
         patterns.append(np.tile(pattern, repeat))
-        repeats.append((len(pattern), repeat))
-    if not patterns:
-        return Rows(np.zeros(0, int), np.zeros(1, int))
-    wanted = np.concatenate(patterns).astype(_narrow(capacity))
-    sizes, times = np.array(repeats).T
-    starts = np.concatenate([[0], np.cumsum(np.repeat(sizes, times))])
+        sizes.append(len(pattern))
+        repeats.append(repeat)
+    narrow = np.uint16 if capacity < 2**16 else np.int64  # numpy sorts 16 bits by radix
+    wanted = np.concatenate(patterns).astype(narrow)
     documents = np.empty(len(lengths), int)
-    shuffled = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
-    by_length = shuffled[np.argsort(lengths[shuffled].astype(_narrow(capacity)), kind="stable")]
+    by_length = order[np.argsort(lengths[order].astype(narrow), kind="stable")]
     documents[np.argsort(wanted, kind="stable")] = by_length
-    return Rows(documents, starts)
-
-
-def _narrow(capacity: int) -> type:
-    return np.uint16 if capacity < 2**16 else np.int64  # numpy sorts 16 bits by radix
+    return Rows(documents, np.concatenate([[0], np.cumsum(np.repeat(sizes, repeats), dtype=int)]))
 
 
 def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int]]:
     """(lengths of a row, number of such rows), until `counts` documents of each length are used up."""
-    shorter = list(range(-1, capacity))  # a step towards the next length of which documents are left
-
-    def longest(most: int) -> int:
-        while most > 0 and not counts[most]:
-            if not counts[step := shorter[most]] and step > 0:
-                shorter[most] = shorter[step]
-            most = shorter[most]
-        return most
-
-    while (length := longest(capacity)) > 0:
+    lengths = _Lengths(counts)
+    while (length := lengths.longest(capacity)) > 0:
         pattern, left, repeat = [], capacity, counts[length]
         while length > 0:
             use = min(left // length, counts[length])
             pattern += [length] * use
             repeat = min(repeat, counts[length] // use)
             left -= use * length
-            length = longest(min(left, length - 1))
+            length = lengths.longest(min(left, length - 1))
         for used, times in Counter(pattern).items():
             counts[used] -= times * repeat
         yield pattern, repeat
 
 
-def _within_patches(rows: Rows, lengths: ndarray, capacity: int, patches: ndarray, most: int) -> Rows:
-    """Rows over the budget are packed again, together with enough rows of few patches to go with them."""
-    totals = rows.sums(patches)
-    over = int((totals > most).sum())
-    if over == 0:
-        return rows
-    by_patches = np.argsort(totals, kind="stable")
-    few, many = by_patches[: len(rows) - over], by_patches[len(rows) - over :]
-    room = np.cumsum(most - totals[few])
-    needed = 2 * int((totals[many] - most).sum())  # room cannot all be used
-    partners = few[: min(len(few), int(np.searchsorted(room, needed)) + 1)]
-    kept = np.setdiff1d(np.arange(len(rows)), np.concatenate([many, partners]))
-    again = np.concatenate([rows[row] for row in (*many, *partners)])
-    packed = _pack_both(lengths[again], capacity, patches[again], most)
-    return _rows([*(rows[row] for row in kept), *(again[row] for row in packed)])
+class _Lengths:
+    """Of which lengths anything is left in `waiting`, a list by length; what is gone does not come back."""
+
+    def __init__(self, waiting: list) -> None:
+        self._waiting = waiting
+        self._shorter = list(range(-1, len(waiting) - 1))  # a step towards the next length that is left
+
+    def longest(self, most: int) -> int:
+        """The greatest length up to `most`; 0 or less when there is none."""
+        waiting, shorter = self._waiting, self._shorter
+        while most > 0 and not waiting[most]:
+            if (step := shorter[most]) > 0 and not waiting[step]:
+                shorter[most] = shorter[step]
+            most = shorter[most]
+        return most
 
 
-def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int) -> list[list[int]]:
-    """First-fit decreasing under both budgets, a row at a time: the longest document that fits in both.
+def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, order: ndarray) -> Rows:
+    """First-fit decreasing under both budgets, row by row: the longest document that fits in both.
 
-    Of documents of one length, those of most patches come first, so that text is left to fill rows up.
+    Of documents of one length the one with the most patches that fit goes first, so that text is left to fill
+    rows whose patches are used up.
     """
-    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
-    for document in np.argsort(-patches, kind="stable").tolist():
-        waiting[lengths[document]].append(document)
-    none = most + 1
-    fewest = np.array([patches[docs[-1]] if docs else none for docs in waiting])  # patches, by length
-    rows, left = [], len(lengths)
-    while left:
-        row, tokens_left, patches_left = [], capacity, most
-        while len(fits := np.flatnonzero(fewest[: tokens_left + 1] <= patches_left)):
-            length = int(fits[-1])
-            docs = waiting[length]
-            pick = next(i for i, document in enumerate(docs) if patches[document] <= patches_left)
-            document = docs.pop(pick)
-            fewest[length] = patches[docs[-1]] if docs else none
+    waiting: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
+    by_patches = order[np.argsort(-patches[order], kind="stable")]
+    for document, length, count in zip(
+        *(a.tolist() for a in (by_patches, lengths[by_patches], patches[by_patches])), strict=True
+    ):
+        waiting[length].append((-count, document))
+    fewest = np.array([-documents[-1][0] if documents else most + 1 for documents in waiting])
+    longest = _Lengths(waiting).longest
+    rows: list[list[int]] = []
+    while longest(capacity) > 0:
+        row, left, patches_left = [], capacity, most
+        while (length := _longest_within(longest, waiting, fewest, left, patches_left)) > 0:
+            documents = waiting[length]
+            negative, document = documents.pop(bisect_left(documents, (-patches_left, -1)))
+            fewest[length] = -documents[-1][0] if documents else most + 1
             row.append(document)
-            tokens_left, patches_left = tokens_left - length, patches_left - int(patches[document])
+            left, patches_left = left - length, patches_left + negative
         rows.append(row)
-        left -= len(row)
-    return rows
+    return Rows(np.array([d for row in rows for d in row], int), np.cumsum([0, *map(len, rows)]))
 
 
-def _rows(rows: list) -> Rows:
-    sizes = [len(row) for row in rows]
-    return Rows(np.concatenate([np.asarray(row, int) for row in rows]), np.cumsum([0, *sizes]))
+def _longest_within(longest: Callable, waiting: list, fewest: ndarray, left: int, patches_left: int) -> int:
+    """The greatest length up to `left` with a document of at most `patches_left` patches; 0 for none."""
+    length = left
+    for _ in range(TRIES):
+        length = longest(length)
+        if length <= 0 or -waiting[length][-1][0] <= patches_left:
+            return length
+        length -= 1
+    fitting = np.flatnonzero(fewest[: length + 1] <= patches_left)
+    return int(fitting[-1]) if len(fitting) else 0
 
 
 def _shuffled_inside(rows: Rows, rng: np.random.Generator) -> Rows:
