@@ -174,13 +174,6 @@ def test_padding_is_marked_and_never_trained(encoder):
     assert (batch["labels"][padding] == IGNORE_INDEX).all() and (batch["loss_mask"][padding] == 0).all()
 
 
-@pytest.mark.parametrize("options, length", [({"pad_multiple": 64}, 64), ({"pad_to": 300}, 300)])
-def test_row_length(processor, options, length):
-    encoder = HFEncoderVLMTaskEncoder(processor, 256, **options)
-    row = encoder.encode_sample(sample(conversation()))
-    assert encoder.batch([row]).input_ids.shape == (1, length)
-
-
 def test_joined_documents_are_numbered_and_predict_nothing_of_each_other(encoder):
     documents = [encoder.encode_sample(sample(conversation(n), n, key=f"s{n}")) for n in (1, 0, 2)]
     row = join_documents([join_documents(documents[:2]), documents[2]])
@@ -278,8 +271,6 @@ def test_errors_of_the_set_up_are_not_drops(processor):
     [
         ({"over_length": "cut"}, "over_length"),
         ({"min_pixels": 9, "max_pixels": 8}, "min_pixels"),
-        ({"pad_to": 100}, "pad_to"),
-        ({"pad_to": 300, "pad_multiple": 64}, "pad_to"),
         ({"visual_keys": ("pixels",)}, "unknown visual keys"),
     ],
 )

@@ -22,6 +22,7 @@ CHOICES = {
     "model.recompute": ("none", "selective", "full"),
     "data.dataset_type": ("energon", "hf"),
     "data.over_length": ("drop", "truncate"),
+    "data.packing": ("none", "stream", "global"),
 }
 FREEZE_GROUPS = ("tower", "projector", "language_model")
 
@@ -78,6 +79,13 @@ class DataConfig:
     visual_share: float = 0.5  # of a row's tokens that stand for images: balances the pipeline's first stage
     max_drop_share: float = 0.05  # the run stops when more of the samples than this are dropped
     num_workers: int = 2
+    # "none": a sample a row; "stream": rows of seq_length packed out of a buffer; "global": out of all
+    # samples, their lengths measured before (`tools/precompute_tokens.py`), the rows of a step alike in cost
+    packing: str = "none"
+    packing_buffer_size: int = 1000  # samples that "stream" packs at a time; a worker holds their images
+    max_patches: int | None = None  # most raw patches of images in a packed row; None: no limit
+    group_by_length: bool = False  # without packing: samples of about one length share a step
+    lengths_cache: str | None = None  # folder of measured lengths; None: in the user's cache
     shuffle_buffer_size: int = 1000
     max_samples_per_sequence: int = 100
 
@@ -346,6 +354,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     if config.parallel.cp > 1:
         cp = config.parallel.cp
         yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
+    yield from _packing_problems(config.data)
     for key in ("data.max_drop_share", "data.visual_share"):
         if not 0 <= settings[key] <= 1:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
@@ -359,10 +368,24 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {settings[key]} is less than 1."
 
 
+def _packing_problems(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type == "energon":
+        if data.packing == "global":
+            yield "data.packing: global needs all lengths at once, energon datasets are streams; use stream."
+        if data.group_by_length:
+            yield "data.group_by_length: needs all lengths at once, energon datasets are streams; pack them."
+    if data.packing != "none" and data.group_by_length:
+        yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
+    if data.packing == "none" and data.max_patches is not None:
+        yield f"data.max_patches: {data.max_patches} limits packed rows, packing is none; set packing."
+    if data.max_patches is not None and data.max_patches < 1:
+        yield f"data.max_patches: {data.max_patches} is less than 1."
+
+
 _POSITIVE = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
-    *(f"data.{name}" for name in ("seq_length", "max_samples_per_sequence")),
+    *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
     "logging.log_every",
 )
 

@@ -23,6 +23,7 @@ REASONS = {
     "template_error": "the chat template refuses the conversation; its message says why",
     "processor_error": "the Hugging Face processor refuses the sample; its message says why",
     "over_length": 'raise data.seq_length, lower data.max_pixels, or set data.over_length="truncate"',
+    "over_patches": "raise data.max_patches, or lower data.max_pixels",
     "no_trained_tokens": "the conversation has no assistant reply left to train on",
 }
 

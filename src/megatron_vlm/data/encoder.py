@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
@@ -17,8 +20,10 @@ from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.cookers import COOKERS
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.images import decode_image
-from megatron_vlm.data.spans import EncodedText, SpanProcessor
+from megatron_vlm.data.images import decode_image, image_size
+from megatron_vlm.data.lengths import Measure
+from megatron_vlm.data.packing import pack_buffer
+from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -64,7 +69,6 @@ class HFEncoderVLMTaskEncoder(
     min_pixels, max_pixels   images outside are scaled, aspect kept, before the processor sees them
     over_length    "drop" longer samples, or "truncate" them, keeping whole images only
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
-    pad_to         row length; None: the longest row of the micro batch, rounded up to `pad_multiple`
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
     """
@@ -82,8 +86,6 @@ class HFEncoderVLMTaskEncoder(
         max_pixels: int | None = None,
         over_length: str = "drop",
         position_ids: PositionIds | None = None,
-        pad_to: int | None = None,
-        pad_multiple: int = 1,
         drops: DropReport | None = None,
         chat_template: str | None = None,
     ):
@@ -92,10 +94,6 @@ class HFEncoderVLMTaskEncoder(
             raise ValueError(f'data.over_length = {over_length!r}; choose "drop" or "truncate"')
         if min_pixels and max_pixels and min_pixels > max_pixels:
             raise ValueError(f"data.min_pixels = {min_pixels} is over data.max_pixels = {max_pixels}")
-        if pad_to is not None and (pad_to < seq_length or pad_to % pad_multiple):
-            raise ValueError(
-                f"pad_to = {pad_to} must hold seq_length = {seq_length} and be a multiple of {pad_multiple}"
-            )
         GenericVisualInputs.from_mapping(dict.fromkeys(visual_keys))  # raises on unknown keys
         self.processor = processor
         self.seq_length = seq_length
@@ -103,7 +101,6 @@ class HFEncoderVLMTaskEncoder(
         self.min_pixels, self.max_pixels = min_pixels, max_pixels
         self.over_length = over_length
         self.position_ids = position_ids or _count_up
-        self.pad_to, self.pad_multiple = pad_to, pad_multiple
         self.drops = drops or DropReport()
         self._encode_text = SpanProcessor(processor, chat_template)
 
@@ -111,24 +108,56 @@ class HFEncoderVLMTaskEncoder(
     def tokenizer(self):
         return self.processor.tokenizer
 
+    @property
+    def chat_template(self) -> str:
+        return self._encode_text.template
+
     @stateless
     def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
         """One document. Uses nothing of Energon's loader, so any source may call it.
 
         Raises SkipSample, after counting the drop, when the sample cannot be trained on.
         """
-        try:
+        with self._counting_drops(sample):
             encoded = self._encode(sample)
-        except BadSample as bad:
-            self.drops.drop(sample.__key__, bad.reason, bad.detail)
-            raise SkipSample(f"{sample.__key__}: {bad}") from bad
         self.drops.keep()
         return encoded
 
     @stateless
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
-        """Rows padded on the right to one length; documents and visual items stay in order."""
-        length = self._row_length(max(len(sample.input_ids) for sample in samples))
+        """Rows padded on the right to the longest; documents and visual items stay in order."""
+        return self._batch_rows(samples, max(len(sample.input_ids) for sample in samples))
+
+    @stateless
+    def encode_batch(self, batch: HFEncoderTaskBatch) -> dict:
+        """The batch contract's dict (see `megatron_vlm.batch`)."""
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
+        for energon_only in ("__subflavors__", "__sources__"):
+            del fields[energon_only]
+        return fields | {"__key__": fields.pop("document_keys")}
+
+    def measure(self, sample: ChatMLSample) -> tuple[int, int]:
+        """(tokens, raw patches of images) that `encode_sample` would make, without decoding images.
+
+        Raises SkipSample, after counting the drop, for all that text and image headers show to be unfit, and
+        ValueError for a processor that cannot tell an image's tokens from its size.
+        """
+        with self._counting_drops(sample):
+            return self._measured(sample)
+
+    @functools.cached_property
+    def _measure(self) -> Measure:
+        return Measure(self.processor, self._encode_text)
+
+    @contextlib.contextmanager
+    def _counting_drops(self, sample: Sample) -> Iterator[None]:
+        try:
+            yield
+        except BadSample as bad:
+            self.drops.drop(sample.__key__, bad.reason, bad.detail)
+            raise SkipSample(f"{sample.__key__}: {bad}") from bad
+
+    def _batch_rows(self, samples: list[HFEncoderTaskSample], length: int) -> HFEncoderTaskBatch:
         pad_id = self.tokenizer.pad_token_id or 0
         return HFEncoderTaskBatch(
             __key__=[sample.__key__ for sample in samples],
@@ -142,21 +171,8 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.document_keys for sample in samples],
         )
 
-    @stateless
-    def encode_batch(self, batch: HFEncoderTaskBatch) -> dict:
-        """The batch contract's dict (see `megatron_vlm.batch`)."""
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
-        for energon_only in ("__subflavors__", "__sources__"):
-            del fields[energon_only]
-        return fields | {"__key__": fields.pop("document_keys")}
-
     def _encode(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        if sample.problem is not None:
-            raise sample.problem
-        if sample.videos:
-            raise BadSample("video_unsupported", f"{len(sample.videos)} videos")
-        messages, tools = cook_chatml_sample(sample.conversation)
-        messages = place_media(messages, images=len(sample.imgs or []))
+        messages, tools = _read(sample)
         images = [decode_image(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
         text = self._encode_text(messages, tools, images)
         document = self._fit(_Document(text, self._visual_inputs(text)))
@@ -174,6 +190,18 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.__key__],
         )
 
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
+        messages, tools = _read(sample)
+        sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
+        layout = self._measure(messages, tools, sizes)
+        length, images = len(layout), len(sizes)
+        if length > self.seq_length:
+            self._check_over_length(length)
+            length, images = _cut(layout.images, self.seq_length)
+        if not layout.reply_mask[1:length].any():
+            raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
+        return length, sum(layout.patches[:images])
+
     def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
         unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))
         if unexpected:
@@ -188,12 +216,12 @@ class HFEncoderVLMTaskEncoder(
         length = len(document.text.input_ids)
         if length <= self.seq_length:
             return document
-        if self.over_length == "drop":
-            raise BadSample("over_length", f"{length} tokens, seq_length = {self.seq_length}")
+        self._check_over_length(length)
         return document.truncated(self.seq_length)
 
-    def _row_length(self, longest: int) -> int:
-        return self.pad_to or -(-longest // self.pad_multiple) * self.pad_multiple
+    def _check_over_length(self, length: int) -> None:
+        if self.over_length == "drop":
+            raise BadSample("over_length", f"{length} tokens, seq_length = {self.seq_length}")
 
 
 @dataclass
@@ -204,12 +232,93 @@ class _Document:
     def truncated(self, length: int) -> _Document:
         """The first `length` tokens, or fewer where the cut would go through an image, and their images."""
         text = self.text
-        for start, stop in text.images:
-            if start < length < stop:
-                length = start
-        images = [span for span in text.images if span[1] <= length]
-        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], images, {})
-        return _Document(cut, _first_images(self.visual_inputs, len(images), len(text.images)))
+        length, keep = _cut(text.images, length)
+        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], text.images[:keep], {})
+        return _Document(cut, _first_images(self.visual_inputs, keep, len(text.images)))
+
+
+@edataclass
+class MeasuredSample(Sample):
+    """A conversation whose encoding is known to have `length` tokens and `patches` raw patches of images."""
+
+    conversation: ChatMLSample
+    length: int
+    patches: int
+
+
+class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
+    """As its base, in two halves, so that a buffer of samples is packed before their images are decoded:
+    `preencode_sample` reads text and image headers, `postencode_sample` calls the processor.
+
+    Rows hold several documents and are padded to `seq_length`.
+
+    max_patches    most raw patches of images in a row; a sample with more is dropped; None: no limit
+
+    Raises ValueError for a processor that cannot tell an image's tokens from its size.
+    """
+
+    encode_sample = DefaultTaskEncoder.encode_sample  # Energon takes one method or the two halves
+
+    def __init__(self, *args: Any, max_patches: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.max_patches = max_patches
+        self._measure  # noqa: B018  raises here, not in a worker
+
+    @stateless
+    def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
+        """Raises as `measure`."""
+        length, patches = self.measure(sample)
+        return MeasuredSample.derive_from(sample, conversation=sample, length=length, patches=patches)
+
+    @stateless
+    def postencode_sample(self, measured: MeasuredSample) -> HFEncoderTaskSample:
+        """One document. Raises SkipSample, after counting the drop, for images that cannot be decoded."""
+        with self._counting_drops(measured):
+            encoded = self._encode(measured.conversation)
+        found = len(encoded.input_ids), self._measure.patches_of(encoded.visual_inputs)
+        if found != (measured.length, measured.patches):
+            raise RuntimeError(
+                f"{measured.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
+                f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
+                "please report this, and use data.packing=none meanwhile."
+            )
+        encoded.__restore_key__ = measured.__restore_key__  # of this stage, not of the conversation's
+        self.drops.keep()
+        return encoded
+
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
+        """Each sample in exactly one row; decided by the samples' lengths and patches alone."""
+        rows = self.select_rows([s.length for s in samples], [s.patches for s in samples])
+        return [[samples[index] for index in row] for row in rows]
+
+    def select_rows(self, lengths: list[int], patches: list[int]) -> list[list[int]]:
+        """As `select_samples_to_pack`, of samples by their place in the lists."""
+        return pack_buffer(lengths, self.seq_length, patches, self.max_patches)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+        """One row. Raises SkipSample when none of its samples could be encoded."""
+        if not samples:
+            raise SkipSample("a row of which every sample was dropped")
+        length = sum(len(sample.input_ids) for sample in samples)
+        if length > self.seq_length:
+            keys = [key for sample in samples for key in sample.document_keys]
+            raise RuntimeError(
+                f"packing: {', '.join(keys)} have {length} tokens, seq_length = {self.seq_length}: they "
+                "changed after their lengths were measured; delete their folder in data.lengths_cache."
+            )
+        return join_documents(samples)
+
+    @stateless
+    def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
+        """Rows of `seq_length`."""
+        return self._batch_rows(samples, self.seq_length)
+
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
+        length, patches = super()._measured(sample)
+        if self.max_patches is not None and patches > self.max_patches:
+            raise BadSample("over_patches", f"{patches} patches, data.max_patches = {self.max_patches}")
+        return length, patches
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
@@ -228,6 +337,24 @@ def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
         visual_inputs=_cat_visual(samples),
         document_keys=[key for sample in samples for key in sample.document_keys],
     )
+
+
+def _read(sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:
+    """(messages, tools), one image part for each image."""
+    if sample.problem is not None:
+        raise sample.problem
+    if sample.videos:
+        raise BadSample("video_unsupported", f"{len(sample.videos)} videos")
+    messages, tools = cook_chatml_sample(sample.conversation)
+    return place_media(messages, images=len(sample.imgs or [])), tools
+
+
+def _cut(images: list[Span], length: int) -> tuple[int, int]:
+    """Where to cut to at most `length` tokens without going through an image, and how many images remain."""
+    for start, stop in images:
+        if start < length < stop:
+            length = start
+    return length, sum(stop <= length for _, stop in images)
 
 
 def _labels(text: EncodedText) -> Tensor:

@@ -40,7 +40,10 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 
 @dataclass
 class EnergonProvider:
-    """Loaders of an Energon dataset, metadataset or JSONL file."""
+    """Loaders of an Energon dataset, metadataset or JSONL file.
+
+    With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
+    """
 
     train_data_path: str
     valid_data_path: str | None = None
@@ -48,6 +51,8 @@ class EnergonProvider:
     shuffle_buffer_size: int = 1000
     max_samples_per_sequence: int | None = 100
     max_drop_share: float = 0.05
+    packing: str = "none"
+    packing_buffer_size: int = 1000
 
     @classmethod
     def from_config(cls, data: DataConfig) -> EnergonProvider:
@@ -58,6 +63,8 @@ class EnergonProvider:
             shuffle_buffer_size=data.shuffle_buffer_size,
             max_samples_per_sequence=data.max_samples_per_sequence,
             max_drop_share=data.max_drop_share,
+            packing=data.packing,
+            packing_buffer_size=data.packing_buffer_size,
         )
 
     def train_loader(
@@ -77,6 +84,7 @@ class EnergonProvider:
             split_part="train",
             worker_config=workers,
             batch_size=micro_batch_size,
+            packing_buffer_size=self.packing_buffer_size if self.packing == "stream" else None,
             shuffle_buffer_size=self.shuffle_buffer_size,
             max_samples_per_sequence=self.max_samples_per_sequence,
             task_encoder=encoder,
@@ -88,6 +96,8 @@ class EnergonProvider:
             "max_samples_per_sequence": self.max_samples_per_sequence,
             "micro_batch_size": micro_batch_size,
             "seed": seed,
+            "packing": self.packing,
+            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
         }
         return EnergonTrainLoader(dataset, workers, encoder, settings)
 
@@ -172,7 +182,7 @@ class EnergonTrainLoader:
 
     def replay(self, restore_key: Any) -> dict:
         """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
-        return self._loader.restore_sample(restore_key)
+        return self._loader.restore_sample(_as_restored(restore_key))
 
     def close(self) -> None:
         """End the workers at once."""
@@ -197,14 +207,6 @@ class EnergonValidLoader:
 
     def __iter__(self) -> Iterator[dict]:
         return equal_length(self._batches(self._workers), len(self), self._first_batch)
-
-    def state_dict(self) -> dict:
-        """Nothing to save: every pass begins at the first sample."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        if state:
-            raise ValueError("loader state: a validation loader has none; this one is of a training loader.")
 
     def close(self) -> None:
         """End the workers of a pass under way at once."""
@@ -263,6 +265,19 @@ def _check_restorable(dataset) -> None:
         dataset.assert_can_restore()
     except AssertionError as error:
         raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
+
+
+def _as_restored(restore_key: Any) -> Any:
+    """Energon 7.4.1 reads twice the part of a document's key that `postencode_sample` adds: it is doubled."""
+    if not isinstance(restore_key, list | tuple):
+        return restore_key
+    parts = [_as_restored(part) for part in restore_key]
+    is_document = [isinstance(part, list) and part[:1] == ["PackingDataset"] for part in parts]
+    if parts[:1] == ["PackingDataset"]:
+        parts = [
+            part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)
+        ]
+    return parts
 
 
 def _walk(dataset) -> Iterator[Any]:

@@ -1,14 +1,14 @@
 """Hugging Face `datasets` as a source, through the very encoder that Energon uses.
 
 Rows stay on disk (Arrow, memory-mapped) and images encoded until a worker encodes the sample. The order of
-rows depends on seed, epoch, rank and world size alone, so the state is two numbers and fits any number of
-workers.
+rows and what is packed together depend on seed, epoch, rank and world size alone, so the state is a few
+numbers and fits any number of workers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 from megatron_vlm.data.loaders import (
     close_loader,
@@ -30,10 +31,20 @@ from megatron_vlm.data.loaders import (
     next_or_too_many_drops,
     with_limited_drops,
 )
+from megatron_vlm.data.measured import measure_dataset
+from megatron_vlm.data.orders import (
+    BalancedRows,
+    BufferedPacking,
+    Measured,
+    Place,
+    RandomOrder,
+    pieces,
+)
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of, without_nulls
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 FINGERPRINT_ROWS = 16
+MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 
 @dataclass
@@ -41,6 +52,9 @@ class HFProvider:
     """Loaders of a folder in `datasets` format, a folder or file of parquet, or a hub name.
 
     `columns` renames columns of the source to `conversations` or `messages` and `image` or `images`.
+    With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
+    "global" packing and `group_by_length` the whole dataset is measured when the training loader is built,
+    once for all runs that share `lengths_cache`.
     """
 
     train_data_path: str
@@ -48,6 +62,10 @@ class HFProvider:
     num_workers: int = 2
     max_drop_share: float = 0.05
     columns: Mapping[str, str] | None = None
+    packing: str = "none"
+    packing_buffer_size: int = 1000
+    group_by_length: bool = False
+    lengths_cache: str | None = None
 
     @classmethod
     def from_config(cls, data: DataConfig) -> HFProvider:
@@ -56,6 +74,10 @@ class HFProvider:
             data.valid_data_path,
             num_workers=data.num_workers,
             max_drop_share=data.max_drop_share,
+            packing=data.packing,
+            packing_buffer_size=data.packing_buffer_size,
+            group_by_length=data.group_by_length,
+            lengths_cache=data.lengths_cache,
         )
 
     def train_loader(
@@ -65,15 +87,42 @@ class HFProvider:
 
         Raises ValueError for fewer rows than ranks.
         """
-        names = split_names(self.train_data_path)
-        rows = self._rows(self.train_data_path, "train" if "train" in names else None, encoder)
+        rows = self.train_rows(encoder)
         if len(rows) < world_size:
             raise ValueError(
                 f"data: {self.train_data_path} has {len(rows)} rows for {world_size} data-parallel ranks; "
                 "use fewer ranks or more data."
             )
-        order = _EndlessOrder(len(rows), rank, world_size, seed)
-        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers)
+        settings = {
+            "dataset": rows.fingerprint(),
+            "rank": rank,
+            "world_size": world_size,
+            "seed": seed,
+            "micro_batch_size": micro_batch_size,
+            "packing": self.packing,
+            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
+            "group_by_length": self.group_by_length,
+        }
+        order = self._order(rows, micro_batch_size, rank, world_size, seed)
+        if isinstance(order, BalancedRows):
+            settings["lengths"] = digest([order.tokens.tolist(), order.patches.tolist()])
+        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings)
+
+    def train_rows(self, encoder) -> EncodedRows:
+        names = split_names(self.train_data_path)
+        return self._rows(self.train_data_path, "train" if "train" in names else None, encoder)
+
+    def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
+        if self.packing == "global" or self.group_by_length:
+            tokens, patches = measure_dataset(rows, self.lengths_cache, self.num_workers, rank, world_size)
+            capacity = rows.encoder.seq_length if self.packing == "global" else None
+            limits = capacity, getattr(rows.encoder, "max_patches", None)
+            return BalancedRows(tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
+        order = RandomOrder(len(rows), rank, world_size, seed)
+        if self.packing == "none":
+            return order
+        measure = _Measuring(rows, self.packing_buffer_size, self.num_workers)
+        return BufferedPacking(order, self.packing_buffer_size, measure, rows.encoder.select_rows)
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
@@ -98,7 +147,7 @@ class HFProvider:
 
 
 class EncodedRows(Dataset):
-    """(place, row index) → (place, encoded sample, or None when it was dropped)."""
+    """(place, row indices) → (place, their documents as one encoded sample, None when all were dropped)."""
 
     def __init__(self, rows: datasets.Dataset, root: Path, encoder) -> None:
         self.rows, self.root, self.encoder = rows, root, encoder
@@ -106,12 +155,31 @@ class EncodedRows(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, item: tuple[Any, int]) -> tuple[Any, Any]:
-        place, index = item
+    def __getitem__(self, item: tuple[Any, list[int]]) -> tuple[Any, Any]:
+        place, indices = item
+        encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
+        return place, self._row(encoded) if encoded else None
+
+    def measured(self, index: int) -> tuple[int, int] | None:
+        """(tokens, patches) of a row's encoding, None when it is dropped."""
+        return self._kept(self.encoder.measure, index)
+
+    def _encode(self, sample: ChatMLSample):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
+        return self.encoder.encode_sample(sample)
+
+    def _row(self, documents: list):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.pack_selected_samples(documents)
+        (document,) = documents
+        return document
+
+    def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
-            return place, self.encoder.encode_sample(self.sample(index))
+            return encode(self.sample(index))
         except SkipSample:
-            return place, None
+            return None
         except TooManyDrops:
             raise
         except Exception as error:
@@ -143,45 +211,37 @@ class EncodedRows(Dataset):
         return f"{len(self)} rows, {digest([conversations[int(index)] for index in picked])}"
 
 
-@dataclass
-class _EndlessOrder:
-    """Iterates ((epoch, position), row index) of one rank, from a place on, without end."""
+class _Measuring(Dataset):
+    """Called with an order, what its rows cost, measured by workers up to a buffer ahead."""
 
-    rows: int
-    rank: int
-    world_size: int
-    seed: int
-    epoch: int = 0
-    position: int = 0
+    def __init__(self, rows: EncodedRows, buffer_size: int, num_workers: int) -> None:
+        self._rows, self._num_workers = rows, num_workers
+        self._ahead = -(-buffer_size // (MEASURED_AT_ONCE * max(1, num_workers)))
+        self._loader: DataLoader | None = None
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, int], int]]:
-        epoch, position = self.epoch, self.position
-        while True:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-            mine = order[self.rank :: self.world_size]
-            for place in range(position, len(mine)):
-                yield (epoch, place), int(mine[place])
-            epoch, position = epoch + 1, 0
+    def __call__(self, order: RandomOrder) -> Iterator[Measured]:
+        self._loader = _loader(self, pieces(order, MEASURED_AT_ONCE), self._num_workers, self._ahead)
+        return itertools.chain.from_iterable(self._loader)
+
+    def __getitem__(self, piece: list[tuple[Place, list[int]]]) -> list[Measured]:
+        return [(place, index, self._rows.measured(index)) for place, [index] in piece]
+
+    def close(self) -> None:
+        if self._loader is not None:
+            close_loader(self._loader)
 
 
 class HFTrainLoader:
     """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
 
     def __init__(
-        self, rows: EncodedRows, order: _EndlessOrder, micro_batch_size: int, num_workers: int
+        self, rows: EncodedRows, order, micro_batch_size: int, num_workers: int, settings: dict
     ) -> None:
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
         self._loader = _loader(rows, order, num_workers)
         self._batches: Iterator[dict] | None = None
-        self._place = (order.epoch, order.position)
-        self.fingerprint = {
-            "dataset": rows.fingerprint(),
-            "rank": order.rank,
-            "world_size": order.world_size,
-            "seed": order.seed,
-            "micro_batch_size": micro_batch_size,
-            **encoder_settings(rows.encoder),
-        }
+        self._place = order.place
+        self.fingerprint = settings | encoder_settings(rows.encoder)
 
     def __iter__(self) -> HFTrainLoader:
         return self
@@ -193,18 +253,17 @@ class HFTrainLoader:
 
     def _make_batches(self) -> Iterator[dict]:
         samples = []
-        for (epoch, position), sample in self._loader:
+        for place, sample in self._loader:
             if sample is not None:
                 samples.append(sample)
             if len(samples) == self._micro_batch_size:
-                self._place = (epoch, position + 1)
+                self._place = place
                 yield self._rows.batch(samples)
                 samples = []
 
     def state_dict(self) -> dict:
         """JSON data."""
-        epoch, position = self._place
-        return {"format": FORMAT, "fingerprint": self.fingerprint, "epoch": epoch, "position": position}
+        return {"format": FORMAT, "fingerprint": self.fingerprint, "place": list(self._place)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue after the batch that `state` was saved behind; only before the first batch.
@@ -216,11 +275,13 @@ class HFTrainLoader:
         if state.get("format") != FORMAT:
             raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
         check_fingerprint(state["fingerprint"], self.fingerprint)
-        self._place = self._order.epoch, self._order.position = state["epoch"], state["position"]
+        self._place = self._order.place = tuple(state["place"])
 
     def close(self) -> None:
         """End the workers at once."""
         close_loader(self._loader)
+        if isinstance(self._order, BufferedPacking):
+            self._order.measure.close()
 
 
 class HFValidLoader:
@@ -245,14 +306,6 @@ class HFValidLoader:
     def __iter__(self) -> Iterator[dict]:
         return equal_length(self._checked(self._mine), len(self), self._first_batch)
 
-    def state_dict(self) -> dict:
-        """Nothing to save: every pass begins at the first row."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        if state:
-            raise ValueError("loader state: a validation loader has none; this one is of a training loader.")
-
     def close(self) -> None:
         """End the workers of a pass under way at once."""
         if self._loader is not None:
@@ -264,7 +317,7 @@ class HFValidLoader:
             yield batch
 
     def _make_batches(self, indices: range) -> Iterator[dict]:
-        loader = self._loader = _loader(self._rows, [(None, index) for index in indices], self._num_workers)
+        loader = self._loader = _loader(self._rows, [(None, [index]) for index in indices], self._num_workers)
         try:
             encoded = (sample for _, sample in loader if sample is not None)
             while samples := list(itertools.islice(encoded, self._micro_batch_size)):
@@ -326,12 +379,13 @@ def _media_root(path: str) -> Path:
     return local if local.is_dir() else local.parent
 
 
-def _loader(rows: EncodedRows, order, num_workers: int) -> DataLoader:
+def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
     return DataLoader(
         rows,
         batch_size=None,
         sampler=order,
         num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
         collate_fn=_unchanged,
         generator=torch.Generator(),  # the run's own random numbers stay as they are

@@ -6,11 +6,13 @@ of these reaches them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -21,6 +23,8 @@ MAX_DECODED_PIXELS = 80_000_000  # below Pillow's own bomb warning; 80 megapixel
 MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
 # No format that runs an interpreter (EPS) or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
+# Of these, the header gives the size of the decoded image; TIFF is turned by its decoder.
+HEADER_FORMATS = {"JPEG", "MPO", "PNG", "WEBP"}
 # What Pillow's decoders raise on damaged files.
 DECODE_ERRORS = (
     OSError,
@@ -43,15 +47,38 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
     bits (see `_to_8_bit`); of an animation the first frame is taken; colour profiles are ignored.
     Raises BadSample; the size is checked before anything is decoded.
     """
-    try:
+    with _bad_samples(data):
         image = Image.open(io.BytesIO(data), formats=_readable_formats())
         _check_size(image.size)
         size = _target_size(image.size, max_pixels, min_pixels)
         image.draft(None, size)  # JPEG decodes at 1/2, 1/4 or 1/8 for the price of that size
         image.load()
-        if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:  # 5 to 8 swap the axes
+        if _swaps_axes(image):
             size = size[::-1]
         image = _to_rgb(ImageOps.exif_transpose(image))
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> tuple[int, int]:
+    """(width, height) of what `decode_image` would return, from the header alone where the format has it.
+
+    Raises BadSample as `decode_image`, but for what only the pixels show.
+    """
+    with _bad_samples(data):
+        image = Image.open(io.BytesIO(data), formats=_readable_formats())
+        late_rotation = image.format == "PNG" and b"eXIf" in data  # may follow the pixels
+        if image.format in HEADER_FORMATS and not late_rotation:
+            _check_size(image.size)
+            size = _target_size(image.size, max_pixels, min_pixels)
+            return size[::-1] if image.format != "PNG" and _swaps_axes(image) else size
+    return decode_image(data, max_pixels, min_pixels).size
+
+
+@contextlib.contextmanager
+def _bad_samples(data: bytes) -> Iterator[None]:
+    """What Pillow raises on damaged files becomes BadSample."""
+    try:
+        yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
@@ -59,7 +86,10 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
     except DECODE_ERRORS as error:
         reason = "image_truncated" if "truncated" in str(error).lower() else "image_undecodable"
         raise BadSample(reason, f"{type(error).__name__}: {error}") from error
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _swaps_axes(image: Image.Image) -> bool:
+    return image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # 5 to 8
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict])
 
 def encoder_settings(encoder) -> dict:
     """What of the encoder decides which tokens a sample becomes, for the state's fingerprint."""
-    names = ("seq_length", "over_length", "min_pixels", "max_pixels")
+    names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
     return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)}
 
 

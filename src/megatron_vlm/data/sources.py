@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from transformers import ProcessorMixin
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PositionIds
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, PositionIds
 
 # dataset_type -> provider with `from_config(DataConfig)`, `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
@@ -19,8 +20,25 @@ PROVIDERS = {
 }
 
 
+def plain_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> HFEncoderVLMTaskEncoder:
+    """Of one document a row; `parts` are further arguments of the encoder."""
+    return HFEncoderVLMTaskEncoder(processor, **_encoder_settings(data), **parts)
+
+
+def train_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> HFEncoderVLMTaskEncoder:
+    """As `plain_encoder`, for packed rows if the configuration asks for them."""
+    if data.packing == "none":
+        return plain_encoder(data, processor, **parts)
+    settings = _encoder_settings(data) | {"max_patches": data.max_patches}
+    return PackingVLMTaskEncoder(processor, **settings, **parts)
+
+
+def _encoder_settings(data: DataConfig) -> dict[str, Any]:
+    return {name: getattr(data, name) for name in ("seq_length", "min_pixels", "max_pixels", "over_length")}
+
+
 class RunData:
-    """Both loaders of a run on one data-parallel rank, and what they dropped.
+    """Both loaders of a run on one data-parallel rank, and what they dropped. Validation is never packed.
 
     The drops of rank R are written to `<run_dir>/drops/rankR.jsonl`.
     """
@@ -36,21 +54,13 @@ class RunData:
     ):
         data = config.data
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl")
-        encoder = HFEncoderVLMTaskEncoder(
-            processor,
-            data.seq_length,
-            visual_keys,
-            min_pixels=data.min_pixels,
-            max_pixels=data.max_pixels,
-            over_length=data.over_length,
-            position_ids=position_ids,
-            drops=self.drops,
-        )
+        parts = {"visual_keys": visual_keys, "position_ids": position_ids, "drops": self.drops}
         module, name = PROVIDERS[data.dataset_type].split(":")
         provider = getattr(import_module(module), name).from_config(data)
         place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
-        self.train_loader = provider.train_loader(encoder, seed=config.train.seed, **place)
-        self.valid_loader = provider.valid_loader(encoder, **place)
+        train, valid = train_encoder(data, processor, **parts), plain_encoder(data, processor, **parts)
+        self.train_loader = provider.train_loader(train, seed=config.train.seed, **place)
+        self.valid_loader = provider.valid_loader(valid, **place)
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -61,13 +61,13 @@ class SpanProcessor:
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self._marked_tokenizer = _MarkedTokenizer(self.tokenizer)
+        self.marked_tokenizer = _MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
-        self._processor.tokenizer = self._marked_tokenizer
-        self._template = chat_template or _template_of(processor)
-        self._placeholder_tokens = _placeholder_tokens(processor)
+        self._processor.tokenizer = self.marked_tokenizer
+        self.template = chat_template or _template_of(processor)
+        self._placeholder_tokens = placeholder_tokens(processor)
         self._control_tokens = _control_tokens(processor)
-        if not GENERATION_TAG.search(self._template):
+        if not GENERATION_TAG.search(self.template):
             self._probe_template()
 
     def __call__(
@@ -80,29 +80,39 @@ class SpanProcessor:
 
         Raises BadSample when the template or the processor refuses the conversation.
         """
-        prompt, replies = self.render(messages, tools)
-        marked = _insert_marks(prompt, replies, self._placeholders(prompt, len(images or [])))
-        bos = self.tokenizer.bos_token
+        marked, options = self.marked(messages, tools, len(images or []))
         try:
             outputs = self._processor(
                 text=[marked],
                 images=images or None,  # an empty list is an error in every version
                 return_tensors="pt",
-                add_special_tokens=not (bos and prompt.startswith(bos)),  # as apply_chat_template: one BOS
+                **options,
             )
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         outputs = dict(outputs)
         input_ids = outputs.pop("input_ids")[0]
-        read = self._marked_tokenizer
+        read = self.marked_tokenizer
         assert len(read.reply_mask) == len(input_ids), "the processor changed the ids after tokenizing"
         return EncodedText(input_ids, torch.from_numpy(read.reply_mask), read.images, outputs)
+
+    def marked(self, messages: list[dict], tools: list[dict] | None, images: int) -> tuple[str, dict]:
+        """The rendered conversation with marks around replies and placeholders, and the tokenizer's options.
+
+        Raises BadSample when the template refuses the conversation or writes another number of images.
+        """
+        prompt, replies = self.render(messages, tools)
+        bos = self.tokenizer.bos_token
+        options = {
+            "add_special_tokens": not (bos and prompt.startswith(bos))
+        }  # one BOS, as HF's own templates
+        return _insert_marks(prompt, replies, self._placeholders(prompt, images)), options
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
-            if GENERATION_TAG.search(self._template):
+            if GENERATION_TAG.search(self.template):
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
                 prompt, spans = self._render_beginnings(messages, tools)
@@ -119,7 +129,7 @@ class SpanProcessor:
         prompts, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,
-            chat_template=self._template,
+            chat_template=self.template,
             **self.tokenizer.special_tokens_map,
             **how,
         )
@@ -183,6 +193,7 @@ class _MarkedTokenizer:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self.text = ""  # as it came, with marks
         self.reply_mask = np.zeros(0, bool)
         self.images: list[Span] = []
 
@@ -197,7 +208,8 @@ class _MarkedTokenizer:
     def __call__(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
         marked = [text] if isinstance(text, str) else text
         assert len(marked) == 1, "one conversation per processor call"
-        plain, replies, images = _remove_marks(marked[0])
+        self.text = marked[0]
+        plain, replies, images = _remove_marks(self.text)
         plain_text = plain if isinstance(text, str) else [plain]
         encoding = self._tokenizer(plain_text, return_offsets_mapping=True, **kwargs)
         offsets = np.asarray(encoding.pop("offset_mapping")).reshape(-1, 2)
@@ -259,12 +271,13 @@ def _template_of(processor: ProcessorMixin) -> str:
 def _control_tokens(processor: ProcessorMixin) -> re.Pattern[str]:
     tokenizer = processor.tokenizer
     tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens.update(tokenizer.all_special_tokens, _placeholder_tokens(processor))
+    tokens.update(tokenizer.all_special_tokens, placeholder_tokens(processor))
     longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def _placeholder_tokens(processor: ProcessorMixin) -> list[str]:
+def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
+    """The tokens that stand for images in what the template writes and in what the processor makes of it."""
     holders = (processor, processor.tokenizer)
     tokens = (getattr(holder, name, None) for name in PLACEHOLDER_NAMES for holder in holders)
     return list(dict.fromkeys(token for token in tokens if isinstance(token, str)))

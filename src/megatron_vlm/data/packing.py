@@ -1,0 +1,216 @@
+"""Which documents share a row: packing of exact lengths under a token and a patch budget, balanced order.
+
+Pure numpy; nothing here knows what a sample is. A document is an index into the arrays of its costs, and
+every document given is in exactly one row that comes back. One over a budget raises ValueError: the caller
+drops and counts it before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import ndarray
+from numpy.typing import ArrayLike
+
+STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups
+TRIES = 16  # lengths looked at one by one before all at once
+
+
+@dataclass
+class Rows:
+    """Row `i` holds the documents `documents[starts[i]:starts[i + 1]]`."""
+
+    documents: ndarray  # (G,)
+    starts: ndarray  # (rows + 1,)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> ndarray:
+        return self.documents[self.starts[row] : self.starts[row + 1]]
+
+    def __iter__(self) -> Iterator[ndarray]:
+        return (self[row] for row in range(len(self)))
+
+    def sums(self, costs: ndarray) -> ndarray:
+        """What each row costs, where `costs` says it of each document."""
+        return np.add.reduceat(costs[self.documents], self.starts[:-1]) if len(self) else costs[:0]
+
+
+def pack(
+    lengths: ArrayLike,  # at least 1
+    capacity: int,
+    patches: ArrayLike | None = None,
+    patch_capacity: int | None = None,
+    rng: np.random.Generator | None = None,
+) -> Rows:
+    """First-fit decreasing: few rows of at most `capacity` tokens and `patch_capacity` patches each.
+
+    `rng` decides which of several documents of one length goes where and the order of documents in a row;
+    None: the first comes first, longest first. Rows come in no useful order (see `balanced_order`).
+
+    First fit of sorted lengths fills one row after the other with the longest document that still fits, so a
+    row is found once per combination of lengths and repeated while there are enough documents: at most one
+    combination per distinct length. Where that breaks the patch budget, documents are placed one by one.
+    """
+    lengths = np.asarray(lengths, int)
+    _check_fits(lengths, capacity, "tokens")
+    order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    rows = _pack_lengths(lengths, capacity, order)
+    if patch_capacity is not None:
+        assert patches is not None, "a patch budget needs the documents' patches"
+        patches = np.asarray(patches, int)
+        _check_fits(patches, patch_capacity, "patches")
+        if len(rows) and rows.sums(patches).max() > patch_capacity:
+            rows = _pack_both(lengths, capacity, patches, patch_capacity, order)
+    return rows if rng is None else _shuffled_inside(rows, rng)
+
+
+def pack_buffer(
+    lengths: list[int], capacity: int, patches: list[int], patch_capacity: int | None
+) -> list[list[int]]:
+    """The documents of each row, rows in a random order that follows from the lengths alone.
+
+    So equal buffers give equal rows, wherever and whenever they are packed.
+    """
+    rng = np.random.default_rng(lengths)
+    rows = pack(lengths, capacity, patches, patch_capacity, rng)
+    assert len(rows.documents) == len(lengths), "packing lost a document"
+    return [rows[row].tolist() for row in rng.permutation(len(rows))]
+
+
+def balanced_order(
+    attention: ndarray,
+    patches: ndarray,
+    group: int,
+    rng: np.random.Generator,
+    unbalanced: int = 0,
+    strips: int | None = None,
+) -> ndarray:
+    """A random order of rows in which every `group` neighbours cost about the same in attention and patches.
+
+    Rows are sorted by patches into strips and within a strip by attention, cut into groups, and the groups
+    put in random order, as the rows within each. The first `unbalanced` rows are any (they complete a group
+    that an earlier epoch began); so are the last ones when the rest is no multiple of `group`.
+    """
+    order = rng.permutation(len(attention))  # also decides between equals below
+    first, rest = order[:unbalanced], order[unbalanced:]
+    whole = len(rest) // group * group
+    last, rest = rest[whole:], rest[:whole]
+    groups = whole // group
+    if groups == 0:
+        return order
+    by_patches = rest[np.argsort(patches[rest], kind="stable")]
+    strips = min(groups, strips or round(STRIPS_PER_ROOT * groups**0.5))
+    edges = np.linspace(0, groups, strips + 1).astype(int) * group
+    strip = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    sorted_rows = by_patches[np.lexsort((attention[by_patches], strip))]
+    steps = rng.permuted(sorted_rows.reshape(groups, group), axis=1)
+    return np.concatenate([first, rng.permutation(steps).ravel(), last])
+
+
+def attention_cost(rows: Rows, lengths: ndarray) -> ndarray:
+    """The sum of squared document lengths of each row."""
+    return rows.sums(np.asarray(lengths, dtype=np.float64) ** 2)
+
+
+def _check_fits(costs: ndarray, capacity: int, unit: str) -> None:
+    if len(costs) and (worst := int(costs.max())) > capacity:
+        raise ValueError(
+            f"packing: document {int(costs.argmax())} has {worst} {unit}, over a row's {capacity}; drop it."
+        )
+
+
+def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
+    patterns, sizes, repeats = [np.zeros(0, int)], [], []
+    for pattern, repeat in _patterns(np.bincount(lengths, minlength=capacity + 1).tolist(), capacity):
+        patterns.append(np.tile(pattern, repeat))
+        sizes.append(len(pattern))
+        repeats.append(repeat)
+    narrow = np.uint16 if capacity < 2**16 else np.int64  # numpy sorts 16 bits by radix
+    wanted = np.concatenate(patterns).astype(narrow)
+    documents = np.empty(len(lengths), int)
+    by_length = order[np.argsort(lengths[order].astype(narrow), kind="stable")]
+    documents[np.argsort(wanted, kind="stable")] = by_length
+    return Rows(documents, np.concatenate([[0], np.cumsum(np.repeat(sizes, repeats), dtype=int)]))
+
+
+def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int]]:
+    """(lengths of a row, number of such rows), until `counts` documents of each length are used up."""
+    lengths = _Lengths(counts)
+    while (length := lengths.longest(capacity)) > 0:
+        pattern, left, repeat = [], capacity, counts[length]
+        while length > 0:
+            use = min(left // length, counts[length])
+            pattern += [length] * use
+            repeat = min(repeat, counts[length] // use)
+            left -= use * length
+            length = lengths.longest(min(left, length - 1))
+        for used, times in Counter(pattern).items():
+            counts[used] -= times * repeat
+        yield pattern, repeat
+
+
+class _Lengths:
+    """Of which lengths anything is left in `waiting`, a list by length; what is gone does not come back."""
+
+    def __init__(self, waiting: list) -> None:
+        self._waiting = waiting
+        self._shorter = list(range(-1, len(waiting) - 1))  # a step towards the next length that is left
+
+    def longest(self, most: int) -> int:
+        """The greatest length up to `most`; 0 or less when there is none."""
+        waiting, shorter = self._waiting, self._shorter
+        while most > 0 and not waiting[most]:
+            if (step := shorter[most]) > 0 and not waiting[step]:
+                shorter[most] = shorter[step]
+            most = shorter[most]
+        return most
+
+
+def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, order: ndarray) -> Rows:
+    """First-fit decreasing under both budgets, row by row: the longest document that fits in both.
+
+    Of documents of one length the one with the most patches that fit goes first, so that text is left to fill
+    rows whose patches are used up.
+    """
+    waiting: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
+    by_patches = order[np.argsort(-patches[order], kind="stable")]
+    for document, length, count in zip(
+        *(a.tolist() for a in (by_patches, lengths[by_patches], patches[by_patches])), strict=True
+    ):
+        waiting[length].append((-count, document))
+    fewest = np.array([-documents[-1][0] if documents else most + 1 for documents in waiting])
+    longest = _Lengths(waiting).longest
+    rows: list[list[int]] = []
+    while longest(capacity) > 0:
+        row, left, patches_left = [], capacity, most
+        while (length := _longest_within(longest, waiting, fewest, left, patches_left)) > 0:
+            documents = waiting[length]
+            negative, document = documents.pop(bisect_left(documents, (-patches_left, -1)))
+            fewest[length] = -documents[-1][0] if documents else most + 1
+            row.append(document)
+            left, patches_left = left - length, patches_left + negative
+        rows.append(row)
+    return Rows(np.array([d for row in rows for d in row], int), np.cumsum([0, *map(len, rows)]))
+
+
+def _longest_within(longest: Callable, waiting: list, fewest: ndarray, left: int, patches_left: int) -> int:
+    """The greatest length up to `left` with a document of at most `patches_left` patches; 0 for none."""
+    length = left
+    for _ in range(TRIES):
+        length = longest(length)
+        if length <= 0 or -waiting[length][-1][0] <= patches_left:
+            return length
+        length -= 1
+    fitting = np.flatnonzero(fewest[: length + 1] <= patches_left)
+    return int(fitting[-1]) if len(fitting) else 0
+
+
+def _shuffled_inside(rows: Rows, rng: np.random.Generator) -> Rows:
+    row_of = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
+    return Rows(rows.documents[np.lexsort((rng.random(len(row_of)), row_of))], rows.starts)

@@ -1,0 +1,130 @@
+"""What text and image headers predict of a sample's encoding is what the processor makes of it."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from megatron.energon.errors import SkipSample
+from PIL import Image
+from transformers import AutoProcessor
+
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.images import decode_image, image_size
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+
+SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200), (69, 3), (40, 1)]
+
+
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
+def parts(request, tmp_path_factory):
+    """Processor and visual keys of a family."""
+    path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+    return AutoProcessor.from_pretrained(path), load(request.param).visual_keys
+
+
+def encoders(parts, seq_length=4096, **options):
+    """One in halves, one in whole."""
+    processor, visual_keys = parts
+    max_patches = {"max_patches": options.pop("max_patches")} if "max_patches" in options else {}
+    return (
+        PackingVLMTaskEncoder(processor, seq_length, visual_keys, **options, **max_patches),
+        HFEncoderVLMTaskEncoder(processor, seq_length, visual_keys, **options),
+    )
+
+
+def image(size, format="PNG", **options):
+    out = io.BytesIO()
+    Image.new("RGB", size, (10, 200, 30)).save(out, format, **options)
+    return out.getvalue()
+
+
+def sample(sizes, question="\n Which? ", turns=1, key="s"):
+    """Images amid texts whose spaces and newlines may melt into the tokens around an image."""
+    content = "What\n" + "\n and <image>".join([""] * (len(sizes) + 1)) + question
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "A seven.\n"}]
+    for turn in range(1, turns):
+        talk += [{"role": "user", "content": f"And {turn}?"}, {"role": "assistant", "content": "Yes " * turn}]
+    imgs = [image(size) for size in sizes]
+    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=json.dumps(talk), imgs=imgs)
+
+
+def samples():
+    rng = np.random.default_rng(0)
+    yield sample([])
+    yield from (sample([size]) for size in SIZES)
+    for turns in range(1, 7):
+        yield sample([SIZES[i] for i in rng.integers(len(SIZES), size=turns % 4)], turns=turns)
+
+
+def test_lengths_and_patches_are_those_of_the_encoded_sample(parts):
+    """`postencode_sample` raises when they are not; the encoding is that of the other encoder."""
+    halves, whole = encoders(parts)
+    lengths = set()
+    for given in samples():
+        measured = halves.preencode_sample(given)
+        encoded, expected = halves.postencode_sample(measured), whole.encode_sample(given)
+        assert measured.length == len(expected.input_ids)
+        assert encoded.input_ids.equal(expected.input_ids) and encoded.labels.equal(expected.labels)
+        lengths.add(measured.length)
+    assert len(lengths) > 5
+
+
+@pytest.mark.parametrize("bounds", [{"max_pixels": 5000}, {"min_pixels": 9000}])
+def test_lengths_follow_the_bounds_on_pixels(parts, bounds):
+    halves, _ = encoders(parts, **bounds)
+    for given in samples():
+        halves.postencode_sample(halves.preencode_sample(given))
+
+
+@pytest.mark.parametrize("over_length", ["drop", "truncate"])
+def test_both_encoders_drop_and_cut_the_same_samples(parts, over_length):
+    halves, whole = encoders(parts, 60, over_length=over_length)
+    for number, given in enumerate(samples()):
+        given.__key__ = f"s{number}"
+        try:
+            halves.postencode_sample(halves.preencode_sample(given))
+        except SkipSample:
+            pass
+        try:
+            whole.encode_sample(given)
+        except SkipSample:
+            pass
+    assert halves.drops.summary() == whole.drops.summary()
+    assert halves.drops.examples() == whole.drops.examples()
+    assert halves.drops.summary()["encoded"] > 3
+
+
+def test_a_sample_of_too_many_patches_is_dropped(parts):
+    halves, _ = encoders(parts)
+    patches = halves.preencode_sample(sample([(56, 56), (56, 56)])).patches
+    assert patches > 0
+    limited, _ = encoders(parts, max_patches=patches - 1)
+    limited.preencode_sample(sample([(56, 56)]))
+    with pytest.raises(SkipSample):
+        limited.preencode_sample(sample([(56, 56), (56, 56)]))
+    assert limited.drops.summary()["reasons"] == {"over_patches": 1}
+
+
+def test_a_wrong_prediction_ends_the_run(parts):
+    halves, _ = encoders(parts)
+    measured = halves.preencode_sample(sample([(56, 56)]))
+    measured.length += 1
+    with pytest.raises(RuntimeError, match=f"s: measured {measured.length} tokens .* encoded"):
+        halves.postencode_sample(measured)
+
+
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000"])
+@pytest.mark.parametrize("exif", [None, ROTATED])
+@pytest.mark.parametrize("max_pixels", [None, 900])
+def test_sizes_from_headers_are_those_of_decoded_images(format, exif, max_pixels):
+    data = image((50, 30), format, **({"exif": exif} if exif else {}))
+    size = image_size(data, max_pixels)
+    assert size == decode_image(data, max_pixels).size
+    assert (size[0] < size[1]) == (exif is not None and format in ("JPEG", "PNG", "WEBP", "TIFF"))
