@@ -115,6 +115,48 @@ def plan(
         typer.echo(line)
 
 
+@app.command()
+def preview(
+    settings: Settings = None,
+    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
+    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
+    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
+    shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
+) -> None:
+    """Write a page that shows the training data as the model will see it.
+
+    Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
+    """
+    run_config = _data_config(recipe, config, settings, dataset_type, train_data_path, hf_path)
+
+    from megatron_vlm.views import preview_page
+
+    output.write_text(preview_page(run_config, rows, shown), encoding="utf-8")
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def stats(
+    settings: Settings = None,
+    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
+    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
+    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
+) -> None:
+    """Print how long the training data's samples are, and propose seq_length and max_patches."""
+    run_config = _data_config(recipe, config, settings, dataset_type, train_data_path, hf_path)
+
+    from megatron_vlm.views import stats_text
+
+    typer.echo(stats_text(run_config, samples))
+
+
 @app.command(context_settings=WHOLE_LINE)
 def prepare(context: typer.Context) -> None:
     """Turn image conversations into an Energon dataset (see `prepare --help`)."""
@@ -177,6 +219,17 @@ def generate(
     from megatron_vlm.runs import generate_from_run
 
     typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
+
+
+def _data_config(
+    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: str | None
+) -> RunConfig:
+    """The checked configuration of a command that reads data in this process alone."""
+    names = ("dataset_type", "train_data_path", "hf_path")
+    arguments = {name: value for name, value in zip(names, flags, strict=True) if value is not None}
+    run_config = recipe_table.compose(recipe, config, settings or (), {**ONE_PROCESS, **arguments})
+    _check(run_config, 1)
+    return run_config
 
 
 def single(command) -> typer.Typer:

@@ -145,6 +145,10 @@ class HFEncoderVLMTaskEncoder(
         with self._counting_drops(sample):
             return self._measured(sample)
 
+    def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
+        """The raw patches of an encoded sample's images."""
+        return self._measure.patches_of(visual_inputs)
+
     @functools.cached_property
     def _measure(self) -> Measure:
         return Measure(self.processor, self._encode_text)

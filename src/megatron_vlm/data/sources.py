@@ -59,6 +59,7 @@ class RunData:
         provider = getattr(import_module(module), name).from_config(data)
         place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         train, valid = train_encoder(data, processor, **parts), plain_encoder(data, processor, **parts)
+        self.patches_of = train.patches_of
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **place)
         self.valid_loader = provider.valid_loader(valid, **place)
 

@@ -1,0 +1,112 @@
+"""What the preview shows is what the model will see; the page opens in a browser."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+from sources import write_hf_folder, write_sharegpt
+
+from megatron_vlm.config import apply_overrides
+from megatron_vlm.data.preview import TRAINED, VISUAL
+from megatron_vlm.recipes import load_recipe
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.views import preview_page, stats_text, training_data
+
+FAMILIES = ["gemma3", "mistral3", "qwen3_vl"]  # one of each way to store pixels
+ATTACK = "<script>document.title = 'run'</script>"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """20 records; the fifth has no image, one has two, one types HTML, one an image too few."""
+    source = write_sharegpt(tmp_path_factory.mktemp("views"), 20)
+    records = [json.loads(line) for line in source.read_text().splitlines()]
+    records[4]["conversations"][1]["value"] += ATTACK
+    records[7]["images"] = []
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return write_hf_folder(source.parent / "rows", source)
+
+
+def config_of(family, dataset, tmp_path_factory, **settings):
+    path = build_tiny_checkpoint(family, tmp_path_factory.mktemp(family))
+    run = load_recipe("qwen3_vl_2b")(dataset_type="hf", train_data_path=str(dataset), hf_path=str(path))
+    return apply_overrides(run, {"data.max_drop_share": 0.5, "data.max_pixels": None, **settings})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def config(request, dataset, tmp_path_factory):
+    return config_of(request.param, dataset, tmp_path_factory)
+
+
+def test_rows_show_replies_as_trained_and_images_in_their_place(config):
+    with training_data(config) as (data, read):
+        rows = [read(next(data.train_batches())) for _ in range(19)]
+    assert len({row.documents[0].key for row in rows}) == 19
+    images = 0
+    for row in rows:
+        (document,) = row.documents
+        number = int(document.key.split("-")[-1])
+        (reply,) = [run.text for run in document.runs if run.kind == TRAINED]
+        assert f"number {number}" in reply
+        assert "Which number?" in "".join(
+            run.text for run in document.runs if run.kind not in (TRAINED, VISUAL)
+        )
+        assert sum(run.tokens for run in document.runs) == document.tokens == row.tokens
+        shown = [run for run in document.runs if run.kind == VISUAL]
+        assert len(shown) == (0 if number % 5 == 4 else 2 if number % 3 == 0 else 1)
+        images += len(shown)
+        for i, run in enumerate(shown):
+            picture = Image.open(io.BytesIO(base64.b64decode(run.pictures[0].split(",")[1])))
+            other = number + 50 * i
+            expected = (other * 7 % 256, other * 13 % 256, 90)  # the whole image has one colour
+            assert np.abs(np.asarray(picture).astype(int) - expected).max() < 12
+    assert images > 10
+
+
+@pytest.fixture(scope="module")
+def packed_page(dataset, tmp_path_factory):
+    settings = {"data.packing": "stream", "data.packing_buffer_size": 19, "data.seq_length": 512}
+    run = config_of("gemma3", dataset, tmp_path_factory, **settings)
+    path = tmp_path_factory.mktemp("page") / "preview.html"
+    path.write_text(preview_page(run, rows=100, shown=100), encoding="utf-8")
+    return path
+
+
+def test_the_page_has_every_sample_and_the_dropped_one(packed_page):
+    text = packed_page.read_text(encoding="utf-8")
+    assert len(set(re.findall(r"<header>\S*?(\d+): \d+ tokens", text))) == 19
+    assert "placeholder_mismatch" in text
+    assert ATTACK not in text and html.escape(ATTACK) in text.replace("&#39;", "&#x27;")
+    assert not re.search(r'(src|href)="(?!data:)', text)  # nothing from elsewhere
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_page_opens_in_a_browser(packed_page):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={packed_page.parent}"]
+    shown = subprocess.run(
+        [BROWSER, *flags, "--dump-dom", packed_page.as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    assert shown.count("<section>") >= 19
+    assert "<title>run</title>" not in shown  # no record ran a script
+    assert shown.count("<img ") > 10
+
+
+def test_stats_count_the_samples_and_propose_settings(config):
+    text = stats_text(config, 100)
+    assert text.startswith("19 samples")
+    assert re.search(r"^tokens +\d+", text, re.MULTILINE)
+    assert re.search(r"^images +0 .* 2 +1$", text, re.MULTILINE)
+    assert "data.packing=stream data.seq_length=" in text and "data.max_patches=" in text
+    assert "placeholder_mismatch" in text
