@@ -212,9 +212,9 @@ def test_samples_of_about_one_length_share_a_step(open_loader, processor):
 
 def balanced(rank, world_size, **options):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(10, 100, 980)
+    tokens = rng.integers(10, 100, 970)
     tokens[::50] = DROPPED
-    patches = np.where(rng.random(980) < 0.6, tokens * 2, 0)
+    patches = np.where(rng.random(970) < 0.6, tokens * 2, 0)
     settings = {"micro_batch_size": 2, "seed": 1, "capacity": 200} | options
     return BalancedRows(tokens, patches, rank, world_size, **settings)
 
