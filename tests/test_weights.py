@@ -37,7 +37,7 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    weights.SHARD_BYTES = 100_000  # several files from a tiny model
+    weights.exporting.SHARD_BYTES = 100_000  # several files from a tiny model
     setup.init_distributed(ParallelConfig(), seed=1)
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
