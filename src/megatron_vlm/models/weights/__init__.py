@@ -9,7 +9,6 @@ from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint, hub_name, resolve
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
-    FusedGatedMLP,
     GatedMLP,
     GroupedQKV,
     Operation,
@@ -21,7 +20,6 @@ from megatron_vlm.models.weights.rules import (
 )
 
 __all__ = [
-    "FusedGatedMLP",
     "GatedMLP",
     "GroupedQKV",
     "HFCheckpoint",

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.models.weights.rules import Slices
+from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
 
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,16 +48,17 @@ class Dequantised:
         parts = () if index is Ellipsis else index
         scale = self._scale
         for axis, length in enumerate(self.get_shape()):
-            block_of = torch.arange(length) // (length // scale.shape[axis])
-            scale = scale.index_select(axis, block_of[parts[axis]] if axis < len(parts) else block_of)
-        return self._values[index].float() * scale
+            if (blocks := scale.shape[axis]) > 1:
+                block_of = torch.arange(length) // (length // blocks)
+                scale = scale.index_select(axis, block_of[parts[axis]] if axis < len(parts) else block_of)
+        return self._values[index].float().mul_(scale)
 
 
 class HFCheckpoint:
     """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use.
 
     FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) read as what they stand for; the
-    scales, also those of activations, are no keys of their own.
+    scales, also those of activations, are no keys of their own. Others are views of files mapped into memory.
     """
 
     def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
@@ -94,6 +96,13 @@ class HFCheckpoint:
             self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]
 
+    def release(self) -> None:
+        """Unmap the files, whose pages that were read count as this process's; they open again when asked."""
+        self._open.clear()
+
+    def shape(self, key: str) -> list[int]:
+        return self.slices(key).get_shape()
+
     def slices(self, key: str) -> Slices:
         file, stored_key = self.files[key]
         values = self._file(file).get_slice(stored_key)
@@ -101,15 +110,15 @@ class HFCheckpoint:
             return Dequantised(values, self._file(scale[0]).get_tensor(scale[1]))
         return values
 
-    def stored(self, key: str) -> tuple[str, torch.dtype, list[int]]:
-        """Name and shape that `key` has in the files and its dtype, which for FP8 weights is the config's."""
+    def stored(self, key: str) -> Stored:
+        """`key` as the files hold it, but for FP8 weights in the dtype of the config."""
         file, stored_key = self.files[key]
         slices = self._file(file).get_slice(stored_key)
         dtype = _DTYPES[slices.get_dtype()]
         if key + SCALE in self._all_files:
             config = json.loads((self.folder / CONFIG_FILE).read_text())
             dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return stored_key, dtype, slices.get_shape()
+        return Stored(stored_key, dtype, tuple(slices.get_shape()))
 
 
 def _scaled_weight(key: str) -> str | None:
@@ -120,13 +129,7 @@ def _scaled_weight(key: str) -> str | None:
     return None
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def resolve(path: str | Path) -> Path:

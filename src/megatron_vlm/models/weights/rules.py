@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -26,88 +28,90 @@ class Slices(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-class Operation(Protocol):
-    """How a parameter is cut over the `size` ranks of the tensor-parallel group."""
+class Operation:
+    """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        """This rank's parameter from the HF tensors."""
+    axis: int | None  # each rank holds an equal part of the HF tensors along it; None: everything
 
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        """The HF tensors from all ranks' parameters."""
+    def views(self, param: Tensor) -> list[Tensor]:
+        """What this rank holds of each HF tensor, as views of its parameter.
+
+        Where `param` interleaves them, the rows of a view take two axes.
+        """
+        return [param]
+
+    def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
+        """Those of the whole HF tensors, of which `param` holds the part of one of `size` ranks."""
+        shapes = []
+        for view in self.views(param):
+            rows = view.shape[: view.dim() - param.dim() + 1]
+            shape = [math.prod(rows), *view.shape[len(rows) :]] if rows else []
+            if self.axis is not None:
+                shape[self.axis] *= size
+            shapes.append(shape)
+        return shapes
+
+    def load(self, param: Tensor, sources: Sequence[Slices | Row], rank: int, size: int) -> None:
+        """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
+        shapes = self.hf_shapes(param, size)
+        for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
+            part = source[self._index(shape, rank, size)]
+            view.copy_(part.to(view.device).reshape(view.shape))  # a turned tensor is turned on the device
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        """The whole HF tensors from all ranks' parameters."""
+        if self.axis is None:
+            return shards[:1]
+        size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
+        whole = [shards[0].new_empty(shape) for shape in shapes]
+        for rank, shard in enumerate(shards):
+            for view, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
+                tensor[self._index(shape, rank, size)].view(view.shape).copy_(view)
+        return whole
+
+    def _index(self, shape: list[int], rank: int, size: int) -> Any:
+        if self.axis is None:
+            return ...
+        step = shape[self.axis] // size
+        return (slice(None),) * self.axis + (slice(rank * step, (rank + 1) * step),)
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Operation):
     """The same on every rank."""
 
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        return sources[0][...]
-
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        return [shards[0]]
+    axis: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Operation):
     """Equal parts along `axis`."""
 
     axis: int
 
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        return _part(sources[0], self.axis, rank, size)
-
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(shards, dim=self.axis)]
-
 
 @dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(Operation):
     """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
 
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        return torch.cat([_part(source, 0, rank, size) for source in sources])
+    axis: ClassVar[int] = 0
 
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return [torch.cat(gates), torch.cat(ups)]
+    def views(self, param: Tensor) -> list[Tensor]:
+        return list(param.chunk(2))
 
 
 @dataclass(frozen=True)
-class GroupedQKV:
+class GroupedQKV(Operation):
     """Megatron's linear_qkv: for each key/value group its query heads, its key head, its value head."""
 
     heads: int
     groups: int
     head_dim: int
+    axis: ClassVar[int] = 0
 
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        groups = self.groups // size
-        parts = [_part(source, 0, rank, size) for source in sources]
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        grouped = torch.cat(shards).unflatten(0, (self.groups, -1))
+    def views(self, param: Tensor) -> list[Tensor]:
         sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
-        return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
-
-
-@dataclass(frozen=True)
-class FusedGatedMLP:
-    """linear_fc1 from one HF tensor that holds all rows of gate, then all rows of up."""
-
-    def read(self, sources: list[Slices], rank: int, size: int) -> Tensor:
-        return torch.cat([_part(sources[0], 0, half * size + rank, 2 * size) for half in range(2)])
-
-    def write(self, shards: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(GatedMLP().write(shards))]
-
-
-def _part(source: Slices, axis: int, rank: int, size: int) -> Tensor:
-    length = source.get_shape()[axis]
-    if length % size:
-        raise ValueError(f"axis {axis} of length {length} is not divisible by {size}")
-    step = length // size
-    return source[(slice(None),) * axis + (slice(rank * step, (rank + 1) * step),)]
+        return list(param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1))
 
 
 @dataclass(frozen=True)
@@ -121,24 +125,15 @@ class Row:
     number: int
     shape: tuple[int, int]
 
-    @property
-    def turned(self) -> bool:
-        return turned(self.source.get_shape(), self.shape)
-
-    def get_shape(self) -> list[int]:
-        rows, columns = self.source.get_shape()[1:]
-        return [columns, rows] if self.turned else [rows, columns]
-
     def __getitem__(self, index: Any) -> Tensor:
-        index = (*index, slice(None))[:2] if isinstance(index, tuple) else (slice(None), slice(None))
-        if self.turned:
-            return self.source[(self.number, index[1], index[0])].t()
-        return self.source[(self.number, *index)]
+        row = self.source[self.number]
+        return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
 
 
 def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a tensor of the `stored` shape holds ones of `shape` with their last two axes exchanged."""
-    return tuple(stored[-2:]) != tuple(shape[-2:]) and tuple(stored[-2:]) == (shape[-1], shape[-2])
+    stored, shape = list(stored), list(shape)
+    return stored != shape and stored == [*shape[:-2], *shape[:-3:-1]]
 
 
 # --- rules -----------------------------------------------------------------------------------------------
@@ -165,22 +160,33 @@ class Rule:
         match = matches(self.param, name)
         return match and [_fill(hf, match.groups()) for hf in self.hf]
 
-    def row(self, name: str) -> int:
-        """Which of the fused tensors parameter `name` is."""
-        return int(matches(self.param, name).groups()[-1])
+    def row(self, name: str) -> int | None:
+        """Which of the fused tensors parameter `name` is; None where nothing is fused."""
+        return None if self.rows is None else int(matches(self.param, name).groups()[-1])
 
-    def sources(self, name: str, stored: list[Slices]) -> list[Slices]:
+    def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
+        """The shapes that the HF tensors of `param` must have."""
+        if self.rows is not None:
+            return [[self.rows, *param.shape]]
+        return self.operation.hf_shapes(param, size)
+
+    def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
+        return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
+
+    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | Row]:
         """What the operation reads: the `stored` HF tensors, or this parameter's row of the fused one."""
         if self.rows is None:
             return stored
         return [Row(source, self.row(name), self.row_shape) for source in stored]
 
-    def covers(self, key: str) -> bool:
-        return any(matches(hf, key) for hf in self.hf)
-
 
 def matches(wildcards: str, name: str) -> re.Match | None:
-    return re.fullmatch(re.escape(wildcards).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d+)"), name)
+    return _compiled(wildcards).fullmatch(name)
+
+
+@cache
+def _compiled(wildcards: str) -> re.Pattern:
+    return re.compile(re.escape(wildcards).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d+)"))
 
 
 def _fill(wildcards: str, values: tuple[str, ...]) -> str:
