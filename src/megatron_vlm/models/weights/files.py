@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
+MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them
 
 
 def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
@@ -65,6 +67,7 @@ class HFCheckpoint:
         self.folder = resolve(path)
         self._renames = renames
         self._open: dict[str, Any] = {}
+        self._touched, self._lock = 0, threading.Lock()
 
     @cached_property
     def files(self) -> dict[str, tuple[str, str]]:
@@ -92,13 +95,22 @@ class HFCheckpoint:
     def _file(self, name: str) -> Any:
         if Path(name).name != name:
             raise ValueError(f"{self.folder / INDEX_FILE}: file name {name!r} leaves the folder")
-        if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt")
-        return self._open[name]
+        file = self._open.get(name)  # another thread may release it at any time
+        if file is None:
+            file = self._open[name] = safe_open(self.folder / name, framework="pt")
+        return file
 
-    def release(self) -> None:
-        """Unmap the files, whose pages that were read count as this process's; they open again when asked."""
-        self._open.clear()
+    def release(self, nbytes: int) -> None:
+        """Say that `nbytes` were read and are no longer needed.
+
+        Pages of mapped files that were read count as this process's memory until the files are unmapped,
+        which happens here every now and then; they open again when asked for.
+        """
+        with self._lock:
+            self._touched += nbytes
+            if self._touched >= MAPPED_BYTES:
+                self._open.clear()
+                self._touched = 0
 
     def shape(self, key: str) -> list[int]:
         return self.slices(key).get_shape()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_vlm.models.vlm import VLMModel
 
 READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
-MAPPED_BYTES = 2**26  # files are unmapped after this much, so that their pages do not gather
 
 
 def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_config: Any) -> None:
@@ -43,14 +42,9 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
     for load in loads:
         load.check(checkpoint)
     _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family)
-    mapped = 0
     with ThreadPoolExecutor(READERS) as readers:
-        done = readers.map(lambda load: load.run(checkpoint), loads)
-        for nbytes in _progress(done, len(loads)):
-            mapped += nbytes
-            if mapped >= MAPPED_BYTES:
-                checkpoint.release()
-                mapped = 0
+        for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
+            pass
 
 
 @dataclass(frozen=True)
@@ -77,11 +71,11 @@ class Load:
                 )
 
     @torch.no_grad()
-    def run(self, checkpoint: HFCheckpoint) -> int:
-        """Fill the parameter; the bytes of the files that this touched."""
+    def run(self, checkpoint: HFCheckpoint) -> None:
         sources = self.rule.sources(self.name, [checkpoint.slices(key) for key in self.keys])
         self.rule.operation.load(self.param, sources, self.rank, self.size)
-        return self.param.nbytes * self.size
+        del sources
+        checkpoint.release(self.param.nbytes * self.size)
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -94,7 +88,7 @@ def _place(name: str) -> tuple[int, int]:
     )
 
 
-def _progress(steps: Iterable[int], total: int) -> Iterable[int]:
+def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
     quiet = None if dist.get_rank() == 0 else True  # None: where there is no terminal
     return tqdm(steps, "import", total, unit="tensor", disable=quiet, leave=False)
 
