@@ -150,10 +150,14 @@ def resolve(path: str | Path) -> Path:
         return Path(path)
     if Path(path).is_absolute() or str(path).startswith("."):
         raise FileNotFoundError(f"checkpoint {path}: no such folder")
-    return Path(
-        snapshot_download(
+    try:
+        folder = snapshot_download(
             str(path),
             allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
             ignore_patterns="consolidated*",  # Mistral's repositories hold the weights twice
         )
-    )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"checkpoint {path}: no such folder, and not to be had from the hub ({error})"
+        ) from error
+    return Path(folder)
