@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ class Piece:
 def hf_tensors(
     chunks: list[VLMModel],
     rules: list[Rule],
-    files: Container[str] | None = None,
+    files: Collection[str] = (),
     value: Callable[[Tensor], Tensor | None] = lambda weight: weight.detach(),
 ) -> Iterator[tuple[str, Tensor]]:
     """(hub key, whole tensor) of this pipeline stage on every rank, one weight gathered at a time.
@@ -75,7 +75,7 @@ def hf_tensors(
 def hf_pieces(
     chunks: list[VLMModel],
     rules: list[Rule],
-    files: Container[str] | None,
+    files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
     collect: Collect,
 ) -> Iterator[Piece]:
@@ -222,7 +222,7 @@ def _writer_of_stage() -> int:
     return stages.index(stage)
 
 
-def _keys_of_stage(chunks: list[VLMModel], rules: list[Rule], files: Container[str]) -> list[str]:
+def _keys_of_stage(chunks: list[VLMModel], rules: list[Rule], files: Collection[str]) -> list[str]:
     """The keys that this stage's writer exports, in the order of `hf_pieces`."""
     keys: dict[str, None] = {}
     for chunk in chunks:

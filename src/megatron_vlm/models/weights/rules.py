@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -194,17 +194,18 @@ def _fill(wildcards: str, values: tuple[str, ...]) -> str:
     return re.sub(r"\*\*|\*", lambda _: next(remaining), wildcards)
 
 
-def find_rule(rules: list[Rule], name: str, files: Container[str] | None = None) -> tuple[Rule, list[str]]:
+def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tuple[Rule, list[str]]:
     """The rule for parameter `name` and its HF tensors.
 
     Where several fit, because checkpoints come in several layouts, it is the first all of whose HF tensors
-    are in `files`, or else the first.
+    are in `files`, or else any for another parameter, or else the first.
     """
     found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
     if not found:
         raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
-    complete = (pair for pair in found if files is not None and all(key in files for key in pair[1]))
-    return next(complete, found[0])
+    complete = (pair for pair in found if all(key in files for key in pair[1]))
+    of_layout = (pair for pair in found if any(matches(hf, key) for hf in pair[0].hf for key in files))
+    return next(complete, None) or next(of_layout, found[0])
 
 
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
