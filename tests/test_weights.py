@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from megatron_vlm.models.weights.shards import ShardFile, Stored
 from megatron_vlm.testing.distributed import run_distributed
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -241,6 +242,32 @@ def test_transformers_loads_the_export_without_a_missing_key(exports, layout, fa
 
     loaded_by_transformers(exports[layout, family])
     AutoProcessor.from_pretrained(exports[layout, family])
+
+
+# ---- files written in place -------------------------------------------------------------------------------
+
+
+def test_a_file_written_in_parts_and_out_of_order_is_what_safetensors_reads(tmp_path):
+    tensors = {"odd": torch.randn(3).bfloat16(), "rows": torch.randn(4, 2, 3), "one": torch.tensor(2.0)}
+    file = ShardFile(
+        tmp_path / "x.safetensors", [Stored(k, t.dtype, (*t.shape,)) for k, t in tensors.items()]
+    )
+    for row in (2, 0, 3, 1):
+        file.write("rows", tensors["rows"][row].t().contiguous().t(), row)
+    file.write("one", tensors["one"])
+    file.write("odd", tensors["odd"].double())
+    file.close()
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def test_a_file_with_a_row_missing_is_refused(tmp_path):
+    file = ShardFile(tmp_path / "x.safetensors", [Stored("rows", torch.float32, (4, 2))])
+    file.write("rows", torch.zeros(2), row=1)
+    with pytest.raises(AssertionError, match="24 bytes were not written"):
+        file.close()
 
 
 # ---- checkpoints that do not fit --------------------------------------------------------------------------

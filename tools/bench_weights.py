@@ -296,7 +296,15 @@ def check_equal(source: Path, exported: Path) -> None:
 
 
 def table(report: dict) -> str:
-    return "\n".join([HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(line, report["rows"])])
+    rows = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(line, report["rows"])]
+    checkpoint, versions = report["checkpoint"], report["versions"].items()
+    rows += [
+        "",
+        f"({checkpoint['bytes'] / 1e9:.2f} GB, {checkpoint['layers']} layers, the largest tensor "
+        f"{checkpoint['largest_tensor'] / 1e6:.0f} MB; {report['machine']}, {report['date']}, "
+        f"{', '.join(f'{name} {version}' for name, version in versions)}.)",
+    ]
+    return "\n".join(rows)
 
 
 def line(found: dict) -> str:
