@@ -323,7 +323,7 @@ def line(found: dict) -> str:
     over = found["anonymous"] - (found["held"] if found["what"].startswith("import") else 0)
     return (
         f"| {found['what']} | {found['nbytes'] / 1e9:.2f} | {found['rate'] / 1e9:.2f} | "
-        f"{found['plain_rate'] / 1e9:.2f} | {found['fraction']:.0%} | {over / 1e6:.0f} | "
+        f"{found['plain_rate'] / 1e9:.2f} | {found['fraction']:.0%} | {max(0, over) / 1e6:.0f} | "
         f"{found['mapped'] / 1e6:.0f} |"
     )
 
