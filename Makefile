@@ -27,15 +27,19 @@ lint: $(READY)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@$(PY) tools/parity_table.py --check
+	@$(PY) tools/bench_weights.py --table --check
 
 setup: $(READY)
 
-$(READY): requirements.lock pyproject.toml .python-version | $(PY)
+$(READY): requirements.lock requirements-oldest.lock pyproject.toml .python-version | $(PY)
 	@echo "installing the locked packages into .venv"
 	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
 	@$(UV) pip sync --system-certs --quiet --compile-bytecode --python $(PY) --require-hashes requirements.lock
 	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
+	@rm -rf .venv/oldest
+	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --target .venv/oldest \
+		-r requirements-oldest.lock
 	@touch $@
 
 $(PY):
@@ -45,11 +49,19 @@ $(PY):
 	if command -v uv >/dev/null; then exec uv venv --quiet --seed --python 3.12 .venv; fi; \
 	echo "no Python 3.12 found; install it, for instance with: pyenv install 3.12" >&2; exit 1
 
-# The newest versions that pyproject.toml allows, with hashes and without index addresses.
+COMPILE = $(UV) pip compile --upgrade --generate-hashes --python $(PY) \
+	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
+	--no-emit-index-url --no-emit-find-links --quiet
+OLDEST := transformers==5.12.1
+NOT_SHARED := transformers|huggingface-hub|tokenizers  # with the oldest Transformers
+
+# The newest versions that pyproject.toml allows, with hashes and without index addresses; and what the oldest
+# Transformers needs besides, for the tests that put it over the other packages.
 lock: $(READY)
-	@$(UV) pip compile pyproject.toml --extra dev --upgrade --generate-hashes --python $(PY) \
-		--python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
-		--no-emit-index-url --no-emit-find-links --quiet --output-file requirements.lock
+	@$(COMPILE) pyproject.toml --extra dev --output-file requirements.lock
+	@grep -oE '^[a-z0-9._-]+==[^ ;]+' requirements.lock | grep -vE '^($(strip $(NOT_SHARED)))==' > .venv/shared.txt
+	@echo '$(OLDEST)' | $(COMPILE) - --constraint .venv/shared.txt \
+		$$(sed 's/==.*//; s/^/--no-emit-package /' .venv/shared.txt) --output-file requirements-oldest.lock
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .ruff_cache src/*.egg-info

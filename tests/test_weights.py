@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from megatron_vlm.models.weights.shards import ShardFile, Stored
 from megatron_vlm.testing.distributed import run_distributed
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -20,6 +22,12 @@ LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": Parallel
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
 EXACT = [(layout, family) for family in TINY_FAMILIES for layout in LAYOUTS]
 EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied mistral3")] + [("PP2", "untied")]
+IN_MEMORY = [
+    "gemma3",
+    "mistral3",
+    "qwen2_5_vl",
+]  # whose keys are others in Transformers' memory than on the hub
+EXACT += [("TP2", f"{family} as in memory") for family in IN_MEMORY] + [("PP2", "sharded")]
 ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
 EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
@@ -37,7 +45,6 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    weights.SHARD_BYTES = 100_000  # several files from a tiny model
     setup.init_distributed(ParallelConfig(), seed=1)
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
@@ -47,7 +54,7 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
         chunks = build_model(run, family, hf_config, setup.device())
         weights.import_hf(chunks, source, family, hf_config)
-        weights.export_hf(chunks, output, source, family, hf_config)
+        weights.export_hf(chunks, output, source, family, hf_config, shard_bytes=100_000)  # several files
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,8 +82,25 @@ def sources(tmp_path_factory) -> dict[str, Path]:
     for name, grid in {"fp8 per tensor": (), "fp8 per block": (4, 2)}.items():
         fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
         others[name] = rewritten(plain["mistral3"], folder / name, lambda t, g=grid: quantise(t, g), fp8)
+    for family in IN_MEMORY:
+        name, model = f"{family} as in memory", AutoModelForImageTextToText.from_pretrained(plain[family])
+        shutil.copytree(plain[family], folder / name)
+        model.save_pretrained(folder / name, save_original_format=False)
+        assert not all_tensors(folder / name).keys() & all_tensors(plain[family]).keys()
+        others[name] = folder / name
+    others["sharded"] = sharded(plain["qwen3_vl"], folder / "sharded")
     experts = zip(EXPERT_SOURCES, expert_sources(folder, plain), strict=True)
     return plain | others | dict(experts)
+
+
+def sharded(source: Path, target: Path) -> Path:
+    """The same checkpoint in several files with an index."""
+    shutil.copytree(source, target)
+    (target / "model.safetensors").unlink()
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    model.save_pretrained(target, max_shard_size="200KB")
+    assert len(list(target.glob("*.safetensors"))) > 2
+    return target
 
 
 def rewritten(source: Path, target: Path, change, config: dict | None = None) -> Path:
@@ -220,37 +244,134 @@ def test_transformers_loads_the_export_without_a_missing_key(exports, layout, fa
     AutoProcessor.from_pretrained(exports[layout, family])
 
 
-def import_one(source: str) -> None:
-    round_trips([("TP1", source, source + "-out")])
+# ---- files written in place -------------------------------------------------------------------------------
 
 
-NORM = "language_model.model.norm.weight"
+def test_a_file_written_in_parts_and_out_of_order_is_what_safetensors_reads(tmp_path):
+    tensors = {"odd": torch.randn(3).bfloat16(), "rows": torch.randn(4, 2, 3), "one": torch.tensor(2.0)}
+    file = ShardFile(
+        tmp_path / "x.safetensors", [Stored(k, t.dtype, (*t.shape,)) for k, t in tensors.items()]
+    )
+    for row in (2, 0, 3, 1):
+        file.write("rows", tensors["rows"][row].t().contiguous().t(), row)
+    file.write("one", tensors["one"])
+    file.write("odd", tensors["odd"].double())
+    file.close()
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def test_a_file_with_a_row_missing_is_refused(tmp_path):
+    file = ShardFile(tmp_path / "x.safetensors", [Stored("rows", torch.float32, (4, 2))])
+    file.write("rows", torch.zeros(2), row=1)
+    with pytest.raises(AssertionError, match="24 bytes were not written"):
+        file.close()
+
+
+# ---- checkpoints that do not fit --------------------------------------------------------------------------
+
+
+def refusals(sources: list[str]) -> list[str]:
+    """What import says to each of them."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models import weights
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    messages = []
+    for source in sources:
+        hf_config = AutoConfig.from_pretrained(source)
+        family = family_for(hf_config)
+        chunks = build_model(RunConfig(), family, hf_config, setup.device())
+        for weight in chunks[0].parameters():
+            weight.data.fill_(7)
+        with pytest.raises(ValueError) as refused:
+            weights.import_hf(chunks, source, family, hf_config)
+        assert all((weight == 7).all() for weight in chunks[0].parameters())  # nothing was read
+        messages.append(str(refused.value))
+    return messages
+
+
+def last_norm(tensors) -> str:
+    [key] = [key for key in tensors if key.endswith(("language_model.norm.weight", "model.norm.weight"))]
+    return key
 
 
 def add_key(tensors):
-    tensors["language_model.model.layers.0.extra.weight"] = torch.zeros(2)
+    tensors[last_norm(tensors).replace("norm", "extra")] = torch.zeros(2)
 
 
 def drop_key(tensors):
-    del tensors[NORM]
+    del tensors[last_norm(tensors)]
 
 
 def reshape_key(tensors):
-    tensors[NORM] = torch.zeros(65)
+    tensors[last_norm(tensors)] = torch.zeros(65)
+
+
+def add_layer(tensors):
+    tensors[last_norm(tensors).replace("norm", "layers.4.input_layernorm")] = torch.zeros(64)
+
+
+def shift_gate_and_up(tensors):
+    """As many rows together as there should be."""
+    names = [last_norm(tensors).replace("norm", f"layers.{i}.mlp.gate_proj") for i in (0, 1)]
+    name = next(name for name in names if name in tensors)  # the first dense layer's
+    gate, up = tensors[name], tensors[name.replace("gate", "up")]
+    tensors[name] = torch.cat((gate, up[:2]))
+    tensors[name.replace("gate", "up")] = up[2:].contiguous()
+
+
+def drop_expert(tensors):
+    del tensors[last_norm(tensors).replace("norm", "layers.2.mlp.experts.3.up_proj")]
+
+
+def add_expert(tensors):
+    prefix = last_norm(tensors).replace("norm.weight", "layers.2.mlp.experts.")
+    tensors[f"{prefix}8.down_proj.weight"] = tensors[f"{prefix}7.down_proj.weight"].clone()
+
+
+def fuse_fewer_experts(tensors):
+    key = last_norm(tensors).replace("norm.weight", "layers.2.mlp.experts.down_proj")
+    tensors[key] = tensors[key][:7].contiguous()
+
+
+# what is wrong: the message, where K is the last norm's key but for "norm.weight"
+BROKEN = {
+    add_key: r"1 keys that this FAMILY does not have, such as 'Kextra.weight' \(2,\)",
+    drop_key: r"lacks 'Knorm.weight': \(64,\), of which .*final_layernorm.weight is \(64,\)",
+    reshape_key: r"'Knorm.weight' is \(65,\) and must be \(64,\), of which .*final_layernorm.weight is \(64",
+    add_layer: r"1 keys that this FAMILY does not have, such as 'Klayers.4.input_layernorm.weight' \(64,\)",
+    shift_gate_and_up: r"'Klayers.[01].mlp.gate_proj.weight' is \(1[36][02], 64\) and must be \(1[26]",
+}
+BROKEN_EXPERTS = {
+    ("glm4v_moe", drop_expert): r"lacks 'Klayers.2.mlp.experts.3.up_proj.weight': \(48, 64\), of which",
+    ("glm4v_moe", add_expert): r"such as 'Klayers.2.mlp.experts.8.down_proj.weight' \(64, 48\)",
+    ("qwen3_vl_moe", fuse_fewer_experts): r"'Klayers.2.mlp.experts.down_proj' is \(7, .* must be \(8, ",
+}
+CASES = {
+    (family, change): text for family in TINY_FAMILIES for change, text in BROKEN.items()
+} | BROKEN_EXPERTS
+
+
+@pytest.fixture(scope="module")
+def refused(sources, tmp_path_factory) -> dict[tuple, str]:
+    folder = tmp_path_factory.mktemp("broken")
+    paths = [
+        rewritten(sources[family], folder / f"{family}-{change.__name__}", change) for family, change in CASES
+    ]
+    return dict(zip(CASES, run_distributed(1, refusals, list(map(str, paths)))[0], strict=True))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            add_key,
-            r"1 keys that gemma3 does not have, such as \['language_model.model.layers.0.extra.weight'\]",
-        ),
-        (drop_key, rf"lacks \['{NORM}'\], needed for .*final_layernorm.weight \(64,\)"),
-        (reshape_key, rf"'{NORM}': \(65,\).* but .*final_layernorm.weight is \(64,\)"),
-    ],
-    ids=["extra", "missing", "shape"],
+    ("family", "change"), CASES, ids=[f"{family}-{change.__name__}" for family, change in CASES]
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_by_key(sources, tmp_path, change, message):
-    with pytest.raises(RuntimeError, match=message):
-        run_distributed(1, import_one, str(rewritten(sources["gemma3"], tmp_path / "broken", change)))
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key_and_shapes(refused, sources, family, change):
+    prefix = last_norm(all_tensors(sources[family])).removesuffix("norm.weight")
+    expected = CASES[family, change].replace("FAMILY", family).replace("'K", f"'{re.escape(prefix)}")
+    assert re.search(expected, refused[family, change]), refused[family, change]

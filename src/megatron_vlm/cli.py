@@ -204,6 +204,37 @@ def export(
 
 
 @app.command()
+def verify(
+    checked: Annotated[str, typer.Argument(help="An exported Hugging Face folder, or a run folder.")],
+    source: Annotated[str, typer.Argument(help="The Hugging Face folder or hub name to compare it with.")],
+    image: Annotated[
+        Path | None, typer.Option(help="An image file; without it, a generated picture.")
+    ] = None,
+    question: Annotated[str, typer.Option(help="What is asked about it.")] = "What is in this picture?",
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a logit allowed.")] = 1e-3,
+) -> None:
+    """Compare the logits of two checkpoints on an image, in fp32; exit code 1 beyond the tolerance.
+
+    Both are computed in this process, one after the other. A run is its latest checkpoint.
+    """
+    is_run = (_existing(Path(checked)) / "config.yaml").exists()
+    config = _config_of_run(Path(checked), None, None) if is_run else checked
+    encoded = _existing(image).read_bytes() if image else None
+
+    from megatron_vlm.verify import verify as compare
+    from megatron_vlm.verify import worst_tensors
+
+    found = compare(config, source, question, encoded)
+    typer.echo(str(found))
+    if found.max_abs <= tolerance:
+        return
+    typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
+    if not is_run:
+        typer.echo("\n".join(["weights that differ most:", *worst_tensors(checked, source)]), err=True)
+    raise typer.Exit(1)
+
+
+@app.command()
 def generate(
     run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
     question: Annotated[str, typer.Argument(help="The user's turn; <image> stands for each image.")],
@@ -236,6 +267,15 @@ def single(command) -> typer.Typer:
     """A program of one command."""
     program = typer.Typer(**PLAIN)
     program.command()(command)
+    return program
+
+
+def commands(*names: str) -> typer.Typer:
+    """A program of some of the commands."""
+    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
+    program.registered_commands = [
+        command for command in app.registered_commands if (command.name or command.callback.__name__) in names
+    ]
     return program
 
 
@@ -297,8 +337,8 @@ def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> Non
             f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
             f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
         )
-    if not needs_data and config.data.train_data_path == configs.MISSING:
-        config = configs.apply_overrides(config, {"data.train_data_path": "none://"})
+    if not needs_data:
+        config = _with_some_data(config)
     configs.validate(config, nproc or _world_size() or 1)
     configs.validate_paths(config)
 
@@ -308,8 +348,15 @@ def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None)
     file = _existing(run_dir) / "config.yaml"
     arguments = {} if nproc or _world_size() else ONE_PROCESS
     config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
-    configs.validate(config, nproc or _world_size() or 1)
+    configs.validate(_with_some_data(config), nproc or _world_size() or 1)
     return config
+
+
+def _with_some_data(config: RunConfig) -> RunConfig:
+    """For commands that read none: a data path, where the configuration names none."""
+    if config.data.train_data_path != configs.MISSING:
+        return config
+    return configs.apply_overrides(config, {"data.train_data_path": "none://"})
 
 
 def _existing(path: Path) -> Path:

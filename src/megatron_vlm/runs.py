@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import RunConfig, to_yaml
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.prompt import encode_prompt
 from megatron_vlm.models.families import family_for
@@ -62,6 +62,8 @@ def import_run(config: RunConfig) -> None:
     import_hf(chunks, source, family, hf_config)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
+    if setup.is_first_rank():  # as training does: export and the like go by it
+        Path(config.run_dir, "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     setup.shutdown()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +22,7 @@ def encode_prompt(
     device: torch.device,
 ) -> dict[str, Any]:
     """`input_ids` (T,) with the template's generation prompt at the end, `position_ids`, `visual_inputs`."""
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    bos = processor.tokenizer.bos_token
-    outputs = processor(
-        text=[text],
-        images=[decode_image(image) for image in images] or None,
-        return_tensors="pt",
-        add_special_tokens=not (bos and text.startswith(bos)),
-    )
+    outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
@@ -38,3 +31,17 @@ def encode_prompt(
         "position_ids": position_ids(input_ids, visual).to(device),
         "visual_inputs": visual and visual.to(device),
     }
+
+
+def processor_outputs(
+    processor: ProcessorMixin, messages: list[dict], images: list[bytes]
+) -> Mapping[str, Tensor]:
+    """All that the processor makes of the conversation, as one row, for a Transformers model."""
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    bos = processor.tokenizer.bos_token
+    return processor(
+        text=[text],
+        images=[decode_image(image) for image in images] or None,
+        return_tensors="pt",
+        add_special_tokens=not (bos and text.startswith(bos)),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vlm.models.families.llama import layer_rule
-from megatron_vlm.models.weights import FusedGatedMLP, GatedMLP, Rule, Shard, Whole
+from megatron_vlm.models.weights import GatedMLP, Rule, Shard, Whole
 
 
 def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
@@ -20,7 +20,7 @@ def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
     gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     return [
         layer_rule(hf_layer, "mlp.router.weight", ("mlp.gate.weight",), Whole()),
-        fused(layer_rule(hf_layer, fc1, (gate_up,), FusedGatedMLP()), experts, (2 * ffn, hidden)),
+        fused(layer_rule(hf_layer, fc1, (gate_up,), Whole()), experts, (2 * ffn, hidden)),
         fused(layer_rule(hf_layer, fc2, (down,), Whole()), experts, (hidden, ffn)),
         layer_rule(hf_layer, fc1, (one + "gate_proj.weight", one + "up_proj.weight"), GatedMLP()),
         layer_rule(hf_layer, fc2, (one + "down_proj.weight",), Whole()),

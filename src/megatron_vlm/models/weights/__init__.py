@@ -1,0 +1,37 @@
+"""Hugging Face weights in and out, by one list of rules per family played in both directions.
+
+A rule pairs a parameter of `VLMModel` with the HF tensors it is made of, and an operation that knows how
+tensor parallelism cuts it. Import reads, from safetensors, only the slices that this rank holds; export
+gathers one parameter at a time. Layer and expert numbers are global on both sides.
+"""
+
+from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
+from megatron_vlm.models.weights.files import HFCheckpoint, hub_name, resolve
+from megatron_vlm.models.weights.importing import import_hf
+from megatron_vlm.models.weights.rules import (
+    GatedMLP,
+    GroupedQKV,
+    Operation,
+    Rule,
+    Shard,
+    Whole,
+    find_rule,
+    named_global_weights,
+)
+
+__all__ = [
+    "GatedMLP",
+    "GroupedQKV",
+    "HFCheckpoint",
+    "Operation",
+    "Rule",
+    "Shard",
+    "Whole",
+    "export_hf",
+    "find_rule",
+    "hf_tensors",
+    "hub_name",
+    "import_hf",
+    "named_global_weights",
+    "resolve",
+]

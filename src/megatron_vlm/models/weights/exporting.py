@@ -1,0 +1,261 @@
+"""Hugging Face weights out: one weight gathered at a time, each pipeline stage writing its own files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_vlm.models.weights.files import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, HFCheckpoint
+from megatron_vlm.models.weights.rules import (
+    EXPERT,
+    Rule,
+    experts_per_rank,
+    find_rule,
+    matches,
+    named_global_weights,
+    turned,
+)
+from megatron_vlm.models.weights.shards import ShardFile, split
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.vlm import VLMModel
+
+SHARD_BYTES = 2**30  # export starts a new file after this much
+
+
+Collect = Callable[[Tensor, dist.ProcessGroup], list[Tensor]]  # this rank's tensor -> those of the group
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A whole HF tensor, or one `row` of the `rows` that it fuses."""
+
+    key: str
+    tensor: Tensor
+    row: int | None
+    rows: int | None
+
+
+def hf_tensors(
+    chunks: list[VLMModel],
+    rules: list[Rule],
+    files: Collection[str] = (),
+    value: Callable[[Tensor], Tensor | None] = lambda weight: weight.detach(),
+) -> Iterator[tuple[str, Tensor]]:
+    """(hub key, whole tensor) of this pipeline stage on every rank, one weight gathered at a time.
+
+    A collective over the tensor-parallel group and the expert-parallel one: every rank of the stage iterates
+    to the end. Of several layouts, the one in `files` is made, or else the rules' first. `value` picks what
+    is exported of a weight (the tests export gradients), None for nothing.
+    """
+    fused: dict[str, dict[int, Tensor]] = {}
+    for piece in hf_pieces(chunks, rules, files, value, _to_all):
+        if piece.row is None:
+            yield piece.key, piece.tensor
+            continue
+        rows = fused.setdefault(piece.key, {})
+        rows[piece.row] = piece.tensor
+        if len(rows) == piece.rows:
+            yield piece.key, torch.stack([rows[i] for i in range(piece.rows)])
+            del fused[piece.key]
+
+
+def hf_pieces(
+    chunks: list[VLMModel],
+    rules: list[Rule],
+    files: Collection[str],
+    value: Callable[[Tensor], Tensor | None],
+    collect: Collect,
+) -> Iterator[Piece]:
+    """What `hf_tensors` gives, before rows are put together; nothing where `collect` gives nothing."""
+    for chunk in chunks:
+        for name, weight in named_global_weights(chunk):
+            rule, _ = find_rule(rules, name, files)
+            local = value(weight) if rule.export else None
+            if local is None:
+                continue
+            names = _names_of_group(name, chunk.config)
+            for global_name, shards in zip(names, _gather(name, local, rule, collect), strict=False):
+                rule, keys = find_rule(rules, global_name, files)
+                tensors = rule.operation.join(shards)
+                for key, tensor in zip(keys, tensors, strict=True):
+                    yield Piece(key, tensor, rule.row(global_name), rule.rows)
+
+
+def _gather(name: str, local: Tensor, rule: Rule, collect: Collect) -> list[list[Tensor]]:
+    """All ranks' shards of this weight, for each expert that the ranks hold in its place."""
+    if EXPERT.search(name):
+        experts = collect(local, parallel_state.get_expert_model_parallel_group())
+        return [[expert] for expert in experts]
+    if rule.operation.axis is None:
+        return [[local]]
+    shards = collect(local, parallel_state.get_tensor_model_parallel_group())
+    return [shards] if shards else []
+
+
+def _names_of_group(name: str, config: TransformerConfig) -> list[str]:
+    """The weight's name, or those of the experts that the expert-parallel ranks hold in its place."""
+    expert, step = EXPERT.search(name), experts_per_rank(config)
+    if not expert:
+        return [name]
+    place = int(expert[0]) % step
+    return [EXPERT.sub(str(rank * step + place), name) for rank in range(config.expert_model_parallel_size)]
+
+
+def _to_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [local]
+    shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(shards, local.contiguous(), group=group)
+    return shards
+
+
+def _to(writer: int, local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Nothing on other ranks than the writer, and no messages in other groups than its own."""
+    if writer not in dist.get_process_group_ranks(group):
+        return []
+    if group.size() == 1:
+        return [local]
+    mine = dist.get_rank() == writer
+    shards = [torch.empty_like(local) for _ in range(group.size())] if mine else None
+    dist.gather(local.contiguous(), shards, dst=writer, group=group)
+    return shards or []
+
+
+def export_hf(
+    chunks: list[VLMModel],
+    output: str | Path,
+    source: str | Path,
+    family: Family,
+    hf_config: Any,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
+
+    Of an FP8 source the weights are written in the config's dtype, without scales and quantization_config.
+
+    Collective over all ranks, which must share the file system. One rank of each pipeline stage writes its
+    files while it gathers, weight by weight; `output` appears when everything is written. Raises
+    FileExistsError when it exists.
+    """
+    output, checkpoint = Path(output), HFCheckpoint(source, family.renames)
+    unfinished = output.with_name(output.name + ".partial")
+    if dist.get_rank() == 0:
+        if output.exists():
+            raise FileExistsError(f"{output} exists; export to a new folder or remove it")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        copy_side_files(checkpoint.folder, unfinished)
+        adapt_config(unfinished / CONFIG_FILE, family, checkpoint.is_fp8)
+    dist.barrier()
+    written = _write_stage(chunks, family.weights(hf_config), checkpoint, unfinished, shard_bytes)
+    stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, written)
+    if dist.get_rank() == 0:
+        files = {file: keys for stage in stages for file, keys in stage.items()}
+        _check_complete(files, checkpoint, family)
+        _name_shards(unfinished, files)
+        unfinished.rename(output)
+    dist.barrier()
+
+
+def copy_side_files(source: Path, output: Path) -> None:
+    """Config, tokenizer, processor and chat template: everything small that is not a weight."""
+    for file in source.iterdir():
+        is_index = file.name.endswith(".safetensors.index.json")
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
+            shutil.copyfile(file, output / file.name)
+
+
+def adapt_config(file: Path, family: Family, dequantised: bool) -> None:
+    """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte."""
+    source = json.loads(file.read_text())
+    config = family.portable_config(source)
+    if dequantised:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if config != source:
+        file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_stage(
+    chunks: list[VLMModel], rules: list[Rule], checkpoint: HFCheckpoint, folder: Path, shard_bytes: int
+) -> dict[str, list[str]]:
+    """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any."""
+    writer = _writer_of_stage()
+    pieces = hf_pieces(chunks, rules, checkpoint.files, lambda weight: weight.detach(), partial(_to, writer))
+    if dist.get_rank() != writer:
+        for _ in pieces:  # takes part in the gathering
+            pass
+        return {}
+    stored = {key: checkpoint.stored(key) for key in _keys_of_stage(chunks, rules, checkpoint.files)}
+    files = [
+        ShardFile(folder / f"rank{writer:05d}-{number:05d}.safetensors", tensors)
+        for number, tensors in enumerate(split(stored.values(), shard_bytes))
+    ]
+    file_of = {name: file for file in files for name in file.names}
+    for piece in pieces:
+        name, shape = stored[piece.key].name, stored[piece.key].shape
+        is_turned = turned(shape[piece.row is not None :], piece.tensor.shape)
+        file_of[name].write(name, piece.tensor.mT if is_turned else piece.tensor, piece.row)
+    for file in files:
+        file.close()
+    return {file.path.name: file.names for file in files}
+
+
+def _writer_of_stage() -> int:
+    """The first rank of this pipeline stage."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(stages, stage)
+    return stages.index(stage)
+
+
+def _keys_of_stage(chunks: list[VLMModel], rules: list[Rule], files: Collection[str]) -> list[str]:
+    """The keys that this stage's writer exports, in the order of `hf_pieces`."""
+    keys: dict[str, None] = {}
+    for chunk in chunks:
+        for name, _ in named_global_weights(chunk):
+            for global_name in _names_of_group(name, chunk.config):
+                rule, hf_names = find_rule(rules, global_name, files)
+                keys |= dict.fromkeys(hf_names if rule.export else ())
+    return list(keys)
+
+
+def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, family: Family) -> None:
+    exported = [key for keys in files.values() for key in keys]
+    expected = {
+        stored
+        for key, (_, stored) in checkpoint.files.items()
+        if not any(matches(ignored, key) for ignored in family.ignored_keys)
+    }
+    assert len(exported) == len(set(exported)), "an HF key was exported twice"
+    assert set(exported) == expected, (
+        f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
+    )
+
+
+def _name_shards(folder: Path, files: dict[str, list[str]]) -> None:
+    """Rename to HF's scheme and write the index; a single file needs none."""
+    if len(files) == 1:
+        (folder / next(iter(files))).rename(folder / WEIGHT_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (file, keys) in enumerate(sorted(files.items()), start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / file).rename(folder / name)
+        weight_map |= dict.fromkeys(keys, name)
+    size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

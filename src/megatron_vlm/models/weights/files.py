@@ -1,0 +1,163 @@
+"""Hugging Face checkpoints on disk: which keys they hold, and slices of their tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_vlm.models.weights.rules import Slices
+from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
+
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
+MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them
+
+
+def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
+    """`key` as the hub's files spell it, from any of the spellings found in the wild or in memory."""
+    for pattern, replacement in renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+class Dequantised:
+    """An FP8 tensor on disk times its scale, in fp32, read slice by slice.
+
+    `scale` is one number or a grid of one number per block, where blocks are equal parts of each axis.
+    """
+
+    def __init__(self, values: Slices, scale: Tensor):
+        self._values, shape = values, values.get_shape()
+        self._scale = (scale if scale.dim() == len(shape) else scale.reshape([1] * len(shape))).float()
+        if any(length % blocks for length, blocks in zip(shape, self._scale.shape, strict=True)):
+            raise ValueError(f"FP8 tensor of shape {shape} is not divisible by its scales {[*scale.shape]}")
+
+    def get_shape(self) -> list[int]:
+        return self._values.get_shape()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = () if index is Ellipsis else index
+        scale = self._scale
+        for axis, length in enumerate(self.get_shape()):
+            if (blocks := scale.shape[axis]) > 1:
+                block_of = torch.arange(length) // (length // blocks)
+                scale = scale.index_select(axis, block_of[parts[axis]] if axis < len(parts) else block_of)
+        return self._values[index].float().mul_(scale)
+
+
+class HFCheckpoint:
+    """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use.
+
+    FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) read as what they stand for; the
+    scales, also those of activations, are no keys of their own. Others are views of files mapped into memory.
+    """
+
+    def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
+        self.folder = resolve(path)
+        self._renames = renames
+        self._open: dict[str, Any] = {}
+        self._touched, self._lock = 0, threading.Lock()
+
+    @cached_property
+    def files(self) -> dict[str, tuple[str, str]]:
+        """hub key -> (file, key in that file)."""
+        scales = {key for key in self._all_files if _scaled_weight(key) in self._all_files}
+        return {key: place for key, place in self._all_files.items() if key not in scales}
+
+    @property
+    def is_fp8(self) -> bool:
+        return len(self.files) < len(self._all_files)
+
+    @cached_property
+    def _all_files(self) -> dict[str, tuple[str, str]]:
+        index = self.folder / INDEX_FILE
+        if index.exists():
+            stored = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / WEIGHT_FILE).exists():
+            stored = dict.fromkeys(self._file(WEIGHT_FILE).keys(), WEIGHT_FILE)
+        else:
+            raise FileNotFoundError(
+                f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save it as safetensors first"
+            )
+        return {hub_name(key, self._renames): (file, key) for key, file in stored.items()}
+
+    def _file(self, name: str) -> Any:
+        if Path(name).name != name:
+            raise ValueError(f"{self.folder / INDEX_FILE}: file name {name!r} leaves the folder")
+        file = self._open.get(name)  # another thread may release it at any time
+        if file is None:
+            file = self._open[name] = safe_open(self.folder / name, framework="pt")
+        return file
+
+    def release(self, nbytes: int) -> None:
+        """Say that `nbytes` were read and are no longer needed.
+
+        Pages of mapped files that were read count as this process's memory until the files are unmapped,
+        which happens here every now and then; they open again when asked for.
+        """
+        with self._lock:
+            self._touched += nbytes
+            if self._touched >= MAPPED_BYTES:
+                self._open.clear()
+                self._touched = 0
+
+    def shape(self, key: str) -> list[int]:
+        return self.slices(key).get_shape()
+
+    def slices(self, key: str) -> Slices:
+        file, stored_key = self.files[key]
+        values = self._file(file).get_slice(stored_key)
+        if scale := self._all_files.get(key + SCALE):
+            return Dequantised(values, self._file(scale[0]).get_tensor(scale[1]))
+        return values
+
+    def stored(self, key: str) -> Stored:
+        """`key` as the files hold it, but for FP8 weights in the dtype of the config."""
+        file, stored_key = self.files[key]
+        slices = self._file(file).get_slice(stored_key)
+        dtype = _DTYPES[slices.get_dtype()]
+        if key + SCALE in self._all_files:
+            config = json.loads((self.folder / CONFIG_FILE).read_text())
+            dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return Stored(stored_key, dtype, tuple(slices.get_shape()))
+
+
+def _scaled_weight(key: str) -> str | None:
+    """The FP8 weight that `key` is a scale of, if it has the name of one."""
+    for suffix, weight in {SCALE: "", ".activation_scale": ".weight"}.items():
+        if key.endswith(suffix):
+            return key.removesuffix(suffix) + weight
+    return None
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def resolve(path: str | Path) -> Path:
+    """The folder of a checkpoint; a name that is no folder is fetched from the Hugging Face hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).is_absolute() or str(path).startswith("."):
+        raise FileNotFoundError(f"checkpoint {path}: no such folder")
+    try:
+        folder = snapshot_download(
+            str(path),
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
+            ignore_patterns="consolidated*",  # Mistral's repositories hold the weights twice
+        )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"checkpoint {path}: no such folder, and not to be had from the hub ({error})"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,107 @@
+"""Hugging Face weights in: every rank reads the slices that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch import distributed as dist
+from tqdm import tqdm
+
+from megatron_vlm.models.weights.files import HFCheckpoint
+from megatron_vlm.models.weights.rules import EXPERT, Rule, find_rule, matches, named_global_weights
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.vlm import VLMModel
+
+READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
+
+
+def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_config: Any) -> None:
+    """Fill the weights of this rank's model chunks from the HF checkpoint, reading only their slices.
+
+    Values go straight from the files, mapped into memory, to their places, cast to the parameters' dtype: a
+    rank needs little more memory than its weights.
+
+    Raises ValueError, before anything is read, that names the keys and their shapes when the checkpoint has
+    one that the model does not have, lacks one that it has, or has one of another shape. A collective.
+    """
+    checkpoint, rules = HFCheckpoint(path, family.renames), family.weights(hf_config)
+    loads = [
+        Load(name, param, *find_rule(rules, name, checkpoint.files), *_place(name))
+        for chunk in chunks
+        for name, param in named_global_weights(chunk)
+    ]
+    for load in loads:
+        load.check(checkpoint)
+    _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family)
+    with ThreadPoolExecutor(READERS) as readers:
+        for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
+            pass
+
+
+@dataclass(frozen=True)
+class Load:
+    """One parameter and the HF tensors that it is filled from."""
+
+    name: str
+    param: Tensor
+    rule: Rule
+    keys: list[str]
+    rank: int  # of those that cut this weight
+    size: int
+
+    def check(self, checkpoint: HFCheckpoint) -> None:
+        for key, needed in zip(self.keys, self.rule.hf_shapes(self.param, self.size), strict=True):
+            what = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
+            if key not in checkpoint.files:
+                raise ValueError(f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete?")
+            stored = checkpoint.shape(key)
+            if not self.rule.fits(stored, needed):
+                raise ValueError(
+                    f"{checkpoint.folder}: {key!r} is {tuple(stored)} and must be {what}; "
+                    "do config.json and weights belong together?"
+                )
+
+    @torch.no_grad()
+    def run(self, checkpoint: HFCheckpoint) -> None:
+        sources = self.rule.sources(self.name, [checkpoint.slices(key) for key in self.keys])
+        self.rule.operation.load(self.param, sources, self.rank, self.size)
+        del sources
+        checkpoint.release(self.param.nbytes * self.size)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """(rank, size) of the group that cuts this weight: experts are never cut."""
+    if EXPERT.search(name):
+        return 0, 1
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
+    quiet = None if dist.get_rank() == 0 else True  # None: where there is no terminal
+    return tqdm(steps, "import", total, unit="tensor", disable=quiet, leave=False)
+
+
+def _check_all_used(checkpoint: HFCheckpoint, used: set[str], family: Family) -> None:
+    """Collective: every key has a place on some rank, or the family says why not."""
+    keys = sorted(checkpoint.files)
+    held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    unused = [key for key, somewhere in zip(keys, held.tolist(), strict=True) if not somewhere]
+    if unknown := [key for key in unused if not any(matches(known, key) for known in family.ignored_keys)]:
+        some = ", ".join(f"{key!r} {tuple(checkpoint.shape(key))}" for key in unknown[:5])
+        raise ValueError(
+            f"{checkpoint.folder}: {len(unknown)} keys that this {family.model_type} does not have, such as "
+            f"{some}; importing would lose them"
+        )

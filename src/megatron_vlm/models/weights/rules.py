@@ -1,0 +1,226 @@
+"""How a parameter of `VLMModel` is made of HF tensors and cut by tensor parallelism, and by what name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.vlm import VLMModel
+
+# --- operations ------------------------------------------------------------------------------------------
+
+
+class Slices(Protocol):
+    """A tensor on disk: `source[a:b]` reads only that part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class Operation:
+    """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
+
+    axis: int | None  # each rank holds an equal part of the HF tensors along it; None: everything
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        """What this rank holds of each HF tensor, as views of its parameter.
+
+        Where `param` interleaves them, the rows of a view take two axes.
+        """
+        return [param]
+
+    def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
+        """Those of the whole HF tensors, of which `param` holds the part of one of `size` ranks."""
+        shapes = []
+        for view in self.views(param):
+            rows = view.shape[: view.dim() - param.dim() + 1]
+            shape = [math.prod(rows), *view.shape[len(rows) :]] if rows else []
+            if self.axis is not None:
+                shape[self.axis] *= size
+            shapes.append(shape)
+        return shapes
+
+    def load(self, param: Tensor, sources: Sequence[Slices | Row], rank: int, size: int) -> None:
+        """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
+        shapes = self.hf_shapes(param, size)
+        for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
+            part = source[self._index(shape, rank, size)]
+            view.copy_(part.to(view.device).reshape(view.shape))  # a turned tensor is turned on the device
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        """The whole HF tensors from all ranks' parameters."""
+        if self.axis is None:
+            return shards[:1]
+        size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
+        whole = [shards[0].new_empty(shape) for shape in shapes]
+        for rank, shard in enumerate(shards):
+            for view, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
+                tensor[self._index(shape, rank, size)].view(view.shape).copy_(view)
+        return whole
+
+    def _index(self, shape: list[int], rank: int, size: int) -> Any:
+        if self.axis is None:
+            return ...
+        step = shape[self.axis] // size
+        return (slice(None),) * self.axis + (slice(rank * step, (rank + 1) * step),)
+
+
+@dataclass(frozen=True)
+class Whole(Operation):
+    """The same on every rank."""
+
+    axis: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class Shard(Operation):
+    """Equal parts along `axis`."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class GatedMLP(Operation):
+    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
+
+    axis: ClassVar[int] = 0
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        return list(param.chunk(2))
+
+
+@dataclass(frozen=True)
+class GroupedQKV(Operation):
+    """Megatron's linear_qkv: for each key/value group its query heads, its key head, its value head."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    axis: ClassVar[int] = 0
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
+        return list(param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the tensors that `source` holds along its first axis: one expert of a fused tensor.
+
+    `shape` is that tensor's; a source that holds it transposed, as some checkpoints do, is turned.
+    """
+
+    source: Slices
+    number: int
+    shape: tuple[int, int]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        row = self.source[self.number]
+        return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
+
+
+def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a tensor of the `stored` shape holds ones of `shape` with their last two axes exchanged."""
+    stored, shape = list(stored), list(shape)
+    return stored != shape and stored == [*shape[:-2], *shape[:-3:-1]]
+
+
+# --- rules -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`param` of VLMModel <-> `hf` tensors. `*` stands for a number, `**` for any rest of a name.
+
+    `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
+    `rows` says that the one HF tensor fuses as many parameters as this, each of shape `row_shape`: the last
+    `*` of `param`, which `hf` then lacks, counts along its first axis.
+    """
+
+    param: str
+    hf: tuple[str, ...]
+    operation: Operation
+    export: bool = True
+    rows: int | None = None
+    row_shape: tuple[int, int] = (0, 0)
+
+    def hf_names(self, name: str) -> list[str] | None:
+        """The HF tensors of parameter `name`, None when the rule is not about it."""
+        match = matches(self.param, name)
+        return match and [_fill(hf, match.groups()) for hf in self.hf]
+
+    def row(self, name: str) -> int | None:
+        """Which of the fused tensors parameter `name` is; None where nothing is fused."""
+        return None if self.rows is None else int(matches(self.param, name).groups()[-1])
+
+    def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
+        """The shapes that the HF tensors of `param` must have."""
+        if self.rows is not None:
+            return [[self.rows, *param.shape]]
+        return self.operation.hf_shapes(param, size)
+
+    def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
+        return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
+
+    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | Row]:
+        """What the operation reads: the `stored` HF tensors, or this parameter's row of the fused one."""
+        if self.rows is None:
+            return stored
+        return [Row(source, self.row(name), self.row_shape) for source in stored]
+
+
+def matches(wildcards: str, name: str) -> re.Match | None:
+    return _compiled(wildcards).fullmatch(name)
+
+
+@cache
+def _compiled(wildcards: str) -> re.Pattern:
+    return re.compile(re.escape(wildcards).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d+)"))
+
+
+def _fill(wildcards: str, values: tuple[str, ...]) -> str:
+    remaining = iter(values)
+    return re.sub(r"\*\*|\*", lambda _: next(remaining), wildcards)
+
+
+def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tuple[Rule, list[str]]:
+    """The rule for parameter `name` and its HF tensors.
+
+    Where several fit, because checkpoints come in several layouts, it is the first all of whose HF tensors
+    are in `files`, or else any for another parameter, or else the first.
+    """
+    found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
+    if not found:
+        raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
+    complete = (pair for pair in found if all(key in files for key in pair[1]))
+    of_layout = (pair for pair in found if any(matches(hf, key) for hf in pair[0].hf for key in files))
+    return next(complete, None) or next(of_layout, found[0])
+
+
+_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def named_global_weights(model: VLMModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of one model chunk, layers and experts numbered over the model."""
+    offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
+    first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(tensor):
+            name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
+            yield EXPERT.sub(lambda match: str(first_expert + int(match[0])), name), tensor
+
+
+def experts_per_rank(config: TransformerConfig) -> int:
+    return (config.num_moe_experts or 0) // config.expert_model_parallel_size

@@ -1,0 +1,84 @@
+"""Exported folders answer alike in Megatron and in the oldest and newest Transformers, under every cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_generate
+import pytest
+from PIL import Image
+
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+
+# `make setup` puts the oldest supported version there, over the packages of the environment
+OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
+LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
+FAMILIES = [pytest.param(family, marks=[pytest.mark.long] * (family != "gemma3")) for family in TINY_FAMILIES]
+
+
+def layouts_of(family: str) -> list[str]:
+    return [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
+
+
+def answers_of_megatron(family: str, source: str, folders: list[str], picture: str) -> list[list[int]]:
+    """Import, answer and export in each layout."""
+    from transformers import AutoConfig, AutoProcessor
+
+    from megatron_vlm.data.prompt import encode_prompt
+    from megatron_vlm.models import weights
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training.generate import generate
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    parts, hf_config = load(family), AutoConfig.from_pretrained(source)
+    content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
+    answers = []
+    for name, folder in zip(layouts_of(family), folders, strict=True):
+        setup.reset_layout(LAYOUTS[name], seed=1)
+        run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
+        chunks = build_model(run, parts, hf_config, setup.device())
+        weights.import_hf(chunks, source, parts, hf_config)
+        weights.export_hf(chunks, folder, source, parts, hf_config)
+        prompt = encode_prompt(
+            AutoProcessor.from_pretrained(source),
+            [{"role": "user", "content": content}],
+            [Path(picture).read_bytes()],
+            parts.visual_keys,
+            parts.position_ids(hf_config),
+            setup.device(),
+        )
+        answers += generate(chunks, [prompt], hf_generate.NEW_TOKENS, stop_ids=[])
+    return answers
+
+
+def answers_of_transformers(picture: str, folders: list[str], overlay: Path | None = None) -> dict:
+    command = [sys.executable, hf_generate.__file__, picture, *folders]
+    environment = os.environ | {"PYTHONPATH": str(overlay) if overlay else "", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_path):
+    # small random weights only repeat the last token
+    text = {} if family == "gemma3" else {"initializer_range": 0.2}
+    source = str(build_tiny_checkpoint(family, tmp_path / "source", text=text))
+    folders = [str(tmp_path / name) for name in layouts_of(family)]
+    picture = str(tmp_path / "picture.png")
+    Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
+    mine = run_distributed(2, answers_of_megatron, family, source, folders, picture)[0]
+    newest = answers_of_transformers(picture, folders)
+    oldest = answers_of_transformers(picture, folders, OLDEST)
+    assert oldest["version"] == "5.12.1" < newest["version"]
+    assert mine == newest["answers"] == oldest["answers"]
+    assert len({token for answer in mine for token in answer}) > 1
