@@ -47,8 +47,8 @@ SIZES = {  # what FAMILY may be -> the arguments of build_tiny_checkpoint
         "family": "glm4v_moe",
         "template": GLM_TEMPLATE,
         "image_size": 56,
-        "text": {**TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
-        "vision": TOWER,
+        "text": {**TEXT, "hidden_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+        "vision": {**TOWER, "out_hidden_size": 96},  # the width of its MLPs as well: at 64 it learns slowly
     },
 }
 

@@ -52,7 +52,7 @@ def _tiny_digits(name: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfi
         "lr": 2e-3,
         "min_lr": 1e-5,
         "warmup_steps": 20,
-        "steps": 600,
+        "steps": 500,
         "global_batch_size": 32,
         "eval_every": 100,
     }
