@@ -33,13 +33,13 @@ def line(family: str, layout: str, rows: list[dict]) -> str:
     return f"| {family}{mark} | {layout} | {inputs} | {' | '.join(worst)} | `{parameter}` |"
 
 
-def replaced(readme: str, new_table: str) -> str:
+def replaced(readme: str, new_table: str, begin_mark: str = BEGIN, end_mark: str = END) -> str:
     """The README with what stands between the markers replaced. Raises ValueError without the markers."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = readme.partition(begin_mark)
+    _, end, after = rest.partition(end_mark)
     if not (begin and end):
-        raise ValueError(f"README.md: no {BEGIN} … {END}; put both where the table belongs.")
-    return f"{before}{BEGIN}\n{new_table}\n{END}{after}"
+        raise ValueError(f"README.md: no {begin_mark} … {end_mark}; put both where the table belongs.")
+    return f"{before}{begin}\n{new_table}\n{end}{after}"
 
 
 def main() -> None:

@@ -62,6 +62,10 @@ def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
     return answers
 
 
+def without_thoughts(reply: str) -> str:
+    return reply.rpartition("</think>")[2].strip()
+
+
 def batches(questions: list[dict], size: int) -> list[list[int]]:
     """Indices of questions with equally many images, so that little is padded."""
     order = sorted(range(len(questions)), key=lambda index: len(questions[index]["images"]))
@@ -96,7 +100,7 @@ def main() -> None:
     source, model, data, output = sys.argv[1], *map(Path, sys.argv[2:])
     questions = read_questions(data)
     answer = answers_of_run if source == "megatron" else answers_of_folder
-    answers = [reply.rpartition("</think>")[2].strip() for reply in answer(model, questions)]
+    answers = [without_thoughts(reply) for reply in answer(model, questions)]
     if os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(answers), encoding="utf-8")
 

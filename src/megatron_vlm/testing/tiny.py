@@ -47,7 +47,8 @@ def build_tiny_checkpoint(
     """Save a complete checkpoint of random weights (config, safetensors, tokenizer, processor, template).
 
     `text` and `vision` override entries of the two sub-configs, `processor_sizes` those of the processor
-    (`image_size`, `image_tokens`, `vocab_size`), `template` the family's chat template. Digits are always pieces of their own, whatever the corpus.
+    (`image_size`, `image_tokens`, `vocab_size`), `template` the family's chat template. Digits are always
+    pieces of their own, whatever the corpus.
     Equal arguments give equal files. Raises KeyError on an unknown family.
     """
     parts = TINY_FAMILIES[family]
