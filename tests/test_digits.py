@@ -140,6 +140,11 @@ def test_demo_recipe_is_valid_on_two_processes_and_finds_its_checkpoint(demo):
     assert config.data.train_data_path == f"{config.run_dir}/dataset"
 
 
+def test_demo_runs_in_another_folder_when_told():
+    config = load_recipe("gemma3_tiny_digits")(run_dir="elsewhere")
+    assert (config.model.hf_path, config.data.train_data_path) == ("elsewhere/start", "elsewhere/dataset")
+
+
 def test_a_digit_is_four_visual_tokens(demo, encoded):
     image_token = AutoConfig.from_pretrained(demo[1]).image_token_id
     counts = {kind: (text.input_ids == image_token).sum().item() for kind, text in encoded.items()}

@@ -44,8 +44,8 @@ def glm_45v_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
 def _tiny_digits(name: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:
     defaults = {
         "name": name,
-        "hf_path": f"runs/{name}/start",
-        "train_data_path": f"runs/{name}/dataset",
+        "hf_path": "${run_dir}/start",
+        "train_data_path": "${run_dir}/dataset",
         "dtype": "fp32",
         "seq_length": 128,
         "num_workers": 1,
