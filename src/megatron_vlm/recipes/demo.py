@@ -38,10 +38,10 @@ def qwen3_vl_moe_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
 
 def glm_45v_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """A tiny GLM-4.5V that learns to read digits, for `make demo FAMILY=glm_45v`."""
-    return _tiny_digits("demo-glm_45v", EP2, changes)
+    return _tiny_digits("demo-glm_45v", {**EP2, "lr": 1e-3}, changes)  # at 2e-3 it learns more slowly
 
 
-def _tiny_digits(name: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:
+def _tiny_digits(name: str, own: RecipeArgs, changes: RecipeArgs) -> RunConfig:
     defaults = {
         "name": name,
         "hf_path": "${run_dir}/start",
@@ -56,4 +56,4 @@ def _tiny_digits(name: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfi
         "global_batch_size": 32,
         "eval_every": 100,
     }
-    return build({**defaults, **layout}, changes)
+    return build({**defaults, **own}, changes)
