@@ -11,6 +11,8 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-long test-all lint setup lock clean
 
+# FAMILY: gemma3, ministral3, qwen25_vl, qwen3_vl, qwen3_vl_moe or glm_45v.
+demo: export FAMILY ?= gemma3
 demo: $(READY)
 	@$(PY) examples/digits/demo.py
 
@@ -26,8 +28,7 @@ test-all: test test-long
 lint: $(READY)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@$(PY) tools/parity_table.py --check
-	@$(PY) tools/bench_weights.py --table --check
+	@$(PY) tools/tables.py --check
 
 setup: $(READY)
 

@@ -1,15 +1,29 @@
 import hashlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
+from transformers import AutoConfig, AutoProcessor, GenerationConfig
+
+from megatron_vlm.config import fewest_processes, validate
+from megatron_vlm.data.chatml import cook_chatml_sample
+from megatron_vlm.data.spans import SpanProcessor
+from megatron_vlm.models.families import FAMILIES
+from megatron_vlm.recipes import RECIPES, load_recipe
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples" / "digits"))
+sys.path[:0] = [str(ROOT / "examples" / "digits"), str(ROOT / "tools")]
 
+
+import tables  # noqa: E402
+
+from evaluate import without_thoughts  # noqa: E402
+from make_checkpoint import SIZES, make_checkpoint  # noqa: E402
 from make_digits import make_digits  # noqa: E402
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}
@@ -89,3 +103,104 @@ def test_equal_arguments_give_equal_files(digits, tmp_path):
     make_digits(tmp_path, **SMALL)
     for name in ("train.jsonl", "held_out.jsonl", "images/0000.jpg"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_every_family_has_a_demo():
+    assert {sizes["family"] for sizes in SIZES.values()} == set(FAMILIES)
+    assert {f"{name}_tiny_digits" for name in SIZES} == {name for name in RECIPES if "digits" in name}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def demo(request, tmp_path_factory):
+    """A family's recipe and the checkpoint it starts from."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, str(folder))
+    return load_recipe(f"{request.param}_tiny_digits")(), folder
+
+
+@pytest.fixture(scope="module")
+def encoded(demo, digits):
+    """One record of each kind of question as the demo's model is trained on it."""
+    folder, _ = digits
+    process = SpanProcessor(AutoProcessor.from_pretrained(demo[1]))
+    one_of_each = {record["id"].split("-")[0]: record for record in records(folder, "held_out")}
+    assert set(one_of_each) == {"digit", "read", "sum"}
+    return {
+        kind: process(
+            cook_chatml_sample(record)[0], images=[Image.open(folder / image) for image in record["images"]]
+        )
+        for kind, record in one_of_each.items()
+    }
+
+
+def test_demo_recipe_is_valid_on_two_processes_and_finds_its_checkpoint(demo):
+    config, _ = demo
+    assert fewest_processes(config.parallel) == 2
+    validate(config, 2)
+    assert config.model.hf_path == f"{config.run_dir}/start"
+    assert config.data.train_data_path == f"{config.run_dir}/dataset"
+
+
+def test_demo_runs_in_another_folder_when_told():
+    config = load_recipe("gemma3_tiny_digits")(run_dir="elsewhere")
+    assert (config.model.hf_path, config.data.train_data_path) == ("elsewhere/start", "elsewhere/dataset")
+
+
+def test_a_digit_is_four_visual_tokens(demo, encoded):
+    image_token = AutoConfig.from_pretrained(demo[1]).image_token_id
+    counts = {kind: (text.input_ids == image_token).sum().item() for kind, text in encoded.items()}
+    assert counts == {"digit": 4, "read": 8, "sum": 8}
+
+
+def test_demo_prompts_fit_a_row(demo, encoded):
+    assert max(len(text.input_ids) for text in encoded.values()) <= demo[0].data.seq_length
+
+
+def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
+    stop = GenerationConfig.from_pretrained(demo[1]).eos_token_id
+    for text in encoded.values():
+        assert text.input_ids[text.reply_mask][-1].item() in (stop if isinstance(stop, list) else [stop])
+
+
+def test_demo_names_the_families_it_knows(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "digits" / "demo.py")]
+    environment = {**os.environ, "FAMILY": "gemma4"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    known = "gemma3, ministral3, qwen25_vl, qwen3_vl, qwen3_vl_moe, glm_45v"
+    assert ended.stderr == f"FAMILY=gemma4: the demo has no such family; take one of {known}.\n"
+    assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
+def test_an_answer_is_what_follows_the_thoughts():
+    assert without_thoughts(" 7") == without_thoughts("<think></think>\n7") == "7"
+
+
+def summary(family: str, accuracy: float) -> dict:
+    return {
+        "family": family,
+        "layout": "2 processes",
+        "held_out_accuracy": accuracy,
+        "held_out_read_two_accuracy": 0.875,
+        "hf_agreement": 1.0,
+        "train_seconds": 93.4,
+        "train_cpu_seconds": 150.6,
+    }
+
+
+def test_the_report_takes_new_runs_and_keeps_the_others(tmp_path):
+    run = tmp_path / "demo-qwen3_vl"
+    run.mkdir()
+    (run / "summary.json").write_text(json.dumps(summary("qwen3_vl", 0.97)))
+    old = {"qwen3_vl": summary("qwen3_vl", 0.5), "ministral3": summary("ministral3", 0.96)}
+    assert {
+        family: entry["held_out_accuracy"] for family, entry in tables.gathered(old, tmp_path).items()
+    } == {
+        "ministral3": 0.96,
+        "qwen3_vl": 0.97,
+    }
+
+
+def test_the_table_has_a_line_for_each_family():
+    lines = tables.demo({"qwen3_vl": summary("qwen3_vl", 0.97)}).splitlines()
+    assert lines[2:] == ["| `qwen3_vl` | 2 processes | 97.0% | 87.5% | 100.0% | 93 s | 151 s |"]
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")

@@ -5,7 +5,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-from parity_table import BEGIN, END, replaced, table  # noqa: E402
+from tables import REPORTS, TABLES, parity, replaced  # noqa: E402
 
 
 def row(layout: str, kind: str, logits: float, passed: bool = True) -> dict:
@@ -21,26 +21,28 @@ def row(layout: str, kind: str, logits: float, passed: bool = True) -> dict:
     }
 
 
-def test_a_layout_is_one_line_with_the_worst_of_its_inputs():
-    lines = table(
-        [row("TP2", "text", 1e-6), row("TP2", "one image", 2e-5), row("PP2", "text", 3e-6)]
-    ).splitlines()
-    assert (
-        lines[2]
-        == "| gemma3 | TP2 | text, one image | 2.0e-05 | 1.0e-07 | 2.0e-05 | `parameter of one image` |"
-    )
-    assert len(lines) == 4
+def test_a_family_is_one_line_with_the_worst_of_its_cells():
+    rows = [row("TP2", "text", 1e-6), row("TP2", "one image", 2e-5), row("PP2", "text", 3e-6)]
+    lines = parity(rows).splitlines()
+    assert lines[2] == "| gemma3 | TP2, PP2 | text, one image | 2.0e-05 | 1.0e-07 | 2.0e-05 |"
+    assert len(lines) == 3
 
 
 def test_a_failed_row_is_marked():
-    assert "| gemma3 **failed** | TP2 |" in table([row("TP2", "text", 1.0, passed=False)])
+    assert "| gemma3 **failed** | TP2 |" in parity([row("TP2", "text", 1.0, passed=False)])
 
 
-def test_only_what_is_between_the_markers_changes():
-    readme = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replaced(readme, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+def test_every_report_has_its_table_in_its_page():
+    assert {report for report, _, _ in TABLES.values()} == {file.name for file in REPORTS.glob("*.json")}
+    for name, (_, page, _) in TABLES.items():
+        assert replaced(page.read_text(encoding="utf-8"), "", name)
 
 
-def test_a_readme_without_markers_is_refused():
-    with pytest.raises(ValueError, match="README.md: no <!-- parity:begin -->"):
-        replaced("nothing here", "new")
+def test_only_what_is_between_the_marks_changes():
+    page = "before\n<!-- plan:begin -->\nold\n<!-- plan:end -->\nafter\n"
+    assert replaced(page, "new", "plan") == page.replace("old", "new")
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(ValueError, match="no <!-- parity:begin -->"):
+        replaced("nothing here", "new", "parity")

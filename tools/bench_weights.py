@@ -1,8 +1,6 @@
 """Measure import and export of a generated checkpoint of real shape against plain reading and writing.
 
-python tools/bench_weights.py                  write reports/bench_weights.json and README.md's table
-python tools/bench_weights.py --table          only rewrite README.md's table from the report
-python tools/bench_weights.py --table --check  exit 1 when README.md does not show the report's numbers
+python tools/bench_weights.py     write reports/bench_weights.json; `tools/tables.py` shows it in the README
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -26,14 +23,10 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from parity_table import replaced
-
 ROOT = Path(__file__).resolve().parent.parent
-REPORT, README = ROOT / "reports" / "bench_weights.json", ROOT / "README.md"
+REPORT = ROOT / "reports" / "bench_weights.json"
 CONFIG = ROOT / "tests" / "hf_configs" / "qwen3_vl_30b_a3b.json"
-MARKERS = ("<!-- weights:begin -->", "<!-- weights:end -->")
 BLOCK = 2**24
-HEAD = "| what | GB | GB/s | plain GB/s | of plain | memory over the weights, MB | mapped files, MB |"
 LAYOUTS = {"1 process": 1, "a rank of TP2·EP2": 2}  # sizes of both
 
 
@@ -279,7 +272,7 @@ def row(what: str, runs: list[dict]) -> dict:
         "fractions": fractions,
         **{name: max(run[name] for run in runs) for name in ("anonymous", "mapped")},
     }
-    print(line(found), flush=True)
+    print(f"{what}: {found['rate'] / 1e9:.2f} GB/s, {found['fraction']:.0%} of plain", flush=True)
     return found
 
 
@@ -305,27 +298,6 @@ def check_equal(source: Path, exported: Path) -> None:
     for key in theirs.files:
         values = [checkpoint.slices(key)[...].view(torch.int16) for checkpoint in (mine, theirs)]
         assert torch.equal(*values), key
-
-
-def table(report: dict) -> str:
-    rows = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(line, report["rows"])]
-    checkpoint, versions = report["checkpoint"], report["versions"].items()
-    rows += [
-        "",
-        f"({checkpoint['bytes'] / 1e9:.2f} GB, {checkpoint['layers']} layers, the largest tensor "
-        f"{checkpoint['largest_tensor'] / 1e6:.0f} MB; {report['machine']}, {report['date']}, "
-        f"{', '.join(f'{name} {version}' for name, version in versions)}.)",
-    ]
-    return "\n".join(rows)
-
-
-def line(found: dict) -> str:
-    over = found["anonymous"] - (found["held"] if found["what"].startswith("import") else 0)
-    return (
-        f"| {found['what']} | {found['nbytes'] / 1e9:.2f} | {found['rate'] / 1e9:.2f} | "
-        f"{found['plain_rate'] / 1e9:.2f} | {found['fraction']:.0%} | {max(0, over) / 1e6:.0f} | "
-        f"{found['mapped'] / 1e6:.0f} |"
-    )
 
 
 def largest(folder: Path) -> int:
@@ -358,20 +330,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--layers", type=int, default=2, help="of the language model")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where there is room for three times the checkpoint")
-    arguments = parser.parse_args()
-    if not arguments.table:
-        take(arguments)
-    old = README.read_text(encoding="utf-8")
-    new = replaced(old, table(json.loads(REPORT.read_text())), MARKERS)
-    if not arguments.check:
-        README.write_text(new, encoding="utf-8")
-    elif new != old:
-        sys.exit("README.md does not show the numbers of reports/bench_weights.json; run this with --table")
+    take(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The whole way on a laptop: images, dataset, checkpoint, training, evaluation, export, and back.
 
-`make demo` runs this. Everything it makes lies in runs/demo, its numbers in runs/demo/summary.json.
+`make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. Everything it makes lies in the
+recipe's run folder, runs/demo or runs/demo-FAMILY, its numbers in summary.json there.
 """
 
 from __future__ import annotations
@@ -9,79 +10,92 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
 from evaluate import read_questions
 from make_digits import make_digits
+from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
+from megatron_vlm.recipes import RECIPES, compose
 
 HERE = Path(__file__).resolve().parent
-FAMILY = os.environ.get("FAMILY", "gemma3")
-RUN = Path("runs/demo")
-PROCESSES = 2
+RECIPE = "_tiny_digits"
 VERSIONS_OF = ("megatron-vlm", "megatron-core", "megatron-energon", "transformers", "torch")
 
 
 def main() -> None:
     started = time.monotonic()
-    shutil.rmtree(RUN, ignore_errors=True)
-    held_out = prepare_data()
-    build_checkpoint()
-    train_seconds = timed(train)
+    family = os.environ.get("FAMILY") or "gemma3"
+    config = configuration(family)
+    folder, processes = Path(config.run_dir), fewest_processes(config.parallel)
+    shutil.rmtree(folder, ignore_errors=True)
+    held_out = prepare_data(folder)
+    build_checkpoint(family, folder)
+    say(f"training on {processes} processes")
+    usage = timed(lambda: train(family, processes))
     say("answering the held-out questions with Megatron")
-    answers = evaluate("megatron", RUN, held_out, PROCESSES)
-    export()
+    answers = evaluate("megatron", folder, held_out, folder, processes)
+    say("exporting to a Hugging Face folder")
+    run(["-m", "megatron_vlm.cli", "export", str(folder), str(folder / "hf")])
     say("answering them again with Transformers, from the exported folder")
-    hf_answers = evaluate("transformers", RUN / "hf", held_out)
+    hf_answers = evaluate("transformers", folder / "hf", held_out, folder)
     questions = read_questions(held_out)
-    draw_contact_sheet(questions, answers)
+    draw_contact_sheet(questions, answers, folder / "contact_sheet.png")
     summary = {
         **scores(questions, answers, hf_answers),
-        "train_seconds": round(train_seconds, 1),
+        **usage,
         "total_seconds": round(time.monotonic() - started, 1),
-        "family": FAMILY,
-        "layout": f"{PROCESSES} processes, tp 2 with sequence parallelism, cpu",
+        "steps": config.train.steps,
+        "family": family,
+        "layout": f"{processes} processes, {layout(config)}, cpu",
         "versions": {"python": platform.python_version(), **versions()},
     }
-    (RUN / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    close_with(summary)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    close_with(summary, folder)
 
 
-def prepare_data() -> Path:
+def configuration(family: str) -> RunConfig:
+    """The family's recipe with the command line's settings; ends the demo when it has none."""
+    known = [name.removesuffix(RECIPE) for name in RECIPES if name.endswith(RECIPE)]
+    if family not in known:
+        sys.exit(f"FAMILY={family}: the demo has no such family; take one of {', '.join(known)}.")
+    try:
+        return compose(family + RECIPE, settings=sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+def prepare_data(folder: Path) -> Path:
     from megatron_vlm.data.prepare import prepare_energon_dataset
 
     say("writing the digits as JPEG images and questions")
-    raw = RUN / "raw"
+    raw = folder / "raw"
     make_digits(raw)
     sources = {"train": raw / "train.jsonl", "val": raw / "held_out.jsonl"}
-    print(prepare_energon_dataset(sources, RUN / "dataset"), flush=True)
+    print(prepare_energon_dataset(sources, folder / "dataset"), flush=True)
     return raw / "held_out.jsonl"
 
 
-def build_checkpoint() -> None:
+def build_checkpoint(family: str, folder: Path) -> None:
     """In a process of its own, so that this one needs no torch."""
-    say(f"building a tiny {FAMILY} checkpoint with random weights")
-    run([str(HERE / "make_checkpoint.py"), FAMILY, str(RUN / "start")])
+    say(f"building a tiny {family} checkpoint with random weights")
+    run([str(HERE / "make_checkpoint.py"), family, str(folder / "start")])
 
 
-def train() -> None:
-    say(f"training on {PROCESSES} processes")
-    recipe = [f"--recipe={FAMILY}_tiny_digits", f"--nproc={PROCESSES}"]
-    run([str(HERE.parent / "run_recipe.py"), *recipe, *sys.argv[1:]])
+def train(family: str, processes: int) -> None:
+    arguments = [f"--recipe={family}{RECIPE}", f"--nproc={processes}", *sys.argv[1:]]
+    run([str(HERE.parent / "run_recipe.py"), *arguments])
 
 
-def export() -> None:
-    say("exporting to a Hugging Face folder")
-    run(["-m", "megatron_vlm.cli", "export", str(RUN), str(RUN / "hf")])
-
-
-def evaluate(source: str, model: Path, data: Path, processes: int = 1) -> list[str]:
-    output = RUN / f"answers_{source}.json"
+def evaluate(source: str, model: Path, data: Path, folder: Path, processes: int = 1) -> list[str]:
+    output = folder / f"answers_{source}.json"
     launcher = torchrun(processes) if processes > 1 else []
     run([*launcher, str(HERE / "evaluate.py"), source, str(model), str(data), str(output)])
     return json.loads(output.read_text(encoding="utf-8"))
@@ -108,7 +122,7 @@ def accuracy(questions: list[dict], answers: list[str], kind: str) -> float:
     return sum(right) / len(right)
 
 
-def draw_contact_sheet(questions: list[dict], answers: list[str], count: int = 36) -> None:
+def draw_contact_sheet(questions: list[dict], answers: list[str], file: Path, count: int = 36) -> None:
     """Wrong answers first, those about one digit before the others: they are what one wants to look at."""
     from megatron_vlm.metrics import contact_sheet
 
@@ -121,7 +135,7 @@ def draw_contact_sheet(questions: list[dict], answers: list[str], count: int = 3
         [[Image.open(image) for image in questions[index]["images"]] for index in shown],
         [caption(questions[index], answers[index]) for index in shown],
         [is_right[index] for index in shown],
-        RUN / "contact_sheet.png",
+        file,
     )
 
 
@@ -132,16 +146,16 @@ def caption(question: dict, answer: str) -> str:
     return f"{text}\n{answer}{verdict}"
 
 
-def close_with(summary: dict) -> None:
+def close_with(summary: dict, folder: Path) -> None:
     print(
         f"\nread {summary['held_out_accuracy']:.1%} of the held-out digits right"
         f" ({summary['held_out_read_two_accuracy']:.1%} of two at once,"
         f" {summary['held_out_sum_accuracy']:.1%} of the sums)"
         f"\nMegatron and the exported folder agree on {summary['hf_agreement']:.1%} of the answers"
         f"\ntraining {summary['train_seconds']} s, everything {summary['total_seconds']} s"
-        f"\n\nlook at  {RUN}/contact_sheet.png  {RUN}/loss.png  {RUN}/summary.json"
-        f"\nload     {RUN}/hf  with Transformers"
-        f"\nwatch    tensorboard --logdir {RUN}/tensorboard"
+        f"\n\nlook at  {folder}/contact_sheet.png  {folder}/loss.png  {folder}/summary.json"
+        f"\nload     {folder}/hf  with Transformers"
+        f"\nwatch    tensorboard --logdir {folder}/tensorboard"
     )
 
 
@@ -157,10 +171,25 @@ def run(arguments: list[str]) -> None:
         sys.exit(code if code > 0 else 128 - code)
 
 
-def timed(work) -> float:
-    started = time.monotonic()
+def layout(config: RunConfig) -> str:
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    words = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return words + " with sequence parallelism" * config.parallel.sequence_parallel
+
+
+def timed(work: Callable[[], None]) -> dict[str, float]:
+    """Seconds on the clock, and of processor time over all processes that `work` started and awaited."""
+    started, used = time.monotonic(), cpu_seconds()
     work()
-    return time.monotonic() - started
+    return {
+        "train_seconds": round(time.monotonic() - started, 1),
+        "train_cpu_seconds": round(cpu_seconds() - used, 1),
+    }
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def versions() -> dict[str, str]:

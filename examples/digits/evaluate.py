@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_vlm.data.chatml import cook_chatml_sample
 
-MAX_NEW_TOKENS = 4  # a sum has two digits, and the turn ends
+MAX_NEW_TOKENS = 8  # GLM opens with four that say it does not think; a sum has two digits, and the turn ends
 BATCH = 32
 
 
@@ -62,6 +62,10 @@ def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
     return answers
 
 
+def without_thoughts(reply: str) -> str:
+    return reply.rpartition("</think>")[2].strip()
+
+
 def batches(questions: list[dict], size: int) -> list[list[int]]:
     """Indices of questions with equally many images, so that little is padded."""
     order = sorted(range(len(questions)), key=lambda index: len(questions[index]["images"]))
@@ -96,7 +100,7 @@ def main() -> None:
     source, model, data, output = sys.argv[1], *map(Path, sys.argv[2:])
     questions = read_questions(data)
     answer = answers_of_run if source == "megatron" else answers_of_folder
-    answers = answer(model, questions)
+    answers = [without_thoughts(reply) for reply in answer(model, questions)]
     if os.environ.get("RANK", "0") == "0":
         output.write_text(json.dumps(answers), encoding="utf-8")
 

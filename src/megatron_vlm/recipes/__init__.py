@@ -41,6 +41,11 @@ RECIPES = {
     "qwen3_vl_30b_a3b": "megatron_vlm.recipes.qwen3_vl",
     "qwen3_vl_235b_a22b": "megatron_vlm.recipes.qwen3_vl",
     "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
+    "ministral3_tiny_digits": "megatron_vlm.recipes.demo",
+    "qwen25_vl_tiny_digits": "megatron_vlm.recipes.demo",
+    "qwen3_vl_tiny_digits": "megatron_vlm.recipes.demo",
+    "qwen3_vl_moe_tiny_digits": "megatron_vlm.recipes.demo",
+    "glm_45v_tiny_digits": "megatron_vlm.recipes.demo",
 }
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")

@@ -1,38 +1,33 @@
-"""Plan every recipe of a real size and write what its GPUs hold into docs/recipes.md.
-
-python tools/recipe_table.py            rewrite the table
-"""
+"""Plan every recipe of a real size on the fewest GPUs, twice and four times as many: reports/plan.json."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from parity_table import ROOT, replaced
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import ParallelConfig, fewest_processes
 from megatron_vlm.planning import make_plan
 from megatron_vlm.recipes import load_recipe
 
-HEAD = "| recipe | parameters | layout | GPUs | GB per GPU | on 2 × the GPUs | on 4 × | GFLOP per token |"
+ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "tests" / "hf_configs"  # of the published models, one for each recipe
 
 
-def line(config: Path) -> str:
+def planned(config: Path) -> dict:
     run = load_recipe(config.stem)(train_data_path="none://")
     hf_config, gpus = AutoConfig.from_pretrained(config), fewest_processes(run.parallel)
     plans = [make_plan(run, hf_config, gpus * times) for times in (1, 2, 4)]
-    flops = (plans[0].language_model_flops + plans[0].tower_flops) / 1e9
-    cells = (
-        f"`{config.stem}`",
-        f"{parameters(hf_config) / 1e9:.2f} B",
-        layout(run.parallel),
-        gpus,
-        *(f"{plan.memory / 1e9:.0f}" for plan in plans),
-        f"{flops:.0f}",
-    )
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return {
+        "recipe": config.stem,
+        "parameters": parameters(hf_config),
+        "layout": layout(run.parallel),
+        "gpus": gpus,
+        "bytes": [round(plan.memory) for plan in plans],
+        "flops": round(plans[0].language_model_flops + plans[0].tower_flops),
+    }
 
 
 def parameters(hf_config: PretrainedConfig) -> int:
@@ -47,9 +42,9 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def main() -> None:
-    rows = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(line, sorted(CONFIGS.glob("*.json")))]
-    page = ROOT / "docs" / "recipes.md"
-    page.write_text(replaced(page.read_text(encoding="utf-8"), "\n".join(rows), "plan"), encoding="utf-8")
+    report = [planned(config) for config in sorted(CONFIGS.glob("*.json"))]
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    (ROOT / "reports" / "plan.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

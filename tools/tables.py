@@ -1,0 +1,173 @@
+"""Write the numbers of reports/ into README.md and docs/ as tables, each between its own marks.
+
+python tools/tables.py            take the summaries of runs/demo*, rewrite every table
+python tools/tables.py --check    exit 1 when a page does not show the numbers of its report
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS, README, RECIPES = ROOT / "reports", ROOT / "README.md", ROOT / "docs" / "recipes.md"
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    heads = list(heads)
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def parity(report: list[dict]) -> str:
+    """A line for each family with the worst number over its layouts and inputs; a failed one is marked."""
+    families: dict[str, list[dict]] = {}
+    for row in report:
+        families.setdefault(row["family"], []).append(row)
+
+    def cells(family: str, rows: list[dict]) -> list[str]:
+        mark = "" if all(row["passed"] for row in rows) else " **failed**"
+        named = [", ".join(dict.fromkeys(row[kind] for row in rows)) for kind in ("layout", "input")]
+        worst = [max(row[n] for row in rows) for n in ("max_abs_logits", "abs_loss", "max_rel_grad")]
+        return [family + mark, *named, *(f"{number:.1e}" for number in worst)]
+
+    heads = ("family", "layouts", "inputs", "logits, abs", "loss, abs", "gradients, rel")
+    return markdown(heads, [cells(*family) for family in families.items()])
+
+
+def demo(report: dict[str, dict]) -> str:
+    """A line for each family that was trained on digits."""
+    heads = ("`FAMILY=`", "layout", "one digit", "two digits", "Megatron = exported", "training", "CPU time")
+    rows = (
+        (
+            f"`{run['family']}`",
+            run["layout"],
+            f"{run['held_out_accuracy']:.1%}",
+            f"{run['held_out_read_two_accuracy']:.1%}",
+            f"{run['hf_agreement']:.1%}",
+            f"{run['train_seconds']:.0f} s",
+            f"{run['train_cpu_seconds']:.0f} s",
+        )
+        for run in report.values()
+    )
+    return markdown(heads, rows)
+
+
+def gathered(report: dict[str, dict], runs: Path) -> dict[str, dict]:
+    """The demo's report with each family's summary found in `runs` over the one it had."""
+    files = sorted(runs.glob("demo*/summary.json"))
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return dict(sorted({**report, **{summary["family"]: summary for summary in found}}.items()))
+
+
+def weights(report: dict) -> str:
+    """A line for each way of reading or writing, and what was read."""
+    heads = (
+        "what",
+        "GB",
+        "GB/s",
+        "plain GB/s",
+        "of plain",
+        "memory over the weights, MB",
+        "mapped files, MB",
+    )
+    rows = (
+        (
+            row["what"],
+            f"{row['nbytes'] / 1e9:.2f}",
+            f"{row['rate'] / 1e9:.2f}",
+            f"{row['plain_rate'] / 1e9:.2f}",
+            f"{row['fraction']:.0%}",
+            f"{max(0, row['anonymous'] - row['held'] * row['what'].startswith('import')) / 1e6:.0f}",
+            f"{row['mapped'] / 1e6:.0f}",
+        )
+        for row in report["rows"]
+    )
+    checkpoint = report["checkpoint"]
+    return markdown(heads, rows) + (
+        f"\n\n({checkpoint['bytes'] / 1e9:.2f} GB, {checkpoint['layers']} layers, the largest tensor "
+        f"{checkpoint['largest_tensor'] / 1e6:.0f} MB; {report['machine']}, {report['date']}, "
+        f"{', '.join(f'{name} {version}' for name, version in report['versions'].items())}.)"
+    )
+
+
+def packing(report: dict) -> str:
+    """A line for each distribution of lengths, limits above."""
+    numbers = {
+        "seconds": "seconds",
+        "fill_global": "fill, global",
+        "fill_buffer": f"fill, buffer of {report['buffer']:,}",
+        "lost": "lost",
+        "straggler_tokens": "busiest of 8 ranks: tokens",
+        "straggler_patches": "patches",
+        "straggler_attention": "attention",
+    }
+    limits = ["at least / at most", "", *(report["limits"][n].split()[-1] for n in numbers)]
+    rows = ([row["distribution"], row["capacity"], *(row[n] for n in numbers)] for row in report["rows"])
+    return markdown(("lengths", "row", *numbers.values()), [limits, *rows])
+
+
+def recipes(report: list[dict]) -> str:
+    """A line for each recipe of a real size."""
+    heads = (
+        "recipe",
+        "parameters",
+        "layout",
+        "GPUs",
+        "GB per GPU",
+        "on 2 × the GPUs",
+        "on 4 ×",
+        "GFLOP per token",
+    )
+    rows = (
+        (
+            f"`{row['recipe']}`",
+            f"{row['parameters'] / 1e9:.2f} B",
+            row["layout"],
+            row["gpus"],
+            *(f"{size / 1e9:.0f}" for size in row["bytes"]),
+            f"{row['flops'] / 1e9:.0f}",
+        )
+        for row in report
+    )
+    return markdown(heads, rows)
+
+
+# name of the marks -> (report, page, function)
+TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
+    "parity": ("parity.json", README, parity),
+    "demo": ("demo.json", README, demo),
+    "weights": ("bench_weights.json", README, weights),
+    "packing": ("bench_packing.json", README, packing),
+    "plan": ("plan.json", RECIPES, recipes),
+}
+
+
+def replaced(page: str, table: str, name: str) -> str:
+    """The page with what stands between the table's marks replaced. Raises ValueError without them."""
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not (begin and end):
+        raise ValueError(f"no {first} … {last}; put both where the table belongs.")
+    return f"{before}{first}\n{table}\n{last}{after}"
+
+
+def main() -> None:
+    check = "--check" in sys.argv
+    if not check:
+        file = REPORTS / "demo.json"
+        report = gathered(json.loads(file.read_text(encoding="utf-8")), ROOT / "runs")
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for name, (report, page, table) in TABLES.items():
+        old = page.read_text(encoding="utf-8")
+        new = replaced(old, table(json.loads((REPORTS / report).read_text(encoding="utf-8"))), name)
+        if check and new != old:
+            sys.exit(f"{page.name} does not show the numbers of reports/{report}; run tools/tables.py")
+        page.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
