@@ -5,7 +5,7 @@ from transformers import AutoProcessor, Gemma3Processor
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.spans import SpanProcessor
 from megatron_vlm.testing.gemma3 import TEMPLATE
-from megatron_vlm.testing.tiny import without_generation_tags
+from megatron_vlm.testing.tiny import build_tiny_checkpoint, without_generation_tags
 
 TEMPLATES = {"tagged": TEMPLATE, "untagged": without_generation_tags(TEMPLATE)}
 
@@ -164,3 +164,21 @@ def test_a_template_that_forgets_an_image_is_noticed(processor):
     spans = SpanProcessor(processor, chat_template=TEMPLATE.replace("<start_of_image>", ""))
     with pytest.raises(BadSample, match="placeholder_mismatch: the chat template wrote 0 of 1 images"):
         encode(spans, ("user", "<image>a"), ("assistant", "b"), images=1)
+
+
+@pytest.fixture(scope="module")
+def glm_processor(tmp_path_factory):
+    return AutoProcessor.from_pretrained(build_tiny_checkpoint("glm4v_moe", tmp_path_factory.mktemp("glm")))
+
+
+@pytest.mark.parametrize("change", [str, without_generation_tags], ids=["tagged", "untagged"])
+def test_a_reply_that_only_the_next_turn_ends_is_trained_to_end(glm_processor, change):
+    spans = SpanProcessor(glm_processor, chat_template=change(glm_processor.chat_template))
+    encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2"))
+    assert [reply.split("</think>")[1].strip() for reply in replies(spans, encoded)] == [
+        "1<|user|>",
+        "2<|user|>",
+    ]
+    assert (
+        spans.tokenizer.decode(encoded.input_ids).count("<|user|>") == 3
+    )  # two questions', and the added one

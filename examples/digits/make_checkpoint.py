@@ -10,7 +10,6 @@ import sys
 from transformers.utils.logging import disable_progress_bar
 
 from make_digits import ADD_TWO, ONE_IMAGE, READ_TWO
-from megatron_vlm.testing import glm4v_moe
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 # Every family sees a digit as four visual tokens of 4x4 pixels of the scan: they learn twice as fast as
@@ -19,8 +18,6 @@ from megatron_vlm.testing.tiny import build_tiny_checkpoint
 TEXT = {"num_hidden_layers": 3, "initializer_range": 0.125}
 TOWER = {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
 QWEN3_TOWER = {**TOWER, "depth": 2, "deepstack_visual_indexes": [0]}
-# GLM leaves it to the next turn's marker to end a reply, and these conversations have no next turn.
-GLM_TEMPLATE = glm4v_moe.TEMPLATE.replace("| trim }}{%- endgen", "| trim + '<|user|>' }}{%- endgen")
 SIZES = {  # what FAMILY may be -> the arguments of build_tiny_checkpoint
     "gemma3": {
         "family": "gemma3",
@@ -45,7 +42,6 @@ SIZES = {  # what FAMILY may be -> the arguments of build_tiny_checkpoint
     },
     "glm_45v": {
         "family": "glm4v_moe",
-        "template": GLM_TEMPLATE,
         "image_size": 56,
         "text": {**TEXT, "hidden_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
         "vision": {**TOWER, "out_hidden_size": 96},  # the width of its MLPs as well: at 64 it learns slowly

@@ -69,6 +69,7 @@ class SpanProcessor:
         self._control_tokens = _control_tokens(processor)
         if not GENERATION_TAG.search(self.template):
             self._probe_template()
+        self._next_turn = self._token_that_ends_replies()
 
     def __call__(
         self,
@@ -123,7 +124,34 @@ class SpanProcessor:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        return prompt, spans
+        return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
+
+    def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
+        """Replies that only the next turn's marker ends, and it with them: the model learns to stop by it.
+
+        After a reply that ends the conversation it is added.
+        """
+        if replies and replies[-1][1] == len(prompt):
+            prompt += self._next_turn
+        ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
+        return prompt, [
+            (start, end.end() if end else stop) for (start, stop), end in zip(replies, ends, strict=True)
+        ]
+
+    def _token_that_ends_replies(self) -> str | None:
+        """The control token that follows a reply without one of its own, as GLM's <|user|>; else None."""
+        conversation = [
+            _text_message("user", "a"),
+            _text_message("assistant", "b"),
+            _text_message("user", "c"),
+        ]
+        self._next_turn = None
+        try:
+            prompt, ((start, stop), *_) = self.render(conversation)
+        except (BadSample, ValueError):  # a template that wants more than this; its replies stay as they are
+            return None
+        follows = self._control_tokens.match(prompt, stop)
+        return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
         prompts, spans = render_jinja_template(

@@ -41,19 +41,16 @@ def build_tiny_checkpoint(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     generation_tags: bool = True,
-    template: str | None = None,
     **processor_sizes: int,
 ) -> Path:
     """Save a complete checkpoint of random weights (config, safetensors, tokenizer, processor, template).
 
     `text` and `vision` override entries of the two sub-configs, `processor_sizes` those of the processor
-    (`image_size`, `image_tokens`, `vocab_size`), `template` the family's chat template. Digits are always
-    pieces of their own, whatever the corpus.
+    (`image_size`, `image_tokens`, `vocab_size`). Digits are always pieces of their own, whatever the corpus.
     Equal arguments give equal files. Raises KeyError on an unknown family.
     """
     parts = TINY_FAMILIES[family]
-    template = template or parts.template
-    template = template if generation_tags else without_generation_tags(template)
+    template = parts.template if generation_tags else without_generation_tags(parts.template)
     processor = parts.processor(corpus or default_corpus(), template, **processor_sizes)
     model = _random_model(parts.config(processor, text or {}, vision or {}), seed, dtype)
     model.generation_config.eos_token_id = model.config.eos_token_id
