@@ -76,6 +76,9 @@ class DataConfig:
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
     max_pixels: int | None = None
+    video_fps: float = 2.0  # frames taken of a second of video
+    video_max_frames: int = 128  # most frames of a video; of a longer one they are further apart
+    video_max_pixels: int | None = None  # larger frames are scaled before the processor sees them
     visual_share: float = 0.5  # of a row's tokens that stand for images: balances the pipeline's first stage
     max_drop_share: float = 0.05  # the run stops when more of the samples than this are dropped
     num_workers: int = 2

@@ -43,7 +43,13 @@ def train(config: RunConfig) -> None:
     if broadcaster.reads:
         rank, world_size = setup.data_parallel_place()
         data = RunData(
-            config, processor, family.visual_keys, family.position_ids(hf_config), rank, world_size
+            config,
+            processor,
+            family.visual_keys,
+            family.position_ids(hf_config),
+            rank,
+            world_size,
+            images_or_videos=family.images_or_videos,
         )
         if resumed and resumed.loader_state is not None:
             data.train_loader.load_state_dict(resumed.loader_state)

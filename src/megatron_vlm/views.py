@@ -56,7 +56,15 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
         family = family_for(hf_config)
         positions = family.position_ids(hf_config)
-        data = RunData(config, processor, family.visual_keys, positions, rank=0, world_size=1)
+        data = RunData(
+            config,
+            processor,
+            family.visual_keys,
+            positions,
+            rank=0,
+            world_size=1,
+            images_or_videos=family.images_or_videos,
+        )
         read = RowReader(processor, family.visual_kinds(hf_config), partial(family.visual_tokens, hf_config))
         try:
             yield data, read

@@ -24,6 +24,7 @@ from megatron_vlm.data.images import decode_image, image_size
 from megatron_vlm.data.lengths import Measure
 from megatron_vlm.data.packing import pack_buffer
 from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor
+from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -60,14 +61,17 @@ class HFEncoderTaskBatch(Batch):
 class HFEncoderVLMTaskEncoder(
     DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEncoderTaskBatch, dict]
 ):
-    """Energon's task encoder for conversations with images.
+    """Energon's task encoder for conversations with images and videos.
 
     processor      a Hugging Face processor; called once per sample
     seq_length     most tokens in a row
     visual_keys    the processor outputs that the model takes; any other output that is not about the text
                    raises ValueError
     min_pixels, max_pixels   images outside are scaled, aspect kept, before the processor sees them
-    over_length    "drop" longer samples, or "truncate" them, keeping whole images only
+    over_length    "drop" longer samples, or "truncate" them, keeping whole images and videos only
+    video_fps, video_max_frames, video_max_pixels   which frames of a video are taken, see `VideoRules`; videos
+                   need a processor with a video processor and "pixel_values_videos" among the keys
+    images_or_videos   drop samples that hold both
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
@@ -85,6 +89,10 @@ class HFEncoderVLMTaskEncoder(
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         over_length: str = "drop",
+        video_fps: float = VideoRules.fps,
+        video_max_frames: int = VideoRules.max_frames,
+        video_max_pixels: int | None = None,
+        images_or_videos: bool = False,
         position_ids: PositionIds | None = None,
         drops: DropReport | None = None,
         chat_template: str | None = None,
@@ -100,6 +108,9 @@ class HFEncoderVLMTaskEncoder(
         self.visual_keys = visual_keys
         self.min_pixels, self.max_pixels = min_pixels, max_pixels
         self.over_length = over_length
+        self.video_fps, self.video_max_frames = video_fps, video_max_frames
+        self.video_max_pixels = video_max_pixels
+        self.images_or_videos = images_or_videos
         self.position_ids = position_ids or _count_up
         self.drops = drops or DropReport()
         self._encode_text = SpanProcessor(processor, chat_template)
@@ -111,6 +122,18 @@ class HFEncoderVLMTaskEncoder(
     @property
     def chat_template(self) -> str:
         return self._encode_text.template
+
+    @functools.cached_property
+    def video_rules(self) -> VideoRules | None:
+        """None for a model that takes no videos."""
+        if "pixel_values_videos" not in self.visual_keys:
+            return None
+        return VideoRules(
+            fps=self.video_fps,
+            max_frames=self.video_max_frames,
+            max_pixels=self.video_max_pixels,
+            multiple=self.processor.video_processor.temporal_patch_size,
+        )
 
     @stateless
     def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
@@ -137,10 +160,11 @@ class HFEncoderVLMTaskEncoder(
         return fields | {"__key__": fields.pop("document_keys")}
 
     def measure(self, sample: ChatMLSample) -> tuple[int, int]:
-        """(tokens, raw patches of images) that `encode_sample` would make, without decoding images.
+        """(tokens, raw patches of images and videos) that `encode_sample` would make, without decoding them.
 
-        Raises SkipSample, after counting the drop, for all that text and image headers show to be unfit, and
-        ValueError for a processor that cannot tell an image's tokens from its size.
+        Of a video one frame is decoded. Raises SkipSample, after counting the drop, for all that text and
+        headers show to be unfit, and ValueError for a processor that cannot tell an image's tokens from its
+        size.
         """
         with self._counting_drops(sample):
             return self._measured(sample)
@@ -176,9 +200,10 @@ class HFEncoderVLMTaskEncoder(
         )
 
     def _encode(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        messages, tools = _read(sample)
+        messages, tools = self._read(sample)
         images = [decode_image(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        text = self._encode_text(messages, tools, images)
+        videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
+        text = self._encode_text(messages, tools, images, videos)
         document = self._fit(_Document(text, self._visual_inputs(text)))
         labels = _labels(document.text)
         if not (labels != IGNORE_INDEX).any():
@@ -195,16 +220,29 @@ class HFEncoderVLMTaskEncoder(
         )
 
     def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
-        messages, tools = _read(sample)
+        messages, tools = self._read(sample)
         sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        layout = self._measure(messages, tools, sizes)
-        length, images = len(layout), len(sizes)
+        plans = [plan_video(video, self.video_rules) for video in sample.videos or []]
+        layout = self._measure(messages, tools, sizes, plans)
+        length, images, videos = len(layout), len(sizes), len(plans)
         if length > self.seq_length:
             self._check_over_length(length)
-            length, images = _cut(layout.images, self.seq_length)
+            length, images, videos = _cut(layout.images, layout.videos, self.seq_length)
         if not layout.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        return length, sum(layout.patches[:images])
+        return length, sum(layout.image_patches[:images]) + sum(layout.video_patches[:videos])
+
+    def _read(self, sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:
+        """(messages, tools), one part for each image and each video."""
+        if sample.problem is not None:
+            raise sample.problem
+        images, videos = len(sample.imgs or []), len(sample.videos or [])
+        if videos and self.video_rules is None:
+            raise BadSample("video_unsupported", f"{videos} videos")
+        if images and videos and self.images_or_videos:
+            raise BadSample("images_and_videos", f"{images} images and {videos} videos")
+        messages, tools = cook_chatml_sample(sample.conversation)
+        return place_media(messages, images, videos), tools
 
     def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
         unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))
@@ -234,16 +272,23 @@ class _Document:
     visual_inputs: GenericVisualInputs | None
 
     def truncated(self, length: int) -> _Document:
-        """The first `length` tokens, or fewer where the cut would go through an image, and their images."""
-        text = self.text
-        length, keep = _cut(text.images, length)
-        cut = EncodedText(text.input_ids[:length], text.reply_mask[:length], text.images[:keep], {})
-        return _Document(cut, _first_images(self.visual_inputs, keep, len(text.images)))
+        """The first `length` tokens, or fewer where the cut would go through an image or a video, and their
+        images and videos."""
+        text, visual = self.text, self.visual_inputs
+        length, images, videos = _cut(text.images, text.videos, length)
+        cut = EncodedText(
+            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos], {}
+        )
+        if text.videos:
+            kept = visual.items()
+            kept = [*kept[:images], *kept[len(text.images) :][:videos]]
+            return _Document(cut, GenericVisualInputs.cat(kept))
+        return _Document(cut, _first_images(visual, images, len(text.images)))
 
 
 @edataclass
 class MeasuredSample(Sample):
-    """A conversation whose encoding is known to have `length` tokens and `patches` raw patches of images."""
+    """A conversation whose encoding is known to have `length` tokens and `patches` raw patches."""
 
     conversation: ChatMLSample
     length: int
@@ -343,22 +388,13 @@ def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
     )
 
 
-def _read(sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:
-    """(messages, tools), one image part for each image."""
-    if sample.problem is not None:
-        raise sample.problem
-    if sample.videos:
-        raise BadSample("video_unsupported", f"{len(sample.videos)} videos")
-    messages, tools = cook_chatml_sample(sample.conversation)
-    return place_media(messages, images=len(sample.imgs or [])), tools
-
-
-def _cut(images: list[Span], length: int) -> tuple[int, int]:
-    """Where to cut to at most `length` tokens without going through an image, and how many images remain."""
-    for start, stop in images:
+def _cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:
+    """Where to cut to at most `length` tokens without going through an image or a video, and how many images
+    and videos remain."""
+    for start, stop in [*images, *videos]:
         if start < length < stop:
             length = start
-    return length, sum(stop <= length for _, stop in images)
+    return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
 
 
 def _labels(text: EncodedText) -> Tensor:

@@ -50,7 +50,7 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
     with _bad_samples(data):
         image = Image.open(io.BytesIO(data), formats=_readable_formats())
         _check_size(image.size)
-        size = _target_size(image.size, max_pixels, min_pixels)
+        size = target_size(image.size, max_pixels, min_pixels)
         image.draft(None, size)  # JPEG decodes at 1/2, 1/4 or 1/8 for the price of that size
         image.load()
         if _swaps_axes(image):
@@ -69,7 +69,7 @@ def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | Non
         late_rotation = image.format == "PNG" and b"eXIf" in data  # may follow the pixels
         if image.format in HEADER_FORMATS and not late_rotation:
             _check_size(image.size)
-            size = _target_size(image.size, max_pixels, min_pixels)
+            size = target_size(image.size, max_pixels, min_pixels)
             return size[::-1] if image.format != "PNG" and _swaps_axes(image) else size
     return decode_image(data, max_pixels, min_pixels).size
 
@@ -106,7 +106,8 @@ def _check_size(size: tuple[int, int]) -> None:
         raise BadSample("image_aspect", f"{width}x{height} is longer than {MAX_ASPECT}:1")
 
 
-def _target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int | None) -> tuple[int, int]:
+def target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int | None) -> tuple[int, int]:
+    """`size`, or its multiple within the limits."""
     pixels = size[0] * size[1]
     if max_pixels and pixels > max_pixels:
         scale = math.sqrt(max_pixels / pixels)

@@ -34,7 +34,9 @@ def train_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> 
 
 
 def _encoder_settings(data: DataConfig) -> dict[str, Any]:
-    return {name: getattr(data, name) for name in ("seq_length", "min_pixels", "max_pixels", "over_length")}
+    names = ("seq_length", "min_pixels", "max_pixels", "over_length")
+    names += ("video_fps", "video_max_frames", "video_max_pixels")
+    return {name: getattr(data, name) for name in names}
 
 
 class RunData:
@@ -51,10 +53,13 @@ class RunData:
         position_ids: PositionIds | None,
         rank: int,
         world_size: int,
+        *,
+        images_or_videos: bool = False,
     ):
         data = config.data
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl")
         parts = {"visual_keys": visual_keys, "position_ids": position_ids, "drops": self.drops}
+        parts |= {"images_or_videos": images_or_videos}
         module, name = PROVIDERS[data.dataset_type].split(":")
         provider = getattr(import_module(module), name).from_config(data)
         place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}

@@ -3,7 +3,7 @@
 1. The chat template is rendered once. Where replies lie in that text, the template's `{% generation %}`
    blocks say; for a template without them, the lengths of the rendered beginnings of the conversation do.
 2. Marks (private-use characters, removed from all record text before) are put around every reply and every
-   image placeholder, and the processor is called once on the marked text.
+   image or video placeholder, and the processor is called once on the marked text.
 3. The processor expands placeholders and calls its tokenizer: here a stand-in that takes the marks out,
    notes where they were, and tokenizes the clean text with offsets.
 
@@ -27,11 +27,14 @@ from transformers import BatchEncoding, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.videos import VideoPlan
 
-REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP = map(chr, range(0x10FF00, 0x10FF04))
-MARKS = re.compile(f"[{REPLY_START}-{IMAGE_STOP}]")
+REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
+    chr, range(0x10FF00, 0x10FF06)
+)
+MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
 # Ours, and the two characters with which transformers >= 5.23 marks control tokens.
-RESERVED = re.compile(f"[{REPLY_START}-{IMAGE_STOP}\U000f0000\U000f0001]")
+RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}\U000f0000\U000f0001]")
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the first of its two
@@ -44,6 +47,7 @@ class EncodedText:
     input_ids: Tensor  # (T,) int64
     reply_mask: Tensor  # (T,) bool: tokens of the assistant's replies
     images: list[Span]  # the tokens that stand for each image, its markers included
+    videos: list[Span]  # likewise, with the begin and end of a video around them
     outputs: dict[str, Any]  # everything else the processor returned, its batch axis of one left on
 
 
@@ -76,12 +80,16 @@ class SpanProcessor:
         messages: list[dict],
         tools: list[dict] | None = None,
         images: list[Image.Image] | None = None,
+        videos: list[tuple[np.ndarray, VideoPlan]] | None = None,
     ) -> EncodedText:
-        """One conversation whose parts match `images` one to one. The arguments are not changed.
+        """One conversation whose parts match `images` and `videos` one to one. The arguments are not changed.
 
         Raises BadSample when the template or the processor refuses the conversation.
         """
-        marked, options = self.marked(messages, tools, len(images or []))
+        marked, options = self.marked(messages, tools, len(images or []), len(videos or []))
+        if videos:
+            options |= {"videos": [frames for frames, _ in videos]}
+            options |= {"videos_kwargs": video_options([plan for _, plan in videos])}
         try:
             outputs = self._processor(
                 text=[marked],
@@ -95,19 +103,29 @@ class SpanProcessor:
         input_ids = outputs.pop("input_ids")[0]
         read = self.marked_tokenizer
         assert len(read.reply_mask) == len(input_ids), "the processor changed the ids after tokenizing"
-        return EncodedText(input_ids, torch.from_numpy(read.reply_mask), read.images, outputs)
+        outputs.pop("video_metadata", None)
+        mask = torch.from_numpy(read.reply_mask)
+        return EncodedText(input_ids, mask, read.images, read.videos, outputs)
 
-    def marked(self, messages: list[dict], tools: list[dict] | None, images: int) -> tuple[str, dict]:
+    def marked(
+        self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
+    ) -> tuple[str, dict]:
         """The rendered conversation with marks around replies and placeholders, and the tokenizer's options.
 
-        Raises BadSample when the template refuses the conversation or writes another number of images.
+        Raises BadSample when the template refuses the conversation or writes another number of images or
+        videos.
         """
         prompt, replies = self.render(messages, tools)
         bos = self.tokenizer.bos_token
         options = {
             "add_special_tokens": not (bos and prompt.startswith(bos))
         }  # one BOS, as HF's own templates
-        return _insert_marks(prompt, replies, self._placeholders(prompt, images)), options
+        spans = {
+            (REPLY_START, REPLY_STOP): replies,
+            (IMAGE_START, IMAGE_STOP): self._placeholders(prompt, images),
+            (VIDEO_START, VIDEO_STOP): self._video_placeholders(prompt, videos),
+        }
+        return _insert_marks(prompt, spans), options
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
@@ -216,6 +234,19 @@ class SpanProcessor:
         return []
 
 
+    def _video_placeholders(self, prompt: str, count: int) -> list[Span]:
+        """With the control tokens right before and after, so that no cut leaves a video begun and not ended."""
+        if not count:
+            return []
+        control, token = self._control_tokens.pattern, re.escape(self._processor.video_token)
+        found = [match.span() for match in re.finditer(f"(?:{control})?{token}(?:{control})?", prompt)]
+        if len(found) != count:
+            raise BadSample(
+                "placeholder_mismatch", f"the chat template wrote {len(found)} of {count} videos"
+            )
+        return found
+
+
 class _MarkedTokenizer:
     """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant."""
 
@@ -224,6 +255,7 @@ class _MarkedTokenizer:
         self.text = ""  # as it came, with marks
         self.reply_mask = np.zeros(0, bool)
         self.images: list[Span] = []
+        self.videos: list[Span] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_tokenizer":  # asked for before __init__ ran, as when copied
@@ -237,20 +269,24 @@ class _MarkedTokenizer:
         marked = [text] if isinstance(text, str) else text
         assert len(marked) == 1, "one conversation per processor call"
         self.text = marked[0]
-        plain, replies, images = _remove_marks(self.text)
+        plain, replies, images, videos = _remove_marks(self.text)
         plain_text = plain if isinstance(text, str) else [plain]
         encoding = self._tokenizer(plain_text, return_offsets_mapping=True, **kwargs)
         offsets = np.asarray(encoding.pop("offset_mapping")).reshape(-1, 2)
         self.reply_mask = np.zeros(len(offsets), bool)
         for span in replies:
             self.reply_mask |= _overlapping(offsets, span)
-        self.images = [_extent(_inside(offsets, span)) for span in images]
+        self.images, self.videos = (
+            [_extent(_inside(offsets, span)) for span in spans] for spans in (images, videos)
+        )
         return encoding
 
 
-def _insert_marks(prompt: str, replies: list[Span], images: list[Span]) -> str:
-    marks = [mark for start, stop in replies for mark in ((start, REPLY_START), (stop, REPLY_STOP))]
-    marks += [mark for start, stop in images for mark in ((start, IMAGE_START), (stop, IMAGE_STOP))]
+def _insert_marks(prompt: str, spans: dict[tuple[str, str], list[Span]]) -> str:
+    """`spans` by the marks that go at their start and stop."""
+    marks = [
+        (position, mark) for pair, found in spans.items() for span in found for position, mark in zip(span, pair)
+    ]
     pieces, last = [], 0
     for position, mark in sorted(marks, key=lambda entry: entry[0]):  # spans never overlap
         pieces += [prompt[last:position], mark]
@@ -258,16 +294,16 @@ def _insert_marks(prompt: str, replies: list[Span], images: list[Span]) -> str:
     return "".join([*pieces, prompt[last:]])
 
 
-def _remove_marks(text: str) -> tuple[str, list[Span], list[Span]]:
-    """The text without marks, and the spans of replies and of images in it."""
-    found: dict[str, list[int]] = {mark: [] for mark in (REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP)}
+def _remove_marks(text: str) -> tuple[str, list[Span], list[Span], list[Span]]:
+    """The text without marks, and the spans of replies, of images and of videos in it."""
+    pairs = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
+    found: dict[str, list[int]] = {mark: [] for pair in pairs for mark in pair}
     for removed, match in enumerate(MARKS.finditer(text)):
         found[match[0]].append(match.start() - removed)
-    assert len(found[REPLY_START]) == len(found[REPLY_STOP]), "the processor changed the text's marks"
-    assert len(found[IMAGE_START]) == len(found[IMAGE_STOP]), "the processor changed the text's marks"
-    replies = list(zip(found[REPLY_START], found[REPLY_STOP], strict=True))
-    images = list(zip(found[IMAGE_START], found[IMAGE_STOP], strict=True))
-    return MARKS.sub("", text), replies, images
+    for start, stop in pairs:
+        assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
+    spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in pairs)
+    return MARKS.sub("", text), *spans
 
 
 def _overlapping(offsets: np.ndarray, span: Span) -> np.ndarray:
@@ -300,8 +336,18 @@ def _control_tokens(processor: ProcessorMixin) -> re.Pattern[str]:
     tokenizer = processor.tokenizer
     tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens.update(tokenizer.all_special_tokens, placeholder_tokens(processor))
+    tokens.add(getattr(processor, "video_token", None) or "")
     longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
+    """What tells a processor that frames are chosen and when each is shown."""
+    return {
+        "do_sample_frames": False,
+        "video_metadata": [plan.metadata for plan in plans],
+        "input_data_format": "channels_last",
+    }
 
 
 def placeholder_tokens(processor: ProcessorMixin) -> list[str]:

@@ -1,0 +1,399 @@
+"""Videos: which frames are taken and when they are shown, and what every family's encoder makes of them."""
+
+import dataclasses
+import io
+import json
+import re
+import struct
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from megatron.energon.errors import SkipSample
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.videos import VideoRules, choose_frames, decode_video, plan_video
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
+EVERY = VideoRules(fps=100)  # all frames
+SHADE = 8  # frame i is grey 8 i
+
+
+def file(times, container="mp4", codec="libx264", size=(64, 48), gop=10):
+    """An encoded video whose frame i, shown at times[i] seconds, is grey of shade `SHADE` * i."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as target:
+        stream = target.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.codec_context.gop_size = gop
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 10 if container == "avi" else 1000)
+        for index, time in enumerate(times):
+            grey = np.full((size[1], size[0], 3), min(255, SHADE * index), np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+            frame.pts, frame.time_base = round(time / stream.time_base), stream.time_base
+            target.mux(stream.encode(frame))
+        target.mux(stream.encode())
+    return out.getvalue()
+
+
+def steady(count, fps=10, **how):
+    return file([index / fps for index in range(count)], **how)
+
+
+def picture(index, format="JPEG", size=(64, 48)):
+    out = io.BytesIO()
+    Image.new("RGB", size, (SHADE * index,) * 3).save(out, format)
+    return out.getvalue()
+
+
+def frame_list(count):
+    return [picture(index) for index in range(count)]
+
+
+def shown(frames):
+    """The numbers of the frames, from their shade."""
+    return np.round(frames[:, frames.shape[1] // 2, frames.shape[2] // 2, 0] / SHADE).astype(int).tolist()
+
+
+def reason(video, rules=EVERY):
+    """Why both reading and measuring refuse the video."""
+    found = []
+    for read in (decode_video, plan_video):
+        with pytest.raises(BadSample) as raised:
+            read(video, rules)
+        found.append(raised.value.reason)
+    assert found[0] == found[1]
+    return found[0]
+
+
+# --- which frames ----------------------------------------------------------------------------------------
+
+
+def test_frames_are_those_on_screen_at_even_steps():
+    rules = VideoRules(fps=2, min_frames=2)
+    assert choose_frames([0.1 * i for i in range(30)], rules) == [0, 5, 10, 15, 20, 25]
+    assert choose_frames([0, 0.9, 1.9, 3], rules) == [0, 1, 2, 3]  # each on screen at several steps, taken once
+    assert choose_frames([7, 7.1, 7.2, 7.3], rules) == [0, 2]
+
+
+def test_frames_of_a_long_video_are_further_apart():
+    assert choose_frames(list(range(100)), VideoRules(fps=2, max_frames=5)) == [0, 25, 50, 75]
+
+
+def test_a_short_video_gives_more_frames_than_its_seconds_ask_for():
+    assert choose_frames([0.0, 0.1, 0.2, 0.3, 0.4], VideoRules(fps=2, min_frames=4)) == [0, 1, 2, 3]
+    assert choose_frames([0.0, 0.1, 0.2], VideoRules(fps=2, min_frames=4)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "container, codec",
+    [("mp4", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx-vp9"), ("matroska", "libx264"), ("avi", "libx264")],
+)
+def test_every_container_gives_the_chosen_frames_and_their_times(container, codec):
+    frames, plan = decode_video(steady(30, container=container, codec=codec), VideoRules(fps=2))
+    assert shown(frames) == [0, 5, 10, 15, 20, 25]
+    assert plan.times == pytest.approx([0, 0.5, 1, 1.5, 2, 2.5])
+    assert plan.interval == pytest.approx(0.5)
+
+
+def test_frames_at_uneven_times_keep_them():
+    frames, plan = decode_video(file([0, 0.1, 0.7, 1.5, 1.6, 3.0]), EVERY)
+    assert shown(frames) == [0, 1, 2, 3, 4, 5]
+    assert plan.times == [0, 0.1, 0.7, 1.5, 1.6, 3.0] and plan.interval == pytest.approx(0.6)
+
+
+def test_an_odd_frame_is_repeated_as_the_tower_takes_pairs():
+    frames, plan = decode_video(steady(5), EVERY)
+    assert shown(frames) == [0, 1, 2, 3, 4, 4] and plan.times == [0, 0.1, 0.2, 0.3, 0.4, 0.4]
+    frames, plan = decode_video(steady(1), EVERY)
+    assert shown(frames) == [0, 0] and plan.times == [0, 0]
+
+
+def test_seeking_finds_the_pixels_of_reading_from_the_start():
+    video = steady(30, gop=4)
+    every, _ = decode_video(video, EVERY)
+    some, _ = decode_video(video, VideoRules(fps=1, min_frames=2))
+    assert len(every) == 30 and np.array_equal(some, every[[0, 10, 20, 20]])
+
+
+def test_plans_are_what_decoding_gives():
+    for video in (steady(7), frame_list(5), file([0, 0.3, 0.4])):
+        for rules in (EVERY, VideoRules(fps=2, max_pixels=1000), VideoRules(max_frames=2)):
+            frames, plan = decode_video(video, rules)
+            assert plan == plan_video(video, rules)
+            assert frames.shape == (len(plan.times), *plan.size[::-1], 3)
+
+
+def test_large_frames_are_scaled():
+    assert plan_video(steady(2), VideoRules(max_pixels=1000)).size == (36, 27)
+
+
+def test_files_are_turned_as_their_header_says():
+    """The matrix of a phone held upright, written over the track header's: a quarter turn clockwise."""
+    video = bytearray(steady(4, size=(64, 48)))
+    at = video.index(b"tkhd") + 4 + 40
+    video[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 48 << 16, 0, 1 << 30)
+    upright = bytes(video)
+    assert plan_video(upright, EVERY).size == (48, 64)
+    assert decode_video(upright, EVERY)[0].shape == (4, 64, 48, 3)
+
+
+def test_frame_lists_have_times_of_their_own():
+    frames = frame_list(4)
+    assert plan_video(frames, VideoRules(fps=2)).times == [0, 0.5, 1, 1.5]
+    assert plan_video({"frames": frames, "fps": 8}, EVERY).times == [0, 0.125, 0.25, 0.375]
+    assert plan_video({"frames": frames, "timestamps": [3, 4, 6, 9]}, EVERY).times == [0, 1, 3, 6]
+    listed, _ = decode_video({"frames": frames, "timestamps": [3, 4, 6, 9]}, VideoRules(0.25, min_frames=2))
+    assert shown(listed) == [0, 2]  # 8 seconds; after 4 of them the frame of second 6 is on screen
+
+
+def test_frames_of_a_list_take_the_size_of_the_first():
+    frames, plan = decode_video([picture(0), picture(9, size=(200, 100), format="PNG")], EVERY)
+    assert frames.shape == (2, 48, 64, 3) and shown(frames) == [0, 9]
+
+
+# --- files that cannot be used ---------------------------------------------------------------------------
+
+
+def test_files_that_are_no_video_are_refused():
+    assert reason(b"") == "video_undecodable"
+    assert reason(b"nonsense" * 200) == "video_undecodable"
+    assert reason(picture(1)) == "video_undecodable"  # an image renamed mp4
+    assert reason(b"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\nfile:///etc/passwd\n") == "video_undecodable"
+
+
+def test_files_without_frames_are_refused():
+    assert reason(steady(0)) == "video_undecodable"
+    assert reason([]) == "video_undecodable"
+
+
+@pytest.mark.parametrize("container, codec", [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4")])
+def test_files_cut_anywhere_give_a_video_as_measured_or_a_reason(container, codec):
+    whole, refused = steady(30, container=container, codec=codec), 0
+    for stop in range(0, len(whole), len(whole) // 40):
+        try:
+            plan = plan_video(whole[:stop], EVERY)
+            assert decode_video(whole[:stop], EVERY)[1] == plan
+        except BadSample as bad:
+            refused += 1
+            assert bad.reason in ("video_undecodable", "video_truncated")
+    assert refused >= 15
+
+
+def test_a_file_that_ends_long_before_its_header_says_is_refused():
+    whole = steady(30, container="webm", codec="libvpx-vp9")
+    assert reason(whole[: len(whole) // 2]) == "video_truncated"
+
+
+def test_what_would_not_fit_in_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("megatron_vlm.data.videos.MAX_VIDEO_PIXELS", 10 * 64 * 48)
+    assert plan_video(steady(10), EVERY)
+    assert reason(steady(12)) == "video_too_large"
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        7,
+        {"frames": "ab"},
+        {"frames": [1, 2]},
+        {"frames": [b"", b""], "timestamps": [0]},
+        {"frames": [b"", b""], "timestamps": [1, 1]},
+        {"frames": [b"", b""], "timestamps": [0, float("nan")]},
+        {"frames": [b""], "fps": -1},
+    ],
+)
+def test_lists_that_tell_no_times_are_refused(video):
+    assert reason(video) == "video_undecodable"
+
+
+# --- what encoders make of them --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+    return request.param, path
+
+
+@pytest.fixture(scope="module")
+def arguments(family):
+    return arguments_of(*family)
+
+
+def arguments_of(name, path):
+    parts = load(name)
+    return {
+        "processor": AutoProcessor.from_pretrained(path),
+        "visual_keys": parts.visual_keys,
+        "position_ids": parts.position_ids(AutoConfig.from_pretrained(path)),
+        "images_or_videos": parts.images_or_videos,
+    }
+
+
+def encoder_of(arguments, seq_length=2048, packing=False, **settings):
+    kind = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
+    return kind(seq_length=seq_length, **arguments, **settings)
+
+
+def sample(videos=(), imgs=(), question=None, key="s0"):
+    question = question or "<image>" * len(imgs) + "<video>" * len(videos) + "What happens here?"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A cat jumps."}]
+    return ChatMLSample(
+        __key__=key,
+        __restore_key__=(key,),
+        conversation=json.dumps(turns),
+        imgs=list(imgs) or None,
+        videos=list(videos) or None,
+    )
+
+
+def by_processor(processor, conversation, videos, rules):
+    """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
+    messages, _ = cook_chatml_sample(conversation)
+    prompt = processor.apply_chat_template(messages, tokenize=False)
+    decoded = [decode_video(video, rules) for video in videos]
+    metadata = [
+        {
+            "fps": 10.0,
+            "frames_indices": [round(10 * time) for time in plan.times],
+            "total_num_frames": 10 * plan.interval * len(plan.times),
+        }
+        for _, plan in decoded
+    ]
+    return processor(
+        text=[prompt],
+        videos=[frames for frames, _ in decoded],
+        video_metadata=metadata,
+        do_sample_frames=False,
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+
+
+def test_ids_grids_and_pixels_are_the_processors_of_the_chosen_frames(arguments):
+    encoder = encoder_of(arguments)
+    for videos in ([steady(30)], [steady(7), frame_list(3)], [steady(1)]):
+        conversation = sample(videos)
+        encoded = encoder.encode_sample(conversation)
+        expected = by_processor(
+            encoder.processor, conversation.conversation, videos, encoder.video_rules
+        )
+        assert encoded.input_ids.equal(expected["input_ids"][0])
+        found = encoded.visual_inputs.as_model_kwargs()
+        assert set(found) == set(arguments["visual_keys"]) & set(expected)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, torch.as_tensor(expected[name]))
+        grids = encoded.visual_inputs.video_grid_thw
+        assert len(grids) == len(videos)
+        assert len(encoded.visual_inputs.pixel_values_videos) == grids.prod(-1).sum()
+
+
+def test_times_by_hand(family, arguments):
+    """Frames of 0, 0.5, 1.0, ... seconds, taken in pairs; a video at uneven times; one frame alone."""
+    encoder = encoder_of(arguments)
+    even, uneven, alone = steady(30), file([0, 1.0, 1.4, 4.2]), steady(1)
+    encoded = encoder.encode_sample(sample([even, uneven, alone]))
+    text = encoder.tokenizer.decode(encoded.input_ids)
+    pads = "<|image|>", "<|image_pad|>", "<|video_pad|>"
+    for pad in pads:
+        text = re.sub(f"({re.escape(pad)})+", "", text)
+    name = family[0]
+    if name.startswith("qwen3"):
+        # means of pairs: (0 + 0.5) / 2, ...; (0 + 1) / 2, (1.4 + 4.2) / 2
+        expected = ["0.2", "1.2", "2.2", "0.5", "2.8", "0.0"]
+        assert re.findall(r"<([0-9.]+) seconds>", text) == expected
+    elif name == "glm4v_moe":  # whole seconds of the first of a pair
+        assert re.findall(r"<\|end_of_image\|>(\d+)", text) == ["0", "1", "2", "0", "1", "0"]
+    else:  # seconds from pair to pair: 2 x 0.5, 2 x 4.2 / 3, and of a single frame 2 / fps
+        seconds = encoded.visual_inputs.second_per_grid_ts
+        torch.testing.assert_close(seconds, torch.tensor([1.0, 2.8, 1.0]))
+        # 2 ids a second
+        starts = [int(p) for p in encoded.position_ids[0][encoded.input_ids == encoder.processor.video_token_id]]
+        first = starts[: len(starts) // 2]
+        assert sorted({p - first[0] for p in first})[:3] == [0, 2, 4]
+
+
+def test_only_the_reply_is_trained(arguments):
+    encoder = encoder_of(arguments)
+    encoded = encoder.encode_sample(sample([steady(30)]))
+    trained = encoded.labels[encoded.labels != IGNORE_INDEX]
+    assert encoder.tokenizer.decode(trained).strip().startswith("A cat jumps.")
+    assert len(trained) < 20
+
+
+def test_measured_lengths_are_those_of_the_encoding(arguments):
+    encoder = encoder_of(arguments, packing=True)
+    checked = 0
+    for videos in ([steady(30)], [steady(7), frame_list(3)], [steady(1)], [file([0, 0.1, 0.7, 1.9])]):
+        for size in ((64, 48), (160, 90)):
+            conversation = sample([*videos, steady(4, size=size)])
+            measured = encoder.preencode_sample(conversation)
+            encoded = encoder.postencode_sample(measured)  # raises when they differ
+            grids = encoded.visual_inputs.video_grid_thw
+            assert (measured.length, measured.patches) == (len(encoded.input_ids), grids.prod(-1).sum())
+            checked += 1
+    assert checked == 8
+
+
+def test_truncation_keeps_whole_videos_at_every_length(arguments):
+    turns = "<video>Which one?<video>And this?"
+    conversation = sample([frame_list(2), frame_list(6)], question=turns)
+    conversation.conversation = json.dumps(
+        [{"role": "assistant", "content": "Yes?"}, *json.loads(conversation.conversation)]
+    )
+    whole = encoder_of(arguments).encode_sample(conversation)
+    kept = set()
+    for length in range(4, len(whole.input_ids) + 1, 3):
+        encoder = encoder_of(arguments, length, over_length="truncate", packing=True)
+        try:
+            cut = encoder.postencode_sample(encoder.preencode_sample(conversation))
+        except SkipSample:
+            continue
+        videos = 0 if cut.visual_inputs is None else len(cut.visual_inputs.video_grid_thw)
+        kept.add(videos)
+        assert cut.input_ids.equal(whole.input_ids[: len(cut.input_ids)]) and len(cut.input_ids) <= length
+        for name, tensor in cut.visual_inputs.as_model_kwargs().items() if videos else ():
+            assert tensor.equal(getattr(whole.visual_inputs, name)[: len(tensor)])
+        begin = encoder.tokenizer.convert_tokens_to_ids("<|begin_of_video|>")
+        end = encoder.tokenizer.convert_tokens_to_ids("<|end_of_video|>")
+        if begin is not None:
+            assert (cut.input_ids == begin).sum() == (cut.input_ids == end).sum() == videos
+    assert kept == {0, 1, 2}
+
+
+def test_images_and_videos_share_a_sample_or_are_counted(arguments):
+    encoder = encoder_of(arguments)
+    both = sample([frame_list(2)], [picture(1)])
+    if arguments["images_or_videos"]:
+        with pytest.raises(SkipSample):
+            encoder.encode_sample(both)
+        assert encoder.drops.summary()["reasons"] == {"images_and_videos": 1}
+    else:
+        visual = encoder.encode_sample(both).visual_inputs
+        assert len(visual.image_grid_thw) == len(visual.video_grid_thw) == 1
+
+
+def test_bad_videos_are_dropped_with_their_reason(arguments):
+    encoder = encoder_of(arguments)
+    for bad in (b"x", picture(1), steady(0)):
+        with pytest.raises(SkipSample):
+            encoder.encode_sample(sample([bad]))
+        with pytest.raises(SkipSample):
+            encoder.measure(sample([bad]))
+    assert encoder.drops.summary()["reasons"] == {"video_undecodable": 6}
+
+
+def test_models_without_videos_drop_them(tiny_gemma3):
+    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(tiny_gemma3), 256)
+    with pytest.raises(SkipSample):
+        encoder.encode_sample(sample([steady(4)]))
+    assert encoder.drops.summary()["reasons"] == {"video_unsupported": 1}
