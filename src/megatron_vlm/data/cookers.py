@@ -1,7 +1,8 @@
 """The stored formats: record of a webdataset shard → `ChatMLSample`.
 
 Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
-`img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order.
+`img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Likewise videos,
+`vid000.mp4`, ..., and `"videos"`, where an entry `{"frames": [part names], "fps": ...}` is a list of images.
 Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `videos`.
 
 Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
@@ -64,8 +65,9 @@ def _read_parts(record: dict) -> dict:
     if "jpgs" in record or "videos" in record:
         imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
     else:
-        imgs = [record[name] for name in _image_names(conversation, record)]
-        videos = [record[name] for name in _parts_ending(record, VIDEO_PARTS)]
+        document = _document(conversation)
+        videos, frames = _videos(document, record)
+        imgs = [record[name] for name in _image_names(document, record, frames)]
     return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
 
 
@@ -76,13 +78,40 @@ def _text(data: bytes) -> str:
         raise BadSample("bad_json", str(error)) from error
 
 
-def _image_names(conversation: str, record: dict) -> list[str]:
-    stored = _parts_ending(record, IMAGE_PARTS)
+def _document(conversation: str) -> dict:
+    """The conversation's object; empty for a bare list of turns."""
     try:
         document = json.loads(conversation)
     except (ValueError, RecursionError) as error:
         raise BadSample("bad_json", str(error)) from error
-    named = document.get("images") if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
+    """The videos, and the parts that are frames of videos."""
+    stored, named = _parts_ending(record, VIDEO_PARTS), document.get("videos")
+    videos, files, frames = [], [], []
+    for entry in stored if named is None else named if isinstance(named, list) else [named]:
+        if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
+            videos.append(entry | {"frames": [_media_part(record, name) for name in entry["frames"]]})
+            frames += entry["frames"]
+        else:
+            videos.append(_media_part(record, entry))
+            files.append(entry)
+    if set(files) != set(stored):
+        raise BadSample("missing_media", f"the record names videos {named}, its shard holds {stored}")
+    return videos, set(frames)
+
+
+def _media_part(record: dict, name: Any) -> bytes:
+    if not isinstance(name, str) or name.startswith("__") or name not in record:
+        raise BadSample("missing_media", f"the record names {name}, which its shard does not hold")
+    return record[name]
+
+
+def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
+    stored = [name for name in _parts_ending(record, IMAGE_PARTS) if name not in frames]
+    named = document.get("images")
     if named is None:
         return stored
     if not isinstance(named, list) or set(map(str, named)) != set(stored):

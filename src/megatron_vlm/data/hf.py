@@ -40,8 +40,15 @@ from megatron_vlm.data.orders import (
     RandomOrder,
     pieces,
 )
-from megatron_vlm.data.records import conversation_json, conversation_of, images_of, without_nulls
+from megatron_vlm.data.records import (
+    conversation_json,
+    conversation_of,
+    images_of,
+    videos_of,
+    without_nulls,
+)
 
+MEDIA = (datasets.Image, datasets.Video)
 VALIDATION_SPLITS = ("val", "validation", "valid")
 FINGERPRINT_ROWS = 16
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -192,6 +199,7 @@ class EncodedRows(Dataset):
             fields = {
                 "conversation": conversation_json(conversation_of(row)).decode(),
                 "imgs": images_of(row, self.root) or None,
+                "videos": videos_of(row, self.root) or None,
             }
         except BadSample as bad:
             fields = {"conversation": "", "problem": bad}
@@ -205,7 +213,7 @@ class EncodedRows(Dataset):
     def fingerprint(self) -> str:
         """Of the rows themselves, so that a dataset may move."""
         conversations = self.rows.select_columns(
-            [c for c in self.rows.column_names if not c.startswith("image")]
+            [c for c in self.rows.column_names if not c.startswith(("image", "video"))]
         )
         picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
         return f"{len(self)} rows, {digest([conversations[int(index)] for index in picked])}"
@@ -341,7 +349,7 @@ def split_names(path: str | Path) -> list[str]:
 def open_rows(path: str | Path, split: str | None = None) -> datasets.Dataset:
     """The rows of a folder in `datasets` format, a folder or file of parquet/arrow, or a hub name.
 
-    Images stay encoded. Raises ValueError when `split` is needed or not there.
+    Images and videos stay encoded. Raises ValueError when `split` is needed or not there.
     """
     loaded = _load(path)
     if isinstance(loaded, dict):
@@ -350,7 +358,7 @@ def open_rows(path: str | Path, split: str | None = None) -> datasets.Dataset:
         if split not in loaded:
             raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
         loaded = loaded[split]
-    return _keep_images_encoded(loaded)
+    return _keep_media_encoded(loaded)
 
 
 def _load(path: str | Path) -> datasets.Dataset | datasets.DatasetDict:
@@ -362,12 +370,12 @@ def _load(path: str | Path) -> datasets.Dataset | datasets.DatasetDict:
     return datasets.load_dataset(str(path))
 
 
-def _keep_images_encoded(rows: datasets.Dataset) -> datasets.Dataset:
+def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:
     for column, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            rows = rows.cast_column(column, datasets.List(datasets.Image(decode=False)))
+        if isinstance(feature, MEDIA):
+            rows = rows.cast_column(column, type(feature)(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, MEDIA):
+            rows = rows.cast_column(column, datasets.List(type(feature.feature)(decode=False)))
     return rows
 
 

@@ -31,7 +31,7 @@ def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict])
 def encoder_settings(encoder) -> dict:
     """What of the encoder decides which tokens a sample becomes, for the state's fingerprint."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
-    names += ("video_fps", "video_max_frames", "video_max_pixels")
+    names += ("video_fps", "video_max_frames", "video_max_pixels", "images_or_videos")
     return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)}
 
 

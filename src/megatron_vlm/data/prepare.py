@@ -3,7 +3,8 @@
 What is written, ready for stock `energon` and for this package:
 
     OUTPUT/train-00000.tar      per sample `<key>.json` (the conversation and its `images` in order) and
-                                `<key>.img000.jpg`, ... (the source's own encoded files, each decoded once)
+                                `<key>.img000.jpg`, ... (the source's own encoded files, each decoded once),
+                                `<key>.vid000.mp4`, ... or, of a list of frames, `<key>.vid000f0000.jpg`, ...
     OUTPUT/.nv-meta/            Energon's index, `split.yaml` with explicit shard names, `dataset.yaml`
     OUTPUT/skipped.jsonl        every record left out: source, record number, split, reason, detail
 
@@ -404,21 +405,17 @@ def _write_shard(job: _ShardJob, tick) -> _ShardResult:
                 for name, content in parts.items():
                     _add(tar, f"{job.split}-{number:09d}.{name}", content)
                 result.samples += 1
-                result.images += len(parts) - 1
+                result.images += sum(name.startswith("img") for name in parts)
             tick()
     return result
 
 
 def _sample_parts(source: JsonSource | HFSource, item: Any) -> dict[str, bytes]:
     """The files of one sample by name, checked as the encoder will check them. Raises BadSample."""
-    from megatron_vlm.data.records import check_sample, conversation_json, conversation_of, images_of
+    from megatron_vlm.data.records import conversation_of, images_of, sample_parts, videos_of
 
-    record = source.read(item)
-    conversation, images = conversation_of(record), images_of(record, source.image_root)
-    extensions = check_sample(conversation, images)
-    names = [f"img{index:03d}.{extension}" for index, extension in enumerate(extensions)]
-    described = conversation | {"images": names} if names else conversation
-    return {"json": conversation_json(described), **dict(zip(names, images, strict=True))}
+    record, root = source.read(item), source.image_root
+    return sample_parts(conversation_of(record), images_of(record, root), videos_of(record, root))
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

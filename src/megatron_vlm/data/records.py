@@ -1,7 +1,9 @@
-"""A source record → its conversation object and its images as encoded files.
+"""A source record → its conversation object, and its images and videos as encoded files.
 
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
-or Hugging Face's `{"path": ..., "bytes": ...}`. `data.prepare` and `data.hf` read every source through here.
+or Hugging Face's `{"path": ..., "bytes": ...}`. In `video` or `videos`, a video is a file in one of these
+forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
+`data.videos`). `data.prepare` and `data.hf` read every source through here.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from PIL import Image
 
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.images import decode_image
+from megatron_vlm.data.videos import VideoRules, file_extension, plan_video
 
 TURN_KEYS = ("conversations", "messages")
 EXTENSIONS = {
@@ -28,14 +31,12 @@ EXTENSIONS = {
 def conversation_of(record: Any) -> dict:
     """The turns of `record` under their own key, with `system` and `tools` where it has them.
 
-    Raises BadSample when there are no turns, or when the record carries video.
+    Raises BadSample when there are no turns.
     """
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    if record.get("video") or record.get("videos"):
-        raise BadSample("video_unsupported", "the record carries video")
     key = next((key for key in TURN_KEYS if record.get(key)), None)
     if key is None:
         raise BadSample("bad_conversation", f"none of {list(TURN_KEYS)} among {sorted(record)}")
@@ -55,17 +56,35 @@ def images_of(record: Any, root: Path) -> list[bytes]:
     if not isinstance(record, dict):
         return []
     images = record.get("images") or record.get("image") or []
-    return [_image_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
+    return [_file_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
 
 
-def _image_bytes(image: Any, root: Path) -> bytes:
+def videos_of(record: Any, root: Path) -> list[bytes | dict]:
+    """The videos of `record`, in order, as `data.videos` takes them. Raises BadSample as `images_of`."""
+    if not isinstance(record, dict):
+        return []
+    videos = record.get("videos") or record.get("video") or []
+    return [_video(video, root) for video in (videos if isinstance(videos, list) else [videos])]
+
+
+def _video(video: Any, root: Path) -> bytes | dict:
+    if isinstance(video, list):
+        video = {"frames": video}
+    if not isinstance(video, dict) or "frames" not in video:
+        return _file_bytes(video, root)
+    frames = video["frames"] if isinstance(video["frames"], list) else []
+    times = {name: video[name] for name in ("fps", "timestamps") if video.get(name) is not None}
+    return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
+
+
+def _file_bytes(image: Any, root: Path) -> bytes:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
         raise BadSample(
-            "missing_media", f"an image is a path or encoded bytes, this is {type(image).__name__}"
+            "missing_media", f"a media item is a path or encoded bytes, this is {type(image).__name__}"
         )
     try:
         path = (root / image).resolve()
@@ -85,13 +104,32 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def check_sample(conversation: dict, images: list[bytes]) -> list[str]:
-    """The file extension of every image; raises BadSample where the encoder would drop the sample."""
+def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | dict]) -> dict[str, bytes]:
+    """The files of a sample in a shard, by name, as `data.cookers` reads them.
+
+    Raises BadSample where every encoder would drop the sample.
+    """
     messages, _ = cook_chatml_sample(conversation)
-    place_media(messages, images=len(images))
+    place_media(messages, len(images), len(videos))
     if not any(message["role"] == "assistant" and message["content"] for message in messages):
         raise BadSample("no_trained_tokens", f"no reply; roles are {[m['role'] for m in messages]}")
-    return [_extension(image) for image in images]
+    files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
+    described = conversation | ({"images": list(files)} if files else {})
+    if videos:
+        described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
+    return {"json": conversation_json(described), **files}
+
+
+def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
+    """How the conversation names the video, whose files are added to `files`."""
+    plan_video(video, VideoRules(max_frames=2))  # raises what no setting can help
+    if isinstance(video, bytes):
+        name = f"{name}.{file_extension(video)}"
+        files[name] = video
+        return name
+    frames = {f"{name}f{i:04d}.{_extension(frame)}": frame for i, frame in enumerate(video["frames"])}
+    files.update(frames)
+    return video | {"frames": list(frames)}
 
 
 def _extension(image: bytes) -> str:

@@ -93,6 +93,13 @@ def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
     return frames, plan
 
 
+def file_extension(data: bytes) -> str:
+    """Of an encoded video, as its first bytes tell: mp4, mkv (WebM too) or avi."""
+    if data.startswith(b"\x1aE\xdf\xa3"):
+        return "mkv"
+    return "avi" if data.startswith(b"RIFF") else "mp4"
+
+
 def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
     """Which of the frames shown at `times`, in order; the first one always."""
     duration = _duration(times)
