@@ -69,8 +69,8 @@ class HFEncoderVLMTaskEncoder(
                    raises ValueError
     min_pixels, max_pixels   images outside are scaled, aspect kept, before the processor sees them
     over_length    "drop" longer samples, or "truncate" them, keeping whole images and videos only
-    video_fps, video_max_frames, video_max_pixels   which frames of a video are taken, see `VideoRules`; videos
-                   need a processor with a video processor and "pixel_values_videos" among the keys
+    video_fps, video_max_frames, video_max_pixels   which frames of a video are taken, see `VideoRules`;
+                   videos need "pixel_values_videos" among the visual keys
     images_or_videos   drop samples that hold both
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted

@@ -77,22 +77,22 @@ def _video(video: Any, root: Path) -> bytes | dict:
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
 
 
-def _file_bytes(image: Any, root: Path) -> bytes:
-    if isinstance(image, dict):
-        image = image.get("bytes") or image.get("path")
-    if isinstance(image, bytes):
-        return image
-    if not isinstance(image, str):
+def _file_bytes(media: Any, root: Path) -> bytes:
+    if isinstance(media, dict):
+        media = media.get("bytes") or media.get("path")
+    if isinstance(media, bytes):
+        return media
+    if not isinstance(media, str):
         raise BadSample(
-            "missing_media", f"a media item is a path or encoded bytes, this is {type(image).__name__}"
+            "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
         )
     try:
-        path = (root / image).resolve()
+        path = (root / media).resolve()
         if path.is_relative_to(root.resolve()):
             return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise BadSample("missing_media", str(error)) from error
-    raise BadSample("missing_media", f"{image} leads out of {root}")
+    raise BadSample("missing_media", f"{media} leads out of {root}")
 
 
 def without_nulls(value: Any) -> Any:

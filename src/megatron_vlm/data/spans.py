@@ -233,17 +233,14 @@ class SpanProcessor:
             raise BadSample("placeholder_mismatch", f"the chat template wrote {seen} of {count} images")
         return []
 
-
     def _video_placeholders(self, prompt: str, count: int) -> list[Span]:
-        """With the control tokens right before and after, so that no cut leaves a video begun and not ended."""
+        """With the control tokens right before and after, so that no cut leaves a video without its end."""
         if not count:
             return []
         control, token = self._control_tokens.pattern, re.escape(self._processor.video_token)
         found = [match.span() for match in re.finditer(f"(?:{control})?{token}(?:{control})?", prompt)]
         if len(found) != count:
-            raise BadSample(
-                "placeholder_mismatch", f"the chat template wrote {len(found)} of {count} videos"
-            )
+            raise BadSample("placeholder_mismatch", f"the chat template wrote {len(found)} of {count} videos")
         return found
 
 
@@ -284,9 +281,7 @@ class _MarkedTokenizer:
 
 def _insert_marks(prompt: str, spans: dict[tuple[str, str], list[Span]]) -> str:
     """`spans` by the marks that go at their start and stop."""
-    marks = [
-        (position, mark) for pair, found in spans.items() for span in found for position, mark in zip(span, pair)
-    ]
+    marks = [mark for pair, found in spans.items() for span in found for mark in zip(span, pair, strict=True)]
     pieces, last = [], 0
     for position, mark in sorted(marks, key=lambda entry: entry[0]):  # spans never overlap
         pieces += [prompt[last:position], mark]
