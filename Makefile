@@ -39,8 +39,8 @@ $(READY): requirements.lock requirements-oldest.lock pyproject.toml .python-vers
 	@$(UV) pip sync --system-certs --quiet --compile-bytecode --python $(PY) --require-hashes requirements.lock
 	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@rm -rf .venv/oldest
-	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --target .venv/oldest \
-		-r requirements-oldest.lock
+	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --compile-bytecode \
+		--target .venv/oldest -r requirements-oldest.lock
 	@touch $@
 
 $(PY):

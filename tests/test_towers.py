@@ -1,4 +1,4 @@
-"""Towers alone: devices, images spread over ranks, and what an image costs."""
+"""Devices and the host: what runs where, which rank sees which image, and nobody waits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import FAMILIES, load
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.families import FAMILIES, family_for, load
 from megatron_vlm.models.vision_parallel import balanced_shares
+from megatron_vlm.models.vlm import build_model
+from megatron_vlm.parallel import setup
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 REAL = {
@@ -59,3 +63,27 @@ def test_items_are_the_inverse_of_cat():
     joined = GenericVisualInputs.cat(items).as_model_kwargs()
     assert joined.keys() == visual.as_model_kwargs().keys()
     assert all(value.equal(getattr(visual, name)) for name, value in joined.items())
+
+
+# Megatron's dispatcher reads on the host how many tokens each expert gets: families with experts wait there
+DENSE = [name for name in FAMILIES if not load(name).has_experts]
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_path):
+    """Nothing can be read from a meta tensor: whatever the host asked of the device would raise."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
+    family, run = family_for(hf_config), RunConfig()
+    run.model.recompute = recompute
+    visual = GenericVisualInputs(**family.blank_image(hf_config, 64**2)).to("meta")
+    tokens = sum(family.visual_tokens(hf_config, visual)) + 8
+    with setup.pretended(run.parallel, 1):
+        with torch.device("meta"):
+            (model,) = build_model(run, family, hf_config, torch.device("meta"))
+        axes = (3,) if model.language_model.rotary.axes is not None else ()
+        ids_BS = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        positions = torch.zeros(*axes, 1, tokens, dtype=torch.long, device="meta")
+        loss_BS = model(ids_BS, positions, torch.ones_like(ids_BS, dtype=torch.int32), visual, labels=ids_BS)
+        loss_BS.sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
