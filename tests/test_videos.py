@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, validate
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.cookers import cook_record
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
@@ -535,3 +536,10 @@ def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0] < 20
     assert "dropped samples" not in done.stdout
+
+
+@pytest.mark.parametrize("settings", [{"data.video_fps": 0}, {"data.video_max_frames": 0}])
+def test_settings_that_take_no_frame_are_refused(settings):
+    given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        validate(apply_overrides(RunConfig(), given | settings))

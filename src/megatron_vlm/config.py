@@ -361,6 +361,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     for key in ("data.max_drop_share", "data.visual_share"):
         if not 0 <= settings[key] <= 1:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
+    if config.data.video_fps <= 0:
+        yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
     optimizer, steps = config.optimizer, config.train.steps
     if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
@@ -389,6 +391,7 @@ _POSITIVE = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
     *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
+    "data.video_max_frames",
     "logging.log_every",
 )
 
