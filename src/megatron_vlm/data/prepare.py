@@ -180,7 +180,7 @@ def _load_array(path: Path) -> list:
 
 @functools.lru_cache(maxsize=8)
 def _open_rows(path: Path, split: str | None) -> Any:
-    from megatron_vlm.data.hf import open_rows
+    from megatron_vlm.data.hf_rows import open_rows
 
     return open_rows(path, split)
 
@@ -242,7 +242,7 @@ def _sources(path: Path, image_root, format: str) -> dict[str, JsonSource | HFSo
     format = _detect_format(path) if format == "auto" else format
     if format != "hf":
         return {"all": JsonSource(path, root, lines=format == "jsonl")}
-    from megatron_vlm.data.hf import split_names
+    from megatron_vlm.data.hf_rows import split_names
 
     names = split_names(path) or [None]
     return {"val" if name == "validation" else str(name): HFSource(path, root, name) for name in names}

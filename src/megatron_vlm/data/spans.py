@@ -14,6 +14,7 @@ ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor
 from transformers import BatchEncoding, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.chatml import DOCUMENT, BadSample
+from megatron_vlm.data.documents import DocumentText
 
 REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP = map(chr, range(0x10FF00, 0x10FF04))
 MARKS = re.compile(f"[{REPLY_START}-{IMAGE_STOP}]")
@@ -112,6 +114,8 @@ class SpanProcessor:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
+            if any(message["role"] == DOCUMENT for message in messages):
+                return self._documents(messages)
             if GENERATION_TAG.search(self.template):
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
@@ -175,6 +179,10 @@ class SpanProcessor:
             return [self._harmless(entry) for entry in value]
         return value
 
+    @functools.cached_property
+    def _documents(self) -> DocumentText:
+        return DocumentText(lambda messages: self._render(messages, None)[0], self.tokenizer.eos_token)
+
     def _placeholders(self, prompt: str, count: int) -> list[Span]:
         """Where the template put the images; record text is harmless, so every match is its own."""
         seen = 0
@@ -221,10 +229,13 @@ class _MarkedTokenizer:
 
 
 def _insert_marks(prompt: str, replies: list[Span], images: list[Span]) -> str:
-    marks = [mark for start, stop in replies for mark in ((start, REPLY_START), (stop, REPLY_STOP))]
-    marks += [mark for start, stop in images for mark in ((start, IMAGE_START), (stop, IMAGE_STOP))]
+    spans = [(span, REPLY_START, REPLY_STOP) for span in replies]
+    spans += [(span, IMAGE_START, IMAGE_STOP) for span in images]
+    marks = []  # spans never overlap, but one may begin where another stops
+    for (start, stop), opening, closing in sorted(spans):
+        marks += [(start, opening), (stop, closing)]
     pieces, last = [], 0
-    for position, mark in sorted(marks, key=lambda entry: entry[0]):  # spans never overlap
+    for position, mark in marks:
         pieces += [prompt[last:position], mark]
         last = position
     return "".join([*pieces, prompt[last:]])
