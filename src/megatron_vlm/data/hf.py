@@ -1,8 +1,8 @@
 """Hugging Face `datasets`, JSON(L) and meta files as sources, through the very encoder that Energon uses.
 
-Rows stay on disk (Arrow, memory-mapped; JSON, read by position) or come from a stream, and images stay encoded
-until a worker encodes the sample. The order of rows and what is packed together depend on seed, epoch, rank
-and world size alone, so the state is a few numbers and fits any number of workers.
+Rows stay on disk (Arrow, memory-mapped; JSON, read by position) or come from a stream, and images stay
+encoded until a worker encodes the sample. The order of rows and what is packed together depend on seed,
+epoch, rank and world size alone, so the state is a few numbers and fits any number of workers.
 """
 
 from __future__ import annotations
@@ -223,15 +223,10 @@ class EncodedRows(Dataset):
                 "imgs": images_of(record, root) or None,
             }
         except BadSample as bad:
-            fields = {
-                "conversation": "",
-                "problem": BadSample(bad.reason, self._with_origin(index, bad.detail)),
-            }
+            source, number = self.table.origin(index)
+            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+            fields = {"conversation": "", "problem": problem}
         return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
-
-    def _with_origin(self, index: int, detail: str) -> str:
-        source, number = self.table.origin(index)
-        return f"{source}, record {number}: {detail}"
 
     def batch(self, samples: list) -> dict:
         batch = self.encoder.encode_batch(self.encoder.batch(samples))

@@ -1,4 +1,4 @@
-"""A source that comes as a stream: each rank reads its part in a fixed order, so that a state is a few numbers.
+"""A source that comes as a stream: each rank reads its part in a fixed order, so a state is a few numbers.
 
 One process per rank reads, in blocks that are shuffled whole; workers encode. What a state remembers is where
 a block began, so resuming reads the shard again up to there.
@@ -72,12 +72,13 @@ class StreamedRows:
 class StreamOrder:
     """Iterates without end over `(place, [row])`, each row of an epoch on one rank.
 
-    Shards come in a new order each epoch. If their number divides by the ranks', each rank reads shards of its
-    own; else every rank reads all and keeps its share of each one's rows. `buffer_size` rows at a time are
-    shuffled; a block ends with its epoch.
+    Shards come in a new order each epoch. If their number divides by the ranks', each rank reads shards of
+    its own; else every rank reads all and keeps its share of each one's rows. `buffer_size` rows at a time
+    are shuffled; a block ends with its epoch.
 
-    A place is where its block began, as epoch, shards done by the rank and rows done of the next, and how many
-    of the block's rows are done. Raises ValueError when a shard ends before a place in it: the source changed.
+    A place is where its block began, as epoch, shards done by the rank and rows done of the next, and how
+    many of the block's rows are done. Raises ValueError when a shard ends before a place in it: the source
+    changed.
     """
 
     stream: Any

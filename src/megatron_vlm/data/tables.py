@@ -31,6 +31,7 @@ META_KEYS = {
     "ranking",
 }
 FORMATTINGS = ("alpaca", "sharegpt", "openai")  # the record itself tells
+FILES = (".json", ".jsonl", ".parquet", ".arrow")
 LARGEST_META = 1 << 24  # bytes
 
 
@@ -250,7 +251,7 @@ def open_table(
     kind: str | None = None,
     subset: str | None = None,
 ) -> Table:
-    """The rows of `path`: JSON(L), a meta file, or what `datasets` opens (a folder, parquet, arrow, a hub name).
+    """The rows of `path`: JSON(L), a meta file, or what `datasets` opens (folder, parquet, arrow, hub name).
 
     layout      of its records
     media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
@@ -273,6 +274,8 @@ def open_table(
 def kind_of(path: str | Path) -> str:
     """Which of TABLES reads `path`."""
     path = Path(path)
+    if path.suffix in FILES and not path.exists():
+        raise FileNotFoundError(f"data: {path} does not exist.")
     if not path.is_file() or path.suffix in (".parquet", ".arrow"):
         return "hf"
     if path.suffix != ".json":
