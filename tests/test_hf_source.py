@@ -165,7 +165,7 @@ def test_parquet_and_renamed_columns_are_read(tmp_path, folder, encoder, monkeyp
     )
     (tmp_path / "parquet").mkdir()
     rows.to_parquet(tmp_path / "parquet/train-00000.parquet")
-    columns = {"chat": "conversations", "pictures": "images"}
+    columns = {"conversations": "chat", "images": "pictures"}
     renamed = train_loader(tmp_path / "parquet", encoder, columns=columns)
     assert take(renamed, 3) == take(train_loader(folder, encoder), 3)
 

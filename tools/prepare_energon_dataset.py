@@ -2,7 +2,7 @@
 
 import typer
 
-from megatron_vlm.data.prepare import prepare_command
+from megatron_vlm.data.prepare_command import prepare_command
 
 if __name__ == "__main__":
     typer.run(prepare_command)

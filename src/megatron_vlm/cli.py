@@ -160,7 +160,7 @@ def stats(
 @app.command(context_settings=WHOLE_LINE)
 def prepare(context: typer.Context) -> None:
     """Turn image conversations into an Energon dataset (see `prepare --help`)."""
-    from megatron_vlm.data.prepare import prepare_command
+    from megatron_vlm.data.prepare_command import prepare_command
 
     single(prepare_command)(context.args, prog_name="megatron-vlm prepare")
 

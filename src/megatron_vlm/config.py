@@ -69,9 +69,14 @@ class ParallelConfig:
 
 @dataclass
 class DataConfig:
-    dataset_type: str = "energon"  # "energon" or "hf"
+    # "energon", or "hf": what `datasets` opens, JSON(L) of conversations, a meta file of several of these
+    dataset_type: str = "energon"
     train_data_path: str = "???"
     valid_data_path: str | None = None  # None: the validation split of train_data_path, if it has one
+    columns: dict[str, str] = field(default_factory=dict)  # ours: the source's, as images: pictures
+    datasets: list[str] = field(default_factory=list)  # of a meta file; none: all
+    media_dir: str | None = None  # media paths lie under it; None: under the source's own folder
+    streaming: bool = False  # training rows as they come from a hub or a store, none written to disk
     seq_length: int = 4096  # most tokens in a row
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
@@ -288,7 +293,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def _set(tree: DictConfig, key: str, value: Any) -> None:
     *sections, name = key.split(".")
     node = tree
-    for section in sections:
+    for place, section in enumerate(sections):
+        if node is not None and _types(node).get(section, "").startswith("dict"):
+            node[section][".".join([*sections[place + 1 :], name])] = str(value)
+            return
         node = node[section] if _is_group(node, section) else None
     if node is None or name not in _types(node):
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
@@ -306,6 +314,8 @@ def _parse(text: str, wanted: str) -> Any:
     """Only lists and null need parsing: OmegaConf converts text to numbers and flags by the field's type."""
     if text in ("null", "None") and "None" in wanted:
         return None
+    if wanted.startswith("dict"):
+        return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
     if wanted.startswith("list"):
         return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
     return text
@@ -330,10 +340,18 @@ def _build(cls: type, node: DictConfig) -> Any:
     values = {}
     for f in fields(cls):
         value = MISSING if OmegaConf.is_missing(node, f.name) else node[f.name]
-        if isinstance(value, DictConfig):
+        if isinstance(value, DictConfig) and f.name not in _dicts(node):
             value = _build(OmegaConf.get_type(value), value)
-        values[f.name] = list(value) if isinstance(value, ListConfig) else value
+        values[f.name] = _plain(value)
     return cls(**values)
+
+
+def _dicts(node: DictConfig) -> set[str]:
+    return {name for name, wanted in _types(node).items() if wanted.startswith("dict")}
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -357,6 +375,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     if config.parallel.cp > 1:
         cp = config.parallel.cp
         yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
+    yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
     for key in ("data.max_drop_share", "data.visual_share"):
         if not 0 <= settings[key] <= 1:
@@ -371,6 +390,18 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     for key in _POSITIVE:
         if settings[key] < 1:
             yield f"{key}: {settings[key]} is less than 1."
+
+
+def _source_problems(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type == "energon":
+        for name in ("columns", "datasets", "media_dir", "streaming"):
+            if getattr(data, name):
+                yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
+        return
+    if data.streaming and (data.packing == "global" or data.group_by_length):
+        yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
+    if data.streaming and data.datasets:
+        yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
 
 
 def _packing_problems(data: DataConfig) -> Iterator[str]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
+DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 ROLES = {
+    DOCUMENT: DOCUMENT,
     "system": "system",
     "user": "user",
     "human": "user",

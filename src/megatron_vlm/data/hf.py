@@ -1,19 +1,18 @@
-"""Hugging Face `datasets` as a source, through the very encoder that Energon uses.
+"""Hugging Face `datasets`, JSON(L) and meta files as sources, through the very encoder that Energon uses.
 
-Rows stay on disk (Arrow, memory-mapped) and images encoded until a worker encodes the sample. The order of
-rows and what is packed together depend on seed, epoch, rank and world size alone, so the state is a few
-numbers and fits any number of workers.
+Rows stay on disk (Arrow, memory-mapped; JSON, read by position) or come from a stream, and images stay
+encoded until a worker encodes the sample. The order of rows and what is packed together depend on seed,
+epoch, rank and world size alone, so the state is a few numbers and fits any number of workers.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from megatron.energon import SkipSample
@@ -23,6 +22,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.layouts import Layout
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 from megatron_vlm.data.loaders import (
     close_loader,
@@ -40,15 +40,10 @@ from megatron_vlm.data.orders import (
     RandomOrder,
     pieces,
 )
-from megatron_vlm.data.records import (
-    conversation_json,
-    conversation_of,
-    images_of,
-    videos_of,
-    without_nulls,
-)
+from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.streams import StreamedRows, StreamOrder
+from megatron_vlm.data.tables import Table, open_table, source_splits
 
-MEDIA = (datasets.Image, datasets.Video)
 VALIDATION_SPLITS = ("val", "validation", "valid")
 FINGERPRINT_ROWS = 16
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -56,9 +51,10 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 @dataclass
 class HFProvider:
-    """Loaders of a folder in `datasets` format, a folder or file of parquet, or a hub name.
+    """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
-    `columns` renames columns of the source to `conversations` or `messages` and `image` or `images`.
+    `columns` (ours → the source's), `media_dir` and `datasets` as in `open_table`. With `streaming`, training
+    rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
     With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
     "global" packing and `group_by_length` the whole dataset is measured when the training loader is built,
     once for all runs that share `lengths_cache`.
@@ -69,6 +65,10 @@ class HFProvider:
     num_workers: int = 2
     max_drop_share: float = 0.05
     columns: Mapping[str, str] | None = None
+    media_dir: str | None = None
+    datasets: Sequence[str] = ()
+    streaming: bool = False
+    shuffle_buffer_size: int = 1000
     packing: str = "none"
     packing_buffer_size: int = 1000
     group_by_length: bool = False
@@ -81,6 +81,11 @@ class HFProvider:
             data.valid_data_path,
             num_workers=data.num_workers,
             max_drop_share=data.max_drop_share,
+            columns=data.columns,
+            media_dir=data.media_dir,
+            datasets=data.datasets,
+            streaming=data.streaming,
+            shuffle_buffer_size=data.shuffle_buffer_size,
             packing=data.packing,
             packing_buffer_size=data.packing_buffer_size,
             group_by_length=data.group_by_length,
@@ -94,10 +99,10 @@ class HFProvider:
 
         Raises ValueError for fewer rows than ranks.
         """
-        rows = self.train_rows(encoder)
-        if len(rows) < world_size:
+        rows = self._stream(encoder) if self.streaming else self.train_rows(encoder)
+        if not self.streaming and (count := len(rows.table.rows_of(0, seed))) < world_size:
             raise ValueError(
-                f"data: {self.train_data_path} has {len(rows)} rows for {world_size} data-parallel ranks; "
+                f"data: {self.train_data_path} has {count} rows for {world_size} data-parallel ranks; "
                 "use fewer ranks or more data."
             )
         settings = {
@@ -109,6 +114,7 @@ class HFProvider:
             "packing": self.packing,
             "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
             "group_by_length": self.group_by_length,
+            "shuffle_buffer_size": self.shuffle_buffer_size if self.streaming else None,
         }
         order = self._order(rows, micro_batch_size, rank, world_size, seed)
         if isinstance(order, BalancedRows):
@@ -116,53 +122,67 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings)
 
     def train_rows(self, encoder) -> EncodedRows:
-        names = split_names(self.train_data_path)
-        return self._rows(self.train_data_path, "train" if "train" in names else None, encoder)
+        split = "train" if "train" in source_splits(self.train_data_path) else None
+        return self._rows(self.train_data_path, split, encoder, self.datasets)
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
+        if self.streaming:
+            order = StreamOrder(rows.table.stream, rank, world_size, seed, self.shuffle_buffer_size)
+        else:
+            rows_of = functools.partial(rows.table.rows_of, seed=seed)
+            order = RandomOrder(rows_of, rank, world_size, seed)
         if self.packing == "global" or self.group_by_length:
             tokens, patches = measure_dataset(rows, self.lengths_cache, self.num_workers, rank, world_size)
             capacity = rows.encoder.seq_length if self.packing == "global" else None
             limits = capacity, getattr(rows.encoder, "max_patches", None)
-            return BalancedRows(tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
-        order = RandomOrder(len(rows), rank, world_size, seed)
+            return BalancedRows(rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
         if self.packing == "none":
             return order
         measure = _Measuring(rows, self.packing_buffer_size, self.num_workers)
-        return BufferedPacking(order, self.packing_buffer_size, measure, rows.encoder.select_rows)
+        size, begin = self.packing_buffer_size, (*order.place, 0)
+        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin)
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
         """Finite, in stored order, each row on exactly one rank, the same number of batches on every rank.
+        Never streamed; of a meta file, the rows of its first epoch.
 
         None when no validation path is set and the training dataset has no validation split.
         """
         path = self.valid_data_path or self.train_data_path
-        names = split_names(path)
+        names = source_splits(path)
         split = next((name for name in VALIDATION_SPLITS if name in names), None)
         if split is None and self.valid_data_path is None:
             return None
-        rows = self._rows(path, split, encoder)
+        datasets = self.datasets if self.valid_data_path is None else ()
+        rows = self._rows(path, split, encoder, datasets)
         return HFValidLoader(rows, rank, world_size, micro_batch_size, self.num_workers)
 
-    def _rows(self, path: str, split: str | None, encoder) -> EncodedRows:
-        rows = open_rows(path, split)
-        if self.columns:
-            rows = rows.rename_columns(dict(self.columns))
-        return EncodedRows(rows, _media_root(path), with_limited_drops(encoder, self.max_drop_share))
+    def _rows(self, path: str, split: str | None, encoder, datasets: Sequence[str]) -> EncodedRows:
+        layout = Layout(dict(self.columns or {}))
+        table = open_table(path, split, layout=layout, media_dir=self.media_dir, datasets=datasets)
+        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+
+    def _stream(self, encoder) -> EncodedRows:
+        layout = Layout(dict(self.columns or {}))
+        table = StreamedRows.open(self.train_data_path, layout, self.media_dir)
+        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
 
 
 class EncodedRows(Dataset):
-    """(place, row indices) → (place, their documents as one encoded sample, None when all were dropped)."""
+    """(place, rows) → (place, their documents as one encoded sample, None when all were dropped).
 
-    def __init__(self, rows: datasets.Dataset, root: Path, encoder) -> None:
-        self.rows, self.root, self.encoder = rows, root, encoder
+    A row is its number in the table, or, of a stream, what the stream gave.
+    """
+
+    def __init__(self, table: Table | StreamedRows, encoder) -> None:
+        self.table, self.encoder = table, encoder
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.table)
 
-    def __getitem__(self, item: tuple[Any, list[int]]) -> tuple[Any, Any]:
+    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any]:
         place, indices = item
         encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
         return place, self._row(encoded) if encoded else None
@@ -190,20 +210,24 @@ class EncodedRows(Dataset):
         except TooManyDrops:
             raise
         except Exception as error:
-            raise RuntimeError(f"data: sample {_key(index)}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(
+                f"data: sample {self.table.key(index)}: {type(error).__name__}: {error}"
+            ) from error
 
     def sample(self, index: int) -> ChatMLSample:
         """As Energon's cooker gives it; what is wrong with the row travels in `problem` to the encoder."""
-        row = without_nulls(self.rows[index])
         try:
+            record, root = self.table.record(index)
             fields = {
-                "conversation": conversation_json(conversation_of(row)).decode(),
-                "imgs": images_of(row, self.root) or None,
-                "videos": videos_of(row, self.root) or None,
+                "conversation": conversation_json(conversation_of(record)).decode(),
+                "imgs": images_of(record, root) or None,
+                "videos": videos_of(record, root) or None,
             }
         except BadSample as bad:
-            fields = {"conversation": "", "problem": bad}
-        return ChatMLSample(__key__=_key(index), __restore_key__=(), **fields)
+            source, number = self.table.origin(index)
+            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+            fields = {"conversation": "", "problem": problem}
+        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
 
     def batch(self, samples: list) -> dict:
         batch = self.encoder.encode_batch(self.encoder.batch(samples))
@@ -212,11 +236,20 @@ class EncodedRows(Dataset):
 
     def fingerprint(self) -> str:
         """Of the rows themselves, so that a dataset may move."""
-        conversations = self.rows.select_columns(
-            [c for c in self.rows.column_names if not c.startswith(("image", "video"))]
-        )
+        if isinstance(self.table, StreamedRows):
+            return self.table.fingerprint()
         picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
-        return f"{len(self)} rows, {digest([conversations[int(index)] for index in picked])}"
+        parts = [
+            *map(self._conversation, picked.tolist()),
+            self.table.rows_of(0, 0)[:FINGERPRINT_ROWS].tolist(),
+        ]
+        return f"{len(self)} rows, {digest(parts)}"
+
+    def _conversation(self, index: int) -> dict | str:
+        try:
+            return conversation_of(self.table.record(index)[0])
+        except BadSample as bad:
+            return bad.reason
 
 
 class _Measuring(Dataset):
@@ -302,9 +335,10 @@ class HFValidLoader:
     def __init__(
         self, rows: EncodedRows, rank: int, world_size: int, micro_batch_size: int, num_workers: int
     ) -> None:
-        self._rows, self._mine = rows, range(rank, len(rows), world_size)
+        self._rows, self._all = rows, np.sort(rows.table.rows_of(0, 0)).tolist()
+        self._mine = self._all[rank::world_size]
         self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
-        most_rows = -(-len(rows) // world_size)
+        most_rows = -(-len(self._all) // world_size)
         self._length = -(-most_rows // micro_batch_size)
         self._loader: DataLoader | None = None
 
@@ -319,12 +353,12 @@ class HFValidLoader:
         if self._loader is not None:
             close_loader(self._loader)
 
-    def _checked(self, indices: range) -> Iterator[dict]:
+    def _checked(self, indices: list[int]) -> Iterator[dict]:
         batches = self._make_batches(indices)
         while (batch := next_or_too_many_drops(batches, self._rows.encoder.drops)) is not None:
             yield batch
 
-    def _make_batches(self, indices: range) -> Iterator[dict]:
+    def _make_batches(self, indices: list[int]) -> Iterator[dict]:
         loader = self._loader = _loader(self._rows, [(None, [index]) for index in indices], self._num_workers)
         try:
             encoded = (sample for _, sample in loader if sample is not None)
@@ -335,56 +369,9 @@ class HFValidLoader:
 
     def _first_batch(self) -> dict:
         """Of all rows, for a rank that has none of its own."""
-        for batch in self._make_batches(range(len(self._rows))):
+        for batch in self._make_batches(self._all):
             return batch
         raise ValueError("data: the validation rows give no sample; all were dropped.")
-
-
-def split_names(path: str | Path) -> list[str]:
-    """The splits that `path` has of its own; empty for a single dataset saved by `save_to_disk`."""
-    loaded = _load(path)
-    return list(loaded) if isinstance(loaded, dict) else []
-
-
-def open_rows(path: str | Path, split: str | None = None) -> datasets.Dataset:
-    """The rows of a folder in `datasets` format, a folder or file of parquet/arrow, or a hub name.
-
-    Images and videos stay encoded. Raises ValueError when `split` is needed or not there.
-    """
-    loaded = _load(path)
-    if isinstance(loaded, dict):
-        if split is None and len(loaded) == 1:
-            split = next(iter(loaded))
-        if split not in loaded:
-            raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
-        loaded = loaded[split]
-    return _keep_media_encoded(loaded)
-
-
-def _load(path: str | Path) -> datasets.Dataset | datasets.DatasetDict:
-    folder = Path(path)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return datasets.load_from_disk(str(path))
-    if folder.suffix in (".parquet", ".arrow") and folder.is_file():
-        return datasets.load_dataset(folder.suffix[1:], data_files=str(path))
-    return datasets.load_dataset(str(path))
-
-
-def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:
-    for column, feature in rows.features.items():
-        if isinstance(feature, MEDIA):
-            rows = rows.cast_column(column, type(feature)(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, MEDIA):
-            rows = rows.cast_column(column, datasets.List(type(feature.feature)(decode=False)))
-    return rows
-
-
-def _media_root(path: str) -> Path:
-    """Image paths must lie in the dataset's folder, or for a hub name in the cache of `datasets`."""
-    local = Path(path)
-    if not local.exists():
-        return Path(datasets.config.HF_CACHE_HOME)
-    return local if local.is_dir() else local.parent
 
 
 def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
@@ -403,7 +390,3 @@ def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) ->
 
 def _unchanged(item: Any) -> Any:
     return item
-
-
-def _key(index: int) -> str:
-    return f"{index:09d}"

@@ -91,7 +91,7 @@ def _key(rows) -> str:
     processor = rows.encoder.processor
     return digest(
         {
-            "rows": [rows.fingerprint(), rows.rows._fingerprint],
+            "rows": [rows.fingerprint(), rows.table.identity],
             "settings": encoder_settings(rows.encoder),
             "processor": processor.to_json_string(),
             "tokenizer": processor.tokenizer.backend_tokenizer.to_str(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ Measured = tuple[
 class RandomOrder:
     """One dataset row at a time, each epoch in a new order, each on one rank."""
 
-    rows: int
+    rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows, the same number in every epoch
     rank: int
     world_size: int
     seed: int
@@ -35,7 +35,7 @@ class RandomOrder:
     def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
         epoch, position = self.place
         while True:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.rows_of(epoch))
             mine = order[self.rank :: self.world_size]
             for done in range(position + 1, len(mine) + 1):
                 yield (epoch, done), [int(mine[done - 1])]
@@ -52,7 +52,7 @@ class BufferedPacking:
     A place is that of the buffer's beginning in `order`, and how many of the buffer's rows are done.
     """
 
-    order: RandomOrder
+    order: RandomOrder  # or a StreamOrder
     buffer_size: int
     measure: Callable[[RandomOrder], Iterator[Measured]]
     select_rows: Callable[[list[int], list[int]], list[list[int]]]
@@ -85,6 +85,7 @@ class BalancedRows:
     unfinished group the epoch began.
     """
 
+    rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows
     tokens: ndarray
     patches: ndarray
     rank: int
@@ -94,11 +95,6 @@ class BalancedRows:
     capacity: int | None  # tokens in a row; None: single documents, those of about one length in a group
     patch_capacity: int | None = None
     place: Place = (0, 0, 0)
-    _kept: ndarray = field(init=False)
-    _dropped: ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._kept, self._dropped = np.flatnonzero(self.tokens >= 0), np.flatnonzero(self.tokens < 0)
 
     def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
         epoch, position, begun = self.place
@@ -112,7 +108,10 @@ class BalancedRows:
 
     def _epoch(self, epoch: int, unbalanced: int) -> list[list[int]]:
         rng = np.random.default_rng([self.seed, epoch])
-        tokens, patches = self.tokens[self._kept], self.patches[self._kept]
+        chosen = self.rows_of(epoch)
+        fits = self.tokens[chosen] >= 0
+        kept, dropped = chosen[fits], chosen[~fits]
+        tokens, patches = self.tokens[kept], self.patches[kept]
         group = self.micro_batch_size * self.world_size
         if self.capacity is None:
             rows = Rows(np.arange(len(tokens)), np.arange(len(tokens) + 1))
@@ -121,13 +120,10 @@ class BalancedRows:
             rows = pack(tokens, self.capacity, patches, self.patch_capacity, rng)
             order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), group, rng, unbalanced)
         # the dropped spread over the epoch; where nothing is left to train on, they make a row
-        dropped = np.array_split(rng.permutation(self._dropped), max(1, len(rows)))
+        dropped = np.array_split(rng.permutation(dropped), max(1, len(rows)))
         if len(rows) == 0:
             return [indices.tolist() for indices in dropped]
-        return [
-            [*self._kept[rows[row]].tolist(), *more.tolist()]
-            for row, more in zip(order, dropped, strict=True)
-        ]
+        return [[*kept[rows[row]].tolist(), *more.tolist()] for row, more in zip(order, dropped, strict=True)]
 
 
 def pieces(order: RandomOrder, size: int) -> Iterator[list[Any]]:

@@ -1,25 +1,31 @@
 """A source record → its conversation object, and its images and videos as encoded files.
 
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
-or Hugging Face's `{"path": ..., "bytes": ...}`. In `video` or `videos`, a video is a file in one of these
-forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
-`data.videos`). `data.prepare` and `data.hf` read every source through here.
+or Hugging Face's `{"path": ..., "bytes": ...}`; without these, the images that parts of turns name (OpenAI's
+`image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
+`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.videos`). `data.prepare` and
+`data.hf` read every source through here, other layouts after `data.layouts`.
 """
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import DOCUMENT, BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.images import decode_image
+from megatron_vlm.data.layouts import IMAGES, TURNS, VIDEOS
+from megatron_vlm.data.media import read_media
 from megatron_vlm.data.videos import VideoRules, file_extension, plan_video
 
-TURN_KEYS = ("conversations", "messages")
+TRAINED = ("assistant", DOCUMENT)
+IMAGE_PARTS = ("image", "image_url")
+IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
 EXTENSIONS = {
     "JPEG": "jpg",
     "MPO": "jpg",
@@ -37,10 +43,27 @@ def conversation_of(record: Any) -> dict:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    key = next((key for key in TURN_KEYS if record.get(key)), None)
+    key = next((key for key in TURNS if record.get(key)), None)
     if key is None:
-        raise BadSample("bad_conversation", f"none of {list(TURN_KEYS)} among {sorted(record)}")
-    return {name: record[name] for name in (key, "system", "tools") if record.get(name) is not None}
+        raise BadSample("bad_conversation", f"none of {list(TURNS)} among {sorted(record)}")
+    others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
+    return {key: _without_media(record[key])} | others
+
+
+def _without_media(turns: Any) -> Any:
+    """Parts say where an image is; the image itself goes with the sample's others."""
+    if not isinstance(turns, list):
+        return turns
+    return [
+        turn | {"content": [_part_without_media(part) for part in turn["content"]]}
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        else turn
+        for turn in turns
+    ]
+
+
+def _part_without_media(part: Any) -> Any:
+    return {"type": part["type"]} if isinstance(part, dict) and part.get("type") in IMAGE_PARTS else part
 
 
 def conversation_json(conversation: dict) -> bytes:
@@ -53,9 +76,13 @@ def conversation_json(conversation: dict) -> bytes:
 
 def images_of(record: Any, root: Path) -> list[bytes]:
     """The encoded image files of `record`, in order. Raises BadSample for one that cannot be read."""
+    if isinstance(record, list):
+        record = {"messages": record}
     if not isinstance(record, dict):
         return []
-    images = record.get("images") or record.get("image") or []
+    images = next((record[name] for name in IMAGES if record.get(name)), None)
+    if images is None:
+        images = list(_images_of_parts(record))
     return [_file_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
 
 
@@ -63,7 +90,7 @@ def videos_of(record: Any, root: Path) -> list[bytes | dict]:
     """The videos of `record`, in order, as `data.videos` takes them. Raises BadSample as `images_of`."""
     if not isinstance(record, dict):
         return []
-    videos = record.get("videos") or record.get("video") or []
+    videos = next((record[name] for name in VIDEOS if record.get(name)), [])
     return [_video(video, root) for video in (videos if isinstance(videos, list) else [videos])]
 
 
@@ -77,6 +104,18 @@ def _video(video: Any, root: Path) -> bytes | dict:
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
 
 
+def _images_of_parts(record: dict) -> Iterator[Any]:
+    """What OpenAI's and Qwen's parts of turns name: {"type": "image_url", "image_url": {"url": ...}}."""
+    turns = next((record[name] for name in TURNS if record.get(name)), ())
+    for turn in turns if isinstance(turns, list) else ():
+        parts = turn.get("content") if isinstance(turn, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                named = next((part[name] for name in IMAGE_PART_KEYS if part.get(name)), None)
+                if named is not None:
+                    yield named.get("url", named) if isinstance(named, dict) else named
+
+
 def _file_bytes(media: Any, root: Path) -> bytes:
     if isinstance(media, dict):
         media = media.get("bytes") or media.get("path")
@@ -86,13 +125,7 @@ def _file_bytes(media: Any, root: Path) -> bytes:
         raise BadSample(
             "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
         )
-    try:
-        path = (root / media).resolve()
-        if path.is_relative_to(root.resolve()):
-            return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise BadSample("missing_media", str(error)) from error
-    raise BadSample("missing_media", f"{media} leads out of {root}")
+    return read_media(media, root)
 
 
 def without_nulls(value: Any) -> Any:
@@ -111,7 +144,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
     """
     messages, _ = cook_chatml_sample(conversation)
     place_media(messages, len(images), len(videos))
-    if not any(message["role"] == "assistant" and message["content"] for message in messages):
+    if not any(message["role"] in TRAINED and message["content"] for message in messages):
         raise BadSample("no_trained_tokens", f"no reply; roles are {[m['role'] for m in messages]}")
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation | ({"images": list(files)} if files else {})

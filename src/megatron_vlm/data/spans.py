@@ -14,6 +14,7 @@ ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor
 from transformers import BatchEncoding, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.chatml import DOCUMENT, BadSample
+from megatron_vlm.data.documents import DocumentText
 from megatron_vlm.data.videos import VideoPlan
 
 REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
@@ -131,6 +133,8 @@ class SpanProcessor:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
+            if any(message["role"] == DOCUMENT for message in messages):
+                return self._documents(messages)
             if GENERATION_TAG.search(self.template):
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
@@ -221,6 +225,10 @@ class SpanProcessor:
             return [self._harmless(entry) for entry in value]
         return value
 
+    @functools.cached_property
+    def _documents(self) -> DocumentText:
+        return DocumentText(lambda messages: self._render(messages, None)[0], self.tokenizer.eos_token)
+
     def _placeholders(self, prompt: str, count: int) -> list[Span]:
         """Where the template put the images; record text is harmless, so every match is its own."""
         seen = 0
@@ -280,10 +288,11 @@ class _MarkedTokenizer:
 
 
 def _insert_marks(prompt: str, spans: dict[tuple[str, str], list[Span]]) -> str:
-    """`spans` by the marks that go at their start and stop."""
-    marks = [mark for pair, found in spans.items() for span in found for mark in zip(span, pair, strict=True)]
+    """`spans` by the marks that go at their start and stop; they never overlap, but may touch."""
+    placed = sorted((span, pair) for pair, found in spans.items() for span in found)
+    marks = [mark for span, pair in placed for mark in zip(span, pair, strict=True)]
     pieces, last = [], 0
-    for position, mark in sorted(marks, key=lambda entry: entry[0]):  # spans never overlap
+    for position, mark in marks:
         pieces += [prompt[last:position], mark]
         last = position
     return "".join([*pieces, prompt[last:]])
