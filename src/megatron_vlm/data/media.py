@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-import os
 from pathlib import Path
 
 from megatron_vlm.data.chatml import BadSample
@@ -61,15 +60,15 @@ def _from_lmdb(database: Path, key: str) -> bytes | None:
     except ImportError as error:
         raise ImportError(f"data: {database} needs the package lmdb; run `pip install lmdb`.") from error
     try:
-        with _open_lmdb(database, os.getpid()).begin() as transaction:
+        with _open_lmdb(database).begin() as transaction:
             return transaction.get(key.encode())
     except (lmdb.Error, UnicodeEncodeError) as error:  # empty or overlong keys, a damaged file
         raise BadSample("missing_media", f"{database}::{key[:200]}: {error}") from error
 
 
 @functools.lru_cache(maxsize=16)
-def _open_lmdb(database: Path, process: int):
-    """One environment per process: they do not survive a fork."""
+def _open_lmdb(database: Path):
+    """Once: lmdb refuses a second time. Read-only and without locks, forked workers may use it as well."""
     import lmdb
 
     return lmdb.open(
