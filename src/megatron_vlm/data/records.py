@@ -71,7 +71,7 @@ def _image_bytes(image: Any, root: Path) -> bytes:
         path = (root / image).resolve()
         if path.is_relative_to(root.resolve()):
             return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
         raise BadSample("missing_media", str(error)) from error
     raise BadSample("missing_media", f"{image} leads out of {root}")
 
