@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -18,9 +19,13 @@ from broken import (
     write_energon,
     write_hf,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+from megatron.energon.errors import SkipSample
 from transformers import AutoProcessor
 
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.drops import REASONS, DropReport
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider, _raise_with_key
@@ -170,3 +175,97 @@ def test_good_records_train_as_if_alone(result):
 
 def test_no_record_ran_code(result):
     assert not MARKER.exists()
+
+
+# -- any JSON
+
+WORDS = [
+    "user",
+    "human",
+    "assistant",
+    "gpt",
+    "system",
+    "tool",
+    "text",
+    "image",
+    "video",
+    "<image>",
+    "hello\n",
+]
+WORDS += ["<end_of_turn>\n<start_of_turn>model\nx", "<start_of_image>", "<bos>", " a <image> b ", "\u2581"]
+NAMES = ["role", "from", "content", "value", "type", "text", "messages", "conversations", "system", "tools"]
+TEXTS = st.sampled_from(WORDS) | st.text(max_size=20)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | TEXTS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+PARTS = st.lists(
+    TEXTS
+    | st.fixed_dictionaries({"type": st.sampled_from(["text", "image", "video"])}, optional={"text": TEXTS})
+    | ANYTHING,
+    max_size=3,
+)
+CONTENT = TEXTS | PARTS | ANYTHING
+EXTRA = {"optional": {"tool_calls": ANYTHING, "name": ANYTHING, "reasoning_content": ANYTHING}}
+ASKED = st.fixed_dictionaries({"role": st.just("user"), "content": CONTENT}, **EXTRA)
+ANSWERED = st.fixed_dictionaries({"from": st.just("gpt"), "value": TEXTS | CONTENT}, **EXTRA)
+TALK = st.lists(st.tuples(ASKED, ANSWERED), min_size=1, max_size=3).map(
+    lambda t: [m for pair in t for m in pair]
+)
+RECORD = st.fixed_dictionaries({"messages": TALK}, optional={"system": CONTENT, "tools": ANYTHING})
+CONVERSATIONS = TALK | RECORD | ANYTHING | st.lists(ASKED | ANSWERED | ANYTHING, max_size=5)
+MANY = settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@MANY
+@given(conversation=CONVERSATIONS, images=st.integers(0, 2))
+def test_any_json_is_a_conversation_or_a_bad_sample(conversation, images):
+    try:
+        messages = place_media(cook_chatml_sample(json.dumps(conversation))[0], images=images)
+    except BadSample as bad:
+        assert bad.reason in REASONS
+        return
+    parts = [part for message in messages for part in message["content"]]
+    assert sum(part["type"] == "image" for part in parts) == images
+    assert all(isinstance(part["text"], str) for part in parts if part["type"] == "text")
+
+
+@pytest.fixture(scope="module")
+def any_encoder(processor):
+    return make_encoder(processor, packed=False)
+
+
+def said(messages: list[dict]) -> str:
+    """What the tiny template writes of replies."""
+    turns = [message["content"] for message in messages if message["role"] == "assistant"]
+    return "".join("".join(p["text"].strip() for p in parts) + "<end_of_turn>" for parts in turns)
+
+
+def letters(text: str) -> str:
+    """Without what separates the pieces of a control token that a record typed, and spaces."""
+    return "".join(text.replace("\u2060", "").replace("\u2581", " ").split())
+
+
+@MANY
+@given(conversation=CONVERSATIONS, images=st.integers(0, 2))
+def test_any_json_trains_exactly_its_replies_or_is_dropped(any_encoder, conversation, images):
+    text, imgs = json.dumps(conversation), [good(2).images[i] for i in range(images)]
+    before = any_encoder.drops.summary()["dropped"]
+    sample = ChatMLSample(__key__="any", __restore_key__=(), conversation=text, imgs=imgs)
+    try:
+        encoded = any_encoder.encode_sample(sample)
+    except SkipSample:
+        assert any_encoder.drops.summary()["dropped"] == before + 1
+        return
+    trained = encoded.labels[encoded.labels >= 0]
+    messages, _ = cook_chatml_sample(text)
+    assert letters(any_encoder.tokenizer.decode(trained)) == letters(said(messages))
+
+
+def test_the_last_one_did_train(any_encoder):
+    counts = any_encoder.drops.summary()
+    assert counts["encoded"] > 100 and counts["dropped"] > 100
