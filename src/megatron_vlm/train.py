@@ -7,6 +7,7 @@ import time
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.data.batch_log import BatchLog, naming_samples
 from megatron_vlm.data.sources import RunData
 from megatron_vlm.metrics import RunLogger
 from megatron_vlm.models.families import family_for
@@ -47,6 +48,7 @@ def train(config: RunConfig) -> None:
         )
         if resumed and resumed.loader_state is not None:
             data.train_loader.load_state_dict(resumed.loader_state)
+        batch_log = BatchLog(config.run_dir, rank, world_size, start + 1)
     batches = data and data.train_batches()
 
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
@@ -60,7 +62,10 @@ def train(config: RunConfig) -> None:
         for step in range(start + 1, config.train.steps + 1):
             began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
             micro_batches = broadcaster.take(batches, micro_batches_per_step)
-            loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
+            if data:
+                batch_log.write(step, micro_batches)
+            with naming_samples(config.run_dir, step, micro_batches):
+                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
             seconds = time.monotonic() - began
             log.log_step(step, loss, lr, grad_norm, tokens, seconds, data and data.dropped)
 
@@ -86,6 +91,7 @@ def train(config: RunConfig) -> None:
     finally:
         log.close()
         if data:
+            batch_log.close()
             data.close()
     setup.shutdown()
 

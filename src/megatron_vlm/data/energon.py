@@ -181,8 +181,12 @@ class EnergonTrainLoader:
             ]
 
     def replay(self, restore_key: Any) -> dict:
-        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
-        return self._loader.restore_sample(_as_restored(restore_key))
+        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
+
+        It may come from any rank and any number of workers.
+        """
+        _, *place = _as_restored(restore_key)  # its first part says whether there were workers
+        return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
 
     def close(self) -> None:
         """End the workers at once."""
