@@ -19,7 +19,7 @@ def log_steps(logger: RunLogger, first: int, last: int, loss: float = 1.0) -> No
 
 def test_a_step_is_a_row_with_its_numbers(tmp_path):
     logger = RunLogger(tmp_path, config(), total_steps=2)
-    logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, drops={"over_length": 2, "bad_json": 1})
+    logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, dropped=3)
     logger.log_step(2, float("nan"), 0.2, 2.0, 30, 0.5)
     logger.close()
     first, second = read_metrics(tmp_path / "metrics.jsonl")

@@ -9,7 +9,7 @@
     attention_mask  (B, S) int32     document number in its row, 1, 2, ...; 0 is padding
     visual_inputs   GenericVisualInputs or None, items concatenated in document order
     __key__         list of B lists of sample keys: which samples made each row
-    __restore_key__ Energon's key to replay this batch (absent on other sources)
+    __restore_key__ JSON data from which the loader's `replay` makes this batch again
 
 Shape legend, used as suffix of local names in model, packing and position code:
 B rows, S tokens per row, G documents, N items (images or videos), P raw patches, M visual tokens,

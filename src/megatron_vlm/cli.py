@@ -157,6 +157,32 @@ def stats(
     typer.echo(stats_text(run_config, samples))
 
 
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    settings: Settings = None,
+    step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="An HTML file to write, that shows them.")] = None,
+) -> None:
+    """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
+    run_config = _config_of_run(run_dir, settings, None)
+
+    from megatron_vlm.data.batch_log import read_step
+
+    logged = read_step(run_dir, step)
+    for row in logged:
+        for number, keys in enumerate(row["keys"]):
+            place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
+            typer.echo(f"{place}: {', '.join(keys)}")
+    if output is None:
+        return
+
+    from megatron_vlm.views import replay_page
+
+    output.write_text(replay_page(run_config, step, logged), encoding="utf-8")
+    typer.echo(f"wrote {output}")
+
+
 @app.command(context_settings=WHOLE_LINE)
 def prepare(context: typer.Context) -> None:
     """Turn image conversations into an Energon dataset (see `prepare --help`)."""
@@ -294,7 +320,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         if os.environ.get("MEGATRON_VLM_DEBUG") or not _is_ours(error.__traceback__):
             raise
         # on every rank: torchrun stops the others at the first failure, whichever rank that is
-        typer.echo(f"{name}: {error}", err=True)
+        typer.echo("\n".join([f"{name}: {error}", *getattr(error, "__notes__", ())]), err=True)
         sys.exit(2)
 
 

@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +67,20 @@ class RunLogger:
         grad_norm: float,
         trained_tokens: int,
         seconds: float,
-        drops: Mapping[str, int] | None = None,
+        dropped: int | None = None,
     ) -> None:
-        """One optimizer step: `trained_tokens` and `seconds` are this step's, `drops` counts so far."""
+        """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples so far."""
         if not self.is_writer:
             return
         self.trained_tokens += trained_tokens
         rate = trained_tokens / max(seconds, 1e-9)
         if step % self.log_every == 0 or step in (1, self.total_steps):
             numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": rate}
-            dropped = sum((drops or {}).values())
-            totals = {"seconds": seconds, "trained_tokens": self.trained_tokens, "dropped_samples": dropped}
+            totals = {
+                "seconds": seconds,
+                "trained_tokens": self.trained_tokens,
+                "dropped_samples": dropped or 0,
+            }
             self._write(step, {**numbers, **totals})
         self._show(
             step, f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"

@@ -7,13 +7,14 @@ import time
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.data.batch_log import BatchLog, naming_samples
 from megatron_vlm.data.sources import RunData
 from megatron_vlm.metrics import RunLogger
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf, resolve
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.broadcast import BatchBroadcaster
+from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.optimizer import build_optimizer
@@ -53,6 +54,7 @@ def train(config: RunConfig) -> None:
         )
         if resumed and resumed.loader_state is not None:
             data.train_loader.load_state_dict(resumed.loader_state)
+        batch_log = BatchLog(config.run_dir, rank, world_size, start + 1)
     batches = data and data.train_batches()
 
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
@@ -65,10 +67,13 @@ def train(config: RunConfig) -> None:
     try:
         for step in range(start + 1, config.train.steps + 1):
             began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
-            micro_batches = broadcaster.take(batches, micro_batches_per_step)
-            loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
+            micro_batches = broadcaster.take(batches, micro_batches_per_step, data and data.drops)
+            if data:
+                batch_log.write(step, micro_batches)
+            with naming_samples(config.run_dir, step, micro_batches):
+                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
             seconds = time.monotonic() - began
-            log.log_step(step, loss, lr, grad_norm, tokens, seconds, data and data.dropped)
+            log.log_step(step, loss, lr, grad_norm, tokens, seconds, data and data.dropped_everywhere)
 
             if is_due(step, config.train.eval_every, config.train.steps):
                 valid_batches = data and data.valid_batches()
@@ -87,11 +92,12 @@ def train(config: RunConfig) -> None:
                     config.train.keep_checkpoints,
                 )
                 log.save()
-        if data and data.dropped:
-            log.message(f"dropped samples: {data.dropped}; which and why: {config.run_dir}/drops")
+        if dropped := add_counts(data.dropped if data else {}):
+            log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")
     finally:
         log.close()
         if data:
+            batch_log.close()
             data.close()
     setup.shutdown()
 

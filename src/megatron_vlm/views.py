@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -31,6 +32,27 @@ def preview_page(config: RunConfig, rows: int, shown: int) -> str:
         drops, examples = data.dropped, data.drops.examples()
     title = f"{config.name}: {config.data.train_data_path}"
     return page(title, to_yaml(config), found, shown, drops, examples)
+
+
+def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
+    """HTML that shows the rows of a step of the run, made again from what `data.batch_log` kept of it.
+
+    Raises ValueError when the data no longer gives the samples that were trained.
+    """
+    # what decides the order of rows is not needed, and may cost a pass over the dataset
+    packing = "none" if config.data.packing == "none" else "stream"
+    changes = {"data.packing": packing, "data.group_by_length": False, "data.max_drop_share": 1.0}
+    with training_data(apply_overrides(config, changes)) as (data, read):
+        found = []
+        for row in logged:
+            batch = data.train_loader.replay(row["restore_key"])
+            if batch["__key__"] != row["keys"]:
+                raise ValueError(
+                    f"replay: rank {row['rank']}, micro batch {row['micro_batch']} held {row['keys']}, "
+                    f"{config.data.train_data_path} now gives {batch['__key__']}; the dataset has changed."
+                )
+            found += read.rows(batch)
+    return page(f"{config.name}: step {step}", to_yaml(config), found, len(found), {}, [])
 
 
 def stats_text(config: RunConfig, samples: int) -> str:

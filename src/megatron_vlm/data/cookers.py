@@ -133,4 +133,6 @@ def _pickled_media(record: dict, name: str) -> list:
         raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
     if name == "jpgs" and not (isinstance(media, list | tuple) and all(isinstance(i, bytes) for i in media)):
         raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded images")
+    if not isinstance(media, list | tuple | None):
+        raise BadSample("unsafe_pickle", f"part {name} is {type(media).__name__}, not a list")
     return list(media or [])

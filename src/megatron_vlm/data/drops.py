@@ -1,4 +1,4 @@
-"""Counting what is trained on and what is dropped, over all loader workers of a rank."""
+"""Counting what is trained on and what is dropped, over all loader workers of all ranks."""
 
 from __future__ import annotations
 
@@ -41,10 +41,14 @@ class DropReport:
 
     The first `examples_per_reason` drops of each reason are written, with key and detail, as JSON lines to
     `path` (appended; None: a temporary file). Samples that a resumed loader encodes again count again.
+    What the others of `ranks` counted is known here when `tell_others` says it, in all workers.
     """
 
-    def __init__(self, path: str | Path | None = None, examples_per_reason: int = 20):
+    def __init__(self, path: str | Path | None = None, examples_per_reason: int = 100_000, ranks: int = 1):
         self._counts = multiprocessing.get_context("fork").Array("q", 1 + len(REASONS))
+        # [encoded, dropped] elsewhere, and here when told of them
+        self._others = multiprocessing.get_context("fork").Array("q", 4)
+        self._ranks = ranks
         self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
         self._examples_per_reason = examples_per_reason
         if path is None:
@@ -76,10 +80,36 @@ class DropReport:
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
 
-    def share(self) -> float:
-        """Dropped samples among all seen; 0 before the first."""
+    def counted(self) -> list[int]:
+        """[encoded, dropped] on this rank."""
         counts = self.summary()
-        return counts["dropped"] / max(1, counts["encoded"] + counts["dropped"])
+        return [counts["encoded"], counts["dropped"]]
+
+    def tell_others(self, counted: list[int]) -> None:
+        """[encoded, dropped] on all other ranks until now."""
+        own = self.counted()
+        with self._others:
+            self._others[:] = counted + own
+
+    def share(self) -> float:
+        """Dropped samples among all seen on all ranks; 0 before the first."""
+        encoded, dropped = self.on_all_ranks()
+        return dropped / max(1, encoded + dropped)
+
+    def on_all_ranks(self) -> list[int]:
+        """[encoded, dropped]: this rank's now, the others' as they were last told."""
+        with self._others:
+            others = self._others[:2]
+        return [sum(both) for both in zip(self.counted(), others, strict=True)]
+
+    def _at_one_time(self, patience: int) -> list[int]:
+        """[encoded, dropped] on all ranks when others were last told; or with this rank's as they are now,
+        when it has seen `patience` samples since: it may be dropping all it reads and have no batch."""
+        now = self.counted()
+        with self._others:
+            *others, encoded, dropped = self._others
+        own = [encoded, dropped] if sum(now) - encoded - dropped < patience else now
+        return [sum(both) for both in zip(own, others, strict=True)]
 
     def examples(self) -> list[dict]:
         """The drops written down by this report: `key`, `reason`, `detail` each."""
@@ -88,15 +118,19 @@ class DropReport:
         return [json.loads(line) for line in lines]
 
     def check(self, max_share: float, min_samples: int = 100) -> None:
-        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped."""
-        counts = self.summary()
-        seen = counts["encoded"] + counts["dropped"]
-        if seen < min_samples or counts["dropped"] <= max_share * seen:
+        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped.
+
+        Of all ranks; of this one alone only when it sees `min_samples` for each without being told of others.
+        """
+        encoded, dropped = self._at_one_time(min_samples * self._ranks if self._ranks > 1 else 0)
+        seen = encoded + dropped
+        if seen < min_samples or dropped <= max_share * seen:
             return
+        reasons = self.summary()["reasons"]
+        here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         raise TooManyDrops(
-            f"data: {counts['dropped']} of {seen} samples were dropped ({self.share():.1%}), "
-            f"more than data.max_drop_share = {max_share:.1%}:\n"
-            + "\n".join(self._reason_lines(counts["reasons"]))
+            f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
+            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self._reason_lines(reasons))
         )
 
     def _reason_lines(self, reasons: dict[str, int]) -> list[str]:

@@ -23,7 +23,7 @@ from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.images import decode_image, image_size
 from megatron_vlm.data.lengths import Measure
 from megatron_vlm.data.packing import pack_buffer
-from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor
+from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor, most_characters
 from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
 
 # What processors return about the text. We make our own masks, and models find images by token id.
@@ -114,6 +114,8 @@ class HFEncoderVLMTaskEncoder(
         self.position_ids = position_ids or _count_up
         self.drops = drops or DropReport()
         self._encode_text = SpanProcessor(processor, chat_template)
+        if over_length == "drop":  # text of many megabytes is not tokenized first
+            self._encode_text.max_characters = most_characters(self.tokenizer, seq_length)
 
     @property
     def tokenizer(self):

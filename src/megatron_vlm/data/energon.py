@@ -8,8 +8,12 @@ equal length on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import tarfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +140,7 @@ class EnergonTrainLoader:
     """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
+        _name_broken_shards(dataset)
         self._loader = _undisturbing(
             get_savable_loader(
                 dataset,
@@ -181,8 +186,12 @@ class EnergonTrainLoader:
             ]
 
     def replay(self, restore_key: Any) -> dict:
-        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
-        return self._loader.restore_sample(_as_restored(restore_key))
+        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
+
+        It may come from any rank and any number of workers.
+        """
+        _, *place = _as_restored(restore_key)  # its first part says whether there were workers
+        return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
 
     def close(self) -> None:
         """End the workers at once."""
@@ -232,13 +241,15 @@ class EnergonValidLoader:
         raise ValueError(f"data: the 'val' split of {self._path} gives no sample; all were dropped.")
 
     def _dataset(self, workers: WorkerConfig):
-        return get_val_dataset(
+        dataset = get_val_dataset(
             self._path,
             split_part="val",
             worker_config=workers,
             batch_size=self._micro_batch_size,
             task_encoder=self._encoder,
         )
+        _name_broken_shards(dataset)
+        return dataset
 
     def _most_batches_of_a_rank(self) -> int:
         """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
@@ -286,6 +297,25 @@ def _walk(dataset) -> Iterator[Any]:
         yield from _walk(inner)
 
 
+def _name_broken_shards(dataset) -> None:
+    """Energon's errors about a shard that cannot be read do not all say which; from now on they do."""
+    for inner in _walk(dataset):
+        for reader in getattr(inner, "join_readers", ()):
+            reader._get_item_by_sample_pointer = partial(
+                _naming_shard, reader.tar_filepaths, reader._get_item_by_sample_pointer
+            )
+
+
+def _naming_shard(paths: list, read: Callable, pointer: Any, *args: Any) -> Any:
+    try:
+        return read(pointer, *args)
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise ValueError(
+            f"data: {paths[pointer.tar_file_id]} cannot be read: {error}; the shard is damaged or was "
+            "changed after it was indexed, restore it or prepare the dataset again."
+        ) from error
+
+
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
     """Energon's error handler: only SkipSample drops a sample, everything else is a bug and ends the run."""
     if isinstance(error, TooManyDrops):
@@ -310,10 +340,10 @@ def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerCon
 
 def _fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
     """JSON data; says which dataset in a way that does not change when its folder moves."""
+    shards = sorted(_shards(config))
     config = _without_paths(config)
-    shards = sorted(_shard_counts(config))
     return {
-        "dataset": f"{len(shards)} shards, {sum(n for _, n in shards)} samples, {digest(shards)}",
+        "dataset": f"{len(shards)} shards, {sum(n for _, n, _ in shards)} samples, {digest(shards)}",
         "rank": workers.rank,
         "world_size": workers.world_size,
         "num_workers": workers.num_workers,
@@ -329,12 +359,19 @@ def _without_paths(config: Any) -> Any:
     return [_without_paths(item) for item in config] if isinstance(config, list | tuple) else config
 
 
-def _shard_counts(config: Any) -> Iterator[tuple[str, int]]:
+def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
+    """(name, samples, digest of their sizes) of every shard."""
     if isinstance(config, dict):
-        yield from ((shard["name"], shard["count"]) for shard in config.get("shards", ()))
+        for shard in config.get("shards", ()):
+            yield shard["name"], shard["count"], _sizes(Path(str(shard["_path"]) + ".idx"))
     if isinstance(config, dict | list):
         for item in config.values() if isinstance(config, dict) else config:
-            yield from _shard_counts(item)
+            yield from _shards(item)
+
+
+def _sizes(index: Path) -> str:
+    """Of a local shard's index, which holds where each sample begins; "" where it is not on a local disk."""
+    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else ""
 
 
 def _undisturbing(loader):

@@ -185,7 +185,11 @@ class EncodedRows(Dataset):
     def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any]:
         place, indices = item
         encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
-        return place, self._row(encoded) if encoded else None
+        if not encoded:
+            return place, None
+        row = self._row(encoded)
+        row.__restore_key__ = indices
+        return place, row
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None when it is dropped."""
@@ -230,9 +234,7 @@ class EncodedRows(Dataset):
         return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
 
     def batch(self, samples: list) -> dict:
-        batch = self.encoder.encode_batch(self.encoder.batch(samples))
-        del batch["__restore_key__"]
-        return batch
+        return self.encoder.encode_batch(self.encoder.batch(samples))
 
     def fingerprint(self) -> str:
         """Of the rows themselves, so that a dataset may move."""
@@ -317,6 +319,10 @@ class HFTrainLoader:
             raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
         check_fingerprint(state["fingerprint"], self.fingerprint)
         self._place = self._order.place = tuple(state["place"])
+
+    def replay(self, restore_key: list[list[int]]) -> dict:
+        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
+        return self._rows.batch([self._rows[None, indices][1] for indices in restore_key])
 
     def close(self) -> None:
         """End the workers at once."""

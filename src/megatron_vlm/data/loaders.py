@@ -60,11 +60,16 @@ def with_limited_drops(encoder, max_share: float):
 
 
 def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict | None:
-    """The next batch, None after the last; a worker that ended for its drops is named without traceback."""
+    """The next batch, None after the last; why a worker gave up or was killed comes without traceback."""
     try:
         batch = next(batches, None)
-    except RuntimeError:
+    except RuntimeError as error:
         drops.check()
+        if str(error).startswith("DataLoader worker"):
+            raise RuntimeError(
+                f"data: {error}: something outside ended a data worker, most often the system for want of "
+                "memory; lower data.num_workers or the buffers, and start again from the last checkpoint."
+            ) from error
         raise
     drops.check()
     return batch

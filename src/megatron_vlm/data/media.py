@@ -30,7 +30,7 @@ def read_media(name: str, root: Path) -> bytes:
         if not database.exists():
             raise BadSample("missing_media", f"there is no database {database}")
         value = _from_lmdb(database, key)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
         raise BadSample("missing_media", str(error)) from error
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")

@@ -49,7 +49,7 @@ class Row:
 
 
 class RowReader:
-    """Batches of one row → what the page shows of them.
+    """Batches → what the page shows of their rows.
 
     `visual_kinds` and `visual_tokens` are the family's (`models.families.base.Family`) for its HF config.
     """
@@ -64,19 +64,32 @@ class RowReader:
         self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
 
     def __call__(self, batch: dict) -> Row:
-        numbers_S, ids_S, visual = batch["attention_mask"][0], batch["input_ids"][0], batch["visual_inputs"]
-        items = self._items(ids_S, visual) if visual is not None else []
+        """Of a batch of one row."""
+        (row,) = self.rows(batch)
+        return row
+
+    def rows(self, batch: dict) -> list[Row]:
+        ids_BS, visual = batch["input_ids"], batch["visual_inputs"]
+        items, length = self._items(ids_BS.flatten(), visual) if visual is not None else [], ids_BS.shape[1]
+        found = []
+        for row in range(len(ids_BS)):
+            here = [(start - row * length, stop - row * length, pictures) for start, stop, pictures in items]
+            found.append(self._row(batch, row, here))
+        return found
+
+    def _row(self, batch: dict, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
+        numbers_S, ids_S = batch["attention_mask"][row], batch["input_ids"][row]
         documents = []
-        for number, key in enumerate(batch["__key__"][0], start=1):
+        for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
             first, stop = int(places[0]), int(places[-1]) + 1
             # the loss on a token's label trains the token after it
-            trained_S = torch.nn.functional.pad(batch["loss_mask"][0] > 0, (1, 0))
+            trained_S = torch.nn.functional.pad(batch["loss_mask"][row] > 0, (1, 0))
             inside = [item for item in items if first <= item[0] < stop]
             runs = list(self._runs(ids_S, trained_S, inside, first, stop))
-            positions = _positions(batch["position_ids"][..., 0, first:stop])
+            positions = _positions(batch["position_ids"][..., row, first:stop])
             documents.append(Document(key, stop - first, positions, runs))
-        tokens, trained = int((numbers_S > 0).sum()), int(batch["loss_mask"][0].sum())
+        tokens, trained = int((numbers_S > 0).sum()), int(batch["loss_mask"][row].sum())
         return Row(documents, tokens, trained, len(ids_S))
 
     def _items(self, ids_S: Tensor, visual: GenericVisualInputs) -> list[tuple[int, int, tuple[str, ...]]]:

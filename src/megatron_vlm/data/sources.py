@@ -57,7 +57,7 @@ class RunData:
         images_or_videos: bool = False,
     ):
         data = config.data
-        self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl")
+        self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
         parts = {"visual_keys": visual_keys, "position_ids": position_ids, "drops": self.drops}
         parts |= {"images_or_videos": images_or_videos}
         module, name = PROVIDERS[data.dataset_type].split(":")
@@ -70,8 +70,13 @@ class RunData:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Counts by reason, training and validation together."""
+        """Counts of this rank by reason, training and validation together."""
         return self.drops.summary()["reasons"]
+
+    @property
+    def dropped_everywhere(self) -> int:
+        """Of all ranks, as of the last step."""
+        return self.drops.on_all_ranks()[1]
 
     def train_batches(self) -> Iterator[dict]:
         return iter(self.train_loader)

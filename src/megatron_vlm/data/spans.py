@@ -61,6 +61,8 @@ class SpanProcessor:
 
     Raises ValueError when the tokenizer has no offsets (only fast tokenizers do), or when the template marks
     no replies and they cannot be found by rendering beginnings of the conversation.
+
+    max_characters    of a rendered conversation; a longer one is not tokenized, but a BadSample `over_length`
     """
 
     def __init__(self, processor: ProcessorMixin, chat_template: str | None = None):
@@ -76,6 +78,7 @@ class SpanProcessor:
         if not GENERATION_TAG.search(self.template):
             self._probe_template()
         self._next_turn = self._token_that_ends_replies()
+        self.max_characters: int | None = None
 
     def __call__(
         self,
@@ -118,6 +121,10 @@ class SpanProcessor:
         videos.
         """
         prompt, replies = self.render(messages, tools)
+        if self.max_characters is not None and len(prompt) > self.max_characters:
+            raise BadSample(
+                "over_length", f"{len(prompt)} characters; more than {self.max_characters} never fit"
+            )
         bos = self.tokenizer.bos_token
         options = {
             "add_special_tokens": not (bos and prompt.startswith(bos))
@@ -359,6 +366,11 @@ def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
     holders = (processor, processor.tokenizer)
     tokens = (getattr(holder, name, None) for name in PLACEHOLDER_NAMES for holder in holders)
     return list(dict.fromkeys(token for token in tokens if isinstance(token, str)))
+
+
+def most_characters(tokenizer: Any, tokens: int) -> int:
+    """No text with more can become so few tokens: normalizers compose at most four characters to one."""
+    return 4 * tokens * max(map(len, tokenizer.get_vocab()))
 
 
 def _broken(match: re.Match[str]) -> str:

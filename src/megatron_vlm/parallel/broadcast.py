@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
 from megatron_vlm.parallel.setup import device, parallel_state
 
 _HEADER_DEVICE = torch.device("cpu")
+
+
+class ReadFailed(RuntimeError):
+    """A rank could not read its data; the text says which and why, the same on every rank that raises it."""
 
 
 class BatchBroadcaster:
@@ -34,19 +39,41 @@ class BatchBroadcaster:
         """Whether this rank is the one that reads."""
         return dist.get_rank() == self._source
 
-    def take(self, iterator: Iterator[dict[str, Any]] | None, count: int) -> list[dict[str, Any]]:
-        """Up to `count` batches, fewer when the iterator ends."""
-        batches = []
-        while len(batches) < count and (batch := self.next(iterator)) is not None:
-            batches.append(batch)
+    def take(
+        self, iterator: Iterator[dict[str, Any]] | None, count: int, drops: Any = None
+    ) -> list[dict[str, Any]]:
+        """Up to `count` batches, fewer when the iterator ends; all ranks of the run call it together.
+
+        When any of them could not read, all raise ReadFailed with the reason. `drops`, a reading rank's
+        `data.drops.DropReport`, is told what the other ranks have counted.
+        """
+        batches, failure = [], None
+        try:
+            while len(batches) < count and (batch := self.next(iterator)) is not None:
+                batches.append(batch)
+        except ReadFailed as error:
+            failure = error
+        self._agree(failure, drops)
         return batches
+
+    def _agree(self, failure: ReadFailed | None, drops: Any) -> None:
+        """Else the ranks that did read would wait in the model's collectives for those that did not."""
+        counted = drops.counted() if drops is not None else [0, 0]
+        failures, *everywhere = _added([failure is not None, *counted])
+        if drops is not None:
+            drops.tell_others([total - own for total, own in zip(everywhere, counted, strict=True)])
+        if not failures:
+            return
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, failure and str(failure))
+        raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
 
     def next(self, iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
         """The next batch, on this rank's device; None on every rank when the iterator has ended.
 
         The reading rank passes its iterator, the others None. All tensors and plain values arrive on all
         ranks bit-equal, `visual_inputs` only on the first pipeline stage; it is None on the others. When the
-        iterator raises, every rank of the group raises RuntimeError with the same text.
+        iterator raises, every rank of the group raises ReadFailed with the same text.
         """
         if self.reads:
             header, batch = self._read(iterator)
@@ -55,7 +82,7 @@ class BatchBroadcaster:
         if header is None:
             return None
         if "error" in header:
-            raise RuntimeError(header["error"])
+            raise ReadFailed(header["error"])
         return self._deliver(header, batch)
 
     def _read(self, iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -65,7 +92,7 @@ class BatchBroadcaster:
         except Exception as error:
             text = f"data: rank {self._source} could not read a batch: {type(error).__name__}: {error}"
             self._exchange_header({"error": text})
-            raise RuntimeError(text) from error
+            raise ReadFailed(text) from error
         return self._exchange_header(header), batch or {}
 
     def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -99,6 +126,20 @@ class BatchBroadcaster:
             # as bytes: gloo does not know every dtype
             dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
         return tensor
+
+
+def _added(numbers: list[int]) -> list[int]:
+    """Their sums over all ranks; on the CPU, so that no stream waits for it."""
+    total = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def add_counts(counts: dict[str, int]) -> dict[str, int]:
+    """Counts by name, added over all ranks, which all call it."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    return dict(sum(map(Counter, gathered), Counter()))
 
 
 def _group_of_same_data() -> dist.ProcessGroup:

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vlm.training.optimizer import torch_adams
 
@@ -149,7 +150,19 @@ def _write_tensors(path: Path, model_chunks: list, optimizer) -> None:
         TorchDistSaveShardedStrategy(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    dist_checkpointing.save(_sharded_state(model_chunks, optimizer, loading=False), str(path), strategy)
+    state = _sharded_state(model_chunks, optimizer, loading=False)
+    try:
+        dist_checkpointing.save(state, str(path), strategy)
+    except CheckpointException as error:
+        free = shutil.disk_usage(path).free
+        raise OSError(
+            f"checkpoint: {path} could not be written, with {free / 1e9:.1f} GB free there: "
+            f"{_reasons(error)}. The last complete checkpoint stays as it was; make room and start again."
+        ) from error
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
 def _read_tensors(path: Path, model_chunks: list, optimizer, scheduler) -> None:

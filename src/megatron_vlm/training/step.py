@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import tee
@@ -91,7 +92,10 @@ def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
 
 
 def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):
-    """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank."""
+    """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
+
+    Raises ValueError, on every rank, when loss or norm are not finite; the weights are then of no use.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -100,6 +104,13 @@ def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micr
     if updated:
         scheduler.step(increment=1)
     loss, tokens = mean_loss(reports)
+    if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
+        guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
+        raise ValueError(
+            f"training: the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
+            + (f"; it is this rank's micro batches {guilty}" if guilty else "")
+            + ". Start again from the last checkpoint, with a lower optimizer.lr or without these samples."
+        )
     return loss, tokens, grad_norm
 
 

@@ -1,0 +1,194 @@
+"""What breaks during a run: an error that says what and where, and the last checkpoint stays loadable."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from sources import write_hf_folder, write_sharegpt
+from transformers import AutoProcessor
+
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.energon import EnergonProvider
+from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.testing.distributed import run_distributed
+
+SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failures")
+    source = write_sharegpt(folder / "source", SAMPLES)
+    options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
+    prepare_energon_dataset(source, folder / "energon", **options)
+    return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_gemma3):
+    return AutoProcessor.from_pretrained(tiny_gemma3)
+
+
+def train_loader(path, encoder, num_workers=0, **options):
+    provider = EnergonProvider if (Path(path) / ".nv-meta").exists() else HFProvider
+    if isinstance(encoder, PackingVLMTaskEncoder):
+        options |= {"packing": "stream", "packing_buffer_size": 8}
+    loader = provider(str(path), num_workers=num_workers, **options)
+    return loader.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=1)
+
+
+def read_until_error(loader, batches=200) -> str:
+    try:
+        with pytest.raises(Exception) as caught:
+            for _ in range(batches):
+                next(loader)
+    finally:
+        loader.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# -- our own bugs
+
+
+class Fails(Exception):
+    """Nothing that any library knows."""
+
+
+def fail_on_seventh(method):
+    def failing(self, sample, *args):
+        key = getattr(sample, "__key__", "")
+        if key.endswith("7"):
+            raise Fails("a bug of ours")
+        return method(self, sample, *args)
+
+    return failing
+
+
+class Plain(HFEncoderVLMTaskEncoder):
+    _encode = fail_on_seventh(HFEncoderVLMTaskEncoder._encode)
+
+
+class Measuring(PackingVLMTaskEncoder):
+    _measured = fail_on_seventh(PackingVLMTaskEncoder._measured)
+
+
+class Encoding(PackingVLMTaskEncoder):
+    _encode = fail_on_seventh(PackingVLMTaskEncoder._encode)
+
+
+class Choosing(PackingVLMTaskEncoder):
+    def select_rows(self, lengths, patches):
+        raise Fails("a bug of ours")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+@pytest.mark.parametrize("encoder", [Plain, Measuring, Encoding, Choosing])
+def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
+    text = read_until_error(train_loader(datasets[kind], encoder(processor, 256), num_workers))
+    assert "Fails: a bug of ours" in text
+    if encoder is not Choosing:
+        assert "7: Fails" in text  # the key
+
+
+# -- shards
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("damage", ["overwritten", "cut while it is read", "removed while it is read"])
+def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damage, num_workers):
+    copy = shutil.copytree(datasets["energon"], tmp_path / "copy")
+    shard = copy / "train-00002.tar"
+    if damage == "overwritten":
+        with shard.open("r+b") as file:
+            file.write(os.urandom(shard.stat().st_size))
+    loader = train_loader(copy, HFEncoderVLMTaskEncoder(processor, 256), num_workers, shuffle_buffer_size=1)
+    if damage == "cut while it is read":
+        os.truncate(shard, 700)
+    if damage == "removed while it is read":
+        shard.unlink()
+    text = read_until_error(loader)
+    assert "train-00002.tar" in text
+
+
+# -- workers
+
+
+def killing_a_worker(loader):
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    yield from loader
+
+
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
+    loader = train_loader(datasets[kind], HFEncoderVLMTaskEncoder(processor, 256), num_workers=2)
+    next(loader)
+    began = time.monotonic()
+    text = read_until_error(killing_a_worker(loader), 10_000)
+    loader.close()
+    assert time.monotonic() - began < 60
+    # torch's own words, when the signal arrives before the loader is asked again
+    assert "DataLoader worker" in text and ("memory" in text or "killed by signal" in text)
+
+
+# -- checkpoints
+
+
+def _save_on_a_full_disk(root: str) -> dict:
+    """A checkpoint, then one for which the disk has no room."""
+    import tiny_gpt
+    from launches import run_config
+
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.init_distributed(ParallelConfig(), 1)
+    chunks = tiny_gpt.build(ParallelConfig())
+    run = chunks, *build_optimizer(chunks, run_config("dp"))
+    checkpoint.save(root, 1, *run)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk: the write fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    error = ""
+    try:
+        checkpoint.save(root, 2, *run)
+    except OSError as failure:
+        error = str(failure)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    after = checkpoint.load_latest(root, *run).step
+    checkpoint.save(root, 3, *run)
+    return {"error": error, "after": after, "then": checkpoint.load_latest(root, *run).step}
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
+    (result,) = run_distributed(1, _save_on_a_full_disk, str(tmp_path))
+    assert result["after"] == 1 and result["then"] == 3
+    assert str(tmp_path) in result["error"] and "OSError" in result["error"]
+
+
+# -- datasets
+
+
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, kind):
+    """As many records, under the same names, and one of them a paragraph longer."""
+    encoder = HFEncoderVLMTaskEncoder(processor, 256)
+    state = train_loader(datasets[kind], encoder).state_dict()
+    source = write_sharegpt(tmp_path / "source", SAMPLES)
+    source.write_text(source.read_text().replace('"number 23"', '"number 23"'.replace("23", "23 " * 300)))
+    if kind == "energon":
+        options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
+        prepare_energon_dataset(source, tmp_path / "other", **options)
+    else:
+        write_hf_folder(tmp_path / "other", source)
+    with pytest.raises(ValueError, match="dataset: saved .* now "):
+        train_loader(tmp_path / "other", encoder).load_state_dict(state)

@@ -1,0 +1,128 @@
+"""The samples of a step are kept with the run, can be made again, and are named when the step fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from sources import write_hf_folder, write_sharegpt
+from typer.testing import CliRunner
+
+from megatron_vlm.cli import app
+from megatron_vlm.config import apply_overrides, to_yaml
+from megatron_vlm.data.batch_log import BatchLog, naming_samples, read_step
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.sources import RunData
+from megatron_vlm.models.families import family_for
+from megatron_vlm.recipes import load_recipe
+from megatron_vlm.views import replay_page, training_data
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    source = write_sharegpt(folder / "source", 24)
+    prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
+    return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
+
+
+def config_of(kind, datasets, checkpoint, run_dir, **changes):
+    run = load_recipe("gemma3_tiny_digits")(
+        dataset_type=kind, train_data_path=str(datasets[kind]), hf_path=str(checkpoint), run_dir=str(run_dir)
+    )
+    small = {"train.micro_batch_size": 2, "data.num_workers": 2, "data.packing_buffer_size": 6}
+    return apply_overrides(run, small | {"data.seq_length": 192} | changes)
+
+
+def run_data(config, rank=0, world_size=1):
+    from transformers import AutoConfig, AutoProcessor
+
+    hf_config = AutoConfig.from_pretrained(config.model.hf_path)
+    family, processor = family_for(hf_config), AutoProcessor.from_pretrained(config.model.hf_path)
+    positions = family.position_ids(hf_config)
+    return RunData(config, processor, family.visual_keys, positions, rank, world_size)
+
+
+def content(batch):
+    visual = batch["visual_inputs"]
+    pixels = None if visual is None else visual.pixel_values.tolist()
+    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), pixels]
+
+
+CASES = [("energon", "none"), ("energon", "stream"), ("hf", "none"), ("hf", "stream"), ("hf", "global")]
+
+
+@pytest.mark.parametrize("kind, packing", CASES)
+def test_a_step_is_made_again_from_what_the_run_folder_keeps(kind, packing, datasets, tiny_gemma3, tmp_path):
+    """The second of two ranks with two workers each; made again by one process without workers."""
+    config = config_of(kind, datasets, tiny_gemma3, tmp_path / "run", **{"data.packing": packing})
+    data, log = run_data(config, 1, 2), BatchLog(tmp_path / "run", 1, 2, first_step=1)
+    steps = {}
+    for step in (1, 2, 3):
+        steps[step] = [next(data.train_batches()) for _ in range(2)]
+        log.write(step, steps[step])
+    data.close(), log.close()
+
+    logged = read_step(tmp_path / "run", 3)
+    changes = {"data.packing": "none" if packing == "none" else "stream"}
+    with training_data(apply_overrides(config, changes)) as (again, _):
+        made = [content(again.train_loader.replay(row["restore_key"])) for row in logged]
+    assert made == [content(batch) for batch in steps[3]]
+    shown = replay_page(config, 3, logged)
+    keys = [key for row in logged for keys in row["keys"] for key in keys]
+    assert len(keys) >= 4 and all(f"<header>{key}: " in shown for key in keys)
+    images = sum(len(b["visual_inputs"].pixel_values) for b in steps[3] if b["visual_inputs"] is not None)
+    assert shown.count("<img ") == images > 0
+
+
+def batches(step):
+    return [{"__key__": [[f"s{step}-{n}", "x"]], "__restore_key__": [step, n]} for n in range(2)]
+
+
+def test_steps_that_are_run_again_replace_what_was_kept_of_them(tmp_path):
+    """Two ranks wrote four steps; one goes on after the second."""
+    for rank in range(2):
+        log = BatchLog(tmp_path, rank, 2, first_step=1)
+        for step in range(1, 5):
+            log.write(step, batches(step))
+        log.close()
+    with open(tmp_path / "batches" / "rank0.jsonl", "a") as file:
+        file.write('{"step": 5, "mic')  # killed there
+    log = BatchLog(tmp_path, 0, 1, first_step=3)
+    log.write(3, batches(30))
+    log.close()
+    assert [row["rank"] for row in read_step(tmp_path, 2)] == [0, 0, 1, 1]
+    assert [row["keys"] for row in read_step(tmp_path, 3)] == [[["s30-0", "x"]], [["s30-1", "x"]]]
+    with pytest.raises(ValueError, match="no batch of step 4 .* it holds steps 1 to 3"):
+        read_step(tmp_path, 4)
+
+
+def test_the_command_prints_the_keys_and_writes_the_page(datasets, tiny_gemma3, tmp_path):
+    config = config_of("hf", datasets, tiny_gemma3, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(to_yaml(config))
+    log = BatchLog(tmp_path / "run", 0, 1, first_step=1)
+    row = {"__key__": [["000000003"], ["000000007"]], "__restore_key__": [[3], [7]]}
+    log.write(1, [row])
+    log.close()
+    arguments = ["replay", str(tmp_path / "run"), "--step", "1", "--output", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(app, arguments)
+    assert "rank 0 · micro batch 0 · row 1: 000000007" in result.output
+    assert "number 3" in (tmp_path / "page.html").read_text()
+
+
+def test_a_dataset_that_gives_other_samples_now_is_said(datasets, tiny_gemma3, tmp_path):
+    config = config_of("hf", datasets, tiny_gemma3, tmp_path / "run")
+    logged = [{"rank": 0, "micro_batch": 0, "keys": [["000000009"]], "restore_key": [[3]]}]
+    with pytest.raises(ValueError, match="held .*000000009.* now gives .*000000003"):
+        replay_page(config, 1, logged)
+
+
+def test_an_error_in_a_step_names_its_samples(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError) as caught, naming_samples(tmp_path, 7, batches(7)):
+        raise torch.OutOfMemoryError("no memory")
+    (note,) = caught.value.__notes__
+    assert note.startswith("step 7, on this rank with samples s7-0, x, s7-1, x;")
+    assert f"megatron-vlm replay {tmp_path} --step 7" in note
+    assert json.dumps(note)
