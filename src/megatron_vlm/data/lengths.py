@@ -1,13 +1,14 @@
-"""The exact length of a sample's encoding from its text and the sizes of its images, without their pixels.
+"""A sample's token ids from its text and the sizes of its images, without their pixels.
 
 The processor is asked once, with a small image, what it writes for an image and how many of the tokens it
-counts; from then on its own count of tokens for an image size (`_get_num_multimodal_tokens`) is added to the
-tokens of a text in which every image is written as short as possible.
+counts; from then on a text in which every image is written as short as possible is tokenized, and each image
+grown to the processor's own count of tokens for its size (`_get_num_multimodal_tokens`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,18 @@ from PIL import Image
 from transformers import ProcessorMixin
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.spans import IMAGE_START, IMAGE_STOP, Span, SpanProcessor, placeholder_tokens
 
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
 PROBE_SIZE = (56, 56)
+ImageIds = Callable[[tuple[int, int]], np.ndarray]
+PROBE_MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+]
 MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 
 
@@ -29,6 +35,7 @@ MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 class Layout:
     """What the encoding of a conversation will look like."""
 
+    input_ids: np.ndarray  # (T,) int64; right where the processor is known, see `Measure`
     reply_mask: np.ndarray  # (T,) bool
     images: list[Span]
     patches: list[int]  # raw patches of each image
@@ -40,10 +47,15 @@ class Layout:
 class Measure:
     """Called as `SpanProcessor`, with the sizes (width, height) of the images instead of the images.
 
+    image_ids   gives the ids that the processor writes for an image of a size (width, height), without what
+                frames them; default: the image token as often as it counts
+
     Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
     """
 
-    def __init__(self, processor: ProcessorMixin, encode_text: SpanProcessor):
+    def __init__(
+        self, processor: ProcessorMixin, encode_text: SpanProcessor, image_ids: ImageIds | None = None
+    ):
         if not hasattr(processor, "_get_num_multimodal_tokens"):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
@@ -54,25 +66,29 @@ class Measure:
                 f"{type(processor).__name__}: with do_pan_and_scan images give tokens that their size does "
                 "not tell, as packing needs; turn it off or use data.packing=none."
             )
-        self._processor, self._encode_text = processor, encode_text
+        self._processor, self._encode_text, self._image_ids = processor, encode_text, image_ids
         self._patch_size = getattr(processor, "patch_size", PATCH_SIZE)
-        self._short_image, self._counted = self._probe()
+        self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
         self, messages: list[dict], tools: list[dict] | None, sizes: list[tuple[int, int]]
     ) -> Layout:
         """Raises BadSample when the template or the processor refuses the conversation."""
         marked, options = self._encode_text.marked(messages, tools, len(sizes))
-        reply_mask, spans = self._tokenize(marked, options, self._short_image)
+        short_ids, short_mask, spans = self._tokenize(marked, options, self._short_image)
         tokens, patches = self._tokens_and_patches(sizes)
-        pieces, images, read, written = [], [], 0, 0
-        for (start, stop), count in zip(spans, tokens, strict=True):
-            image = np.zeros(stop - start + count - self._counted, bool)
-            pieces += [reply_mask[read:start], image]
-            first = written + start - read
-            read, written = stop, first + len(image)
-            images.append((first, written))
-        return Layout(np.concatenate([*pieces, reply_mask[read:]]), images, patches)
+        ids, masks, images, read, written = [], [], [], 0, 0
+        for (start, stop), size, count in zip(spans, sizes, tokens, strict=True):
+            first = start + int((short_ids[start:stop] == self._image_id).argmax())
+            image = self._image_ids(size) if self._image_ids else np.full(count, self._image_id)
+            assert len(image) == count, "the processor's count and its ids of an image differ"
+            ids += [short_ids[read:first], image]
+            masks += [short_mask[read:first], np.zeros(count, bool)]
+            begin = written + start - read
+            read, written = first + self._counted, written + first - read + count
+            images.append((begin, written + stop - read))
+        ids, masks = [*ids, short_ids[read:]], [*masks, short_mask[read:]]
+        return Layout(np.concatenate(ids), np.concatenate(masks), images, patches)
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -82,28 +98,29 @@ class Measure:
             return int(visual_inputs.image_grid_thw.prod(-1).sum())
         if visual_inputs.image_sizes is not None:
             return int(visual_inputs.image_sizes.prod(-1).sum()) // self._patch_size**2
-        images, _, height, width = visual_inputs.pixel_values.shape
+        pixels = visual_inputs.pixel_values
+        images, height, width = len(pixels), *(pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:])
         return images * (height // self._patch_size) * (width // self._patch_size)
 
-    def _probe(self) -> tuple[str, int]:
-        """The shortest text of an image, marks included, and how many tokens of it the processor counts."""
-        messages = [
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-        ]
-        expanded = len(self._encode_text(messages, None, [Image.new("RGB", PROBE_SIZE)]).input_ids)
+    def _probe(self) -> tuple[str, int, int]:
+        """The shortest text of an image, marks included, the id that an image is mostly made of, and how many
+        tokens of the text the processor counts, that id's the first."""
+        expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        image_id = int(expanded.input_ids[slice(*expanded.images[0])].mode().values)
         short_image = MARKED_IMAGE.search(self._encode_text.marked_tokenizer.text)[0]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        marked, options = self._encode_text.marked(messages, None, images=1)
-        reply_mask, _ = self._tokenize(marked, options, short_image)
+        marked, options = self._encode_text.marked(PROBE_MESSAGES, None, images=1)
+        short_ids, _, _ = self._tokenize(marked, options, short_image)
         (told,), _ = self._tokens_and_patches([PROBE_SIZE])
-        return short_image, told - (expanded - len(reply_mask))
+        return short_image, image_id, told - (len(expanded.input_ids) - len(short_ids))
 
-    def _tokenize(self, marked: str, options: dict, short_image: str) -> tuple[np.ndarray, list[Span]]:
+    def _tokenize(
+        self, marked: str, options: dict, short_image: str
+    ) -> tuple[np.ndarray, np.ndarray, list[Span]]:
         tokenizer = self._encode_text.marked_tokenizer
-        tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
-        return tokenizer.reply_mask, tokenizer.images
+        encoding = tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
+        return np.asarray(encoding["input_ids"]), tokenizer.reply_mask, tokenizer.images
 
     def _tokens_and_patches(self, sizes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         if not sizes:
@@ -118,14 +135,20 @@ class Measure:
         return list(tokens), list(patches)
 
     def _patches(self, width: int, height: int) -> int:
-        """Of an image resized to one size (Gemma3), or into a square and up to whole patches (Pixtral)."""
-        size = self._processor.image_processor.size
-        if size.get("height"):
-            return (size["height"] // self._patch_size) * (size["width"] // self._patch_size)
-        merged = self._patch_size * self._processor.spatial_merge_size
-        height, width = get_resize_output_image_size(
-            np.broadcast_to(np.uint8(0), (height, width, 3)),  # it wants an image, and looks at its shape
-            size=(size["longest_edge"], size["longest_edge"]),
-            patch_size=(merged, merged),
-        )
+        resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
+        height, width = resized(self._processor, height, width)
         return (height // self._patch_size) * (width // self._patch_size)
+
+
+def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized to one size for all, as for Gemma3."""
+    size = processor.image_processor.size
+    return size["height"], size["width"]
+
+
+def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized into a square and up to whole image tokens."""
+    longest = processor.image_processor.size["longest_edge"]
+    merged = processor.patch_size * processor.spatial_merge_size
+    image = np.broadcast_to(np.uint8(0), (height, width, 3))  # an image is wanted, its shape looked at
+    return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))

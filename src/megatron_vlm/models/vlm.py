@@ -14,6 +14,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
+from megatron_vlm.models.pixels import PixelNormalizer
 
 
 class VLMModel(MegatronModule):
@@ -31,6 +32,7 @@ class VLMModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
+        image_processor: Any | None = None,
     ):
         super().__init__(config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
@@ -40,6 +42,7 @@ class VLMModel(MegatronModule):
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)
+            self.pixels = PixelNormalizer(image_processor)
             self._dummy_visual = GenericVisualInputs(**family.dummy_visual(hf_config))
             for param in self.vision.parameters():
                 param.data = param.data.to(config.params_dtype)  # buffers such as rotary frequencies stay
@@ -81,7 +84,8 @@ class VLMModel(MegatronModule):
         hidden_BSD = self.language_model.embed(input_ids)
         extras_BSD = [torch.zeros_like(hidden_BSD)] * self.config.deepstack_layers
         if visual_inputs is not None:
-            features = self.vision(**visual_inputs.normalized_for_model()).to(hidden_BSD.dtype)
+            visual = self.pixels(visual_inputs.normalized_for_model(), self.config.params_dtype)
+            features = self.vision(**visual).to(hidden_BSD.dtype)
             features_MD, *deep_MD = features if features.dim() == 3 else [features]
             places_M = placeholders(kinds_BS, len(features_MD))
             hidden_BSD = _put(hidden_BSD, places_M, features_MD)
@@ -129,8 +133,17 @@ def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
     return hidden_BSD.flatten(0, 1).index_copy(0, places_M, features_MD).view_as(hidden_BSD)
 
 
-def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
-    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
+def build_model(
+    run: RunConfig,
+    family: Family,
+    hf_config: Any,
+    device: torch.device,
+    image_processor: Any | None = None,
+) -> list[VLMModel]:
+    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied.
+
+    The checkpoint's `image_processor` is needed for the data path's raw pixels, see `models.pixels`.
+    """
     config = language_model_config(run, family.architecture(hf_config))
     check_divisible(config)
     vpp = run.parallel.vpp
@@ -139,7 +152,7 @@ def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.de
         vp_stage = stage if vpp > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage))
+        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage, image_processor))
     for chunk in chunks:
         freeze(chunk, family, run.model.freeze)
         chunk.to(device)
