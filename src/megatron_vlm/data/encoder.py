@@ -72,7 +72,7 @@ class HFEncoderVLMTaskEncoder(
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
-    fast           let the package do a known processor's work, see `data.fast`; `hf_because` says why it does not
+    fast           do the work of a processor that `data.fast` knows; `hf_because` says why this is not done
     """
 
     decoder = None  # images stay encoded until `encode_sample`; Energon's own decoder executes pickles

@@ -1,8 +1,8 @@
 """What the known HF processors make of a conversation, without their detours.
 
 Images stay bytes: decoded, resized by the same kernel as theirs, cut into patches once. `models.pixels` does
-the rest, on the device, and the result is theirs to the bit. Ids come from `data.lengths`, which tokenizes the
-text without the images' tokens.
+the rest, on the device, and the result is theirs to the bit. Ids come from `data.lengths`, which tokenizes
+the text without the images' tokens.
 
 A known processor is a line in KNOWN. Any other, and a known one with settings whose effect is not known here,
 is called itself.
@@ -95,7 +95,7 @@ class FastProcessor:
             raise BadSample("processor_error", str(error)) from error
         if size == image.shape[:2]:
             return image
-        # colours last in memory: torchvision's kernel for bytes is more than twice as fast as colour by colour
+        # colours last in memory: more than twice as fast as colour by colour, and equal
         colours_first = torch.from_numpy(image).permute(2, 0, 1)
         resized = tv.resize(colours_first, list(size), self._interpolation, antialias=True)
         return resized.permute(1, 2, 0).numpy()
@@ -180,12 +180,13 @@ def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
 
 
 def _patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    """Patches in the order in which the tower merges them, and their grid."""
+    """Patches in the order in which the tower merges them, and their grid.
+
+    Copied by whole lines of a patch, as one opaque value each.
+    """
     side, merge = processor.image_processor.patch_size, processor.image_processor.merge_size
     rows, columns = image.shape[0] // side, image.shape[1] // side
-    lines = (
-        np.ascontiguousarray(image).reshape(len(image), -1).view(f"V{3 * side}")
-    )  # a patch's bytes in a line
+    lines = np.ascontiguousarray(image).reshape(len(image), -1).view(f"V{3 * side}")
     merged = lines.reshape(rows // merge, merge, side, columns // merge, merge).transpose(0, 3, 1, 4, 2)
     patches = np.ascontiguousarray(merged).view(np.uint8).reshape(rows * columns, side * side * 3)
     grid = torch.tensor([[1, rows, columns]])

@@ -11,7 +11,7 @@ from megatron_vlm.batch import is_raw
 
 
 class PixelNormalizer(nn.Module):
-    """Raw `pixel_values` (see `megatron_vlm.batch`) → what the image processor would have returned, to the bit.
+    """Raw `pixel_values` (see `megatron_vlm.batch`) → what the image processor would have made, to the bit.
 
     image_processor   of the checkpoint; without `image_mean`, `image_std` and `rescale_factor`, raw pixels
                       raise ValueError, as they do with None
