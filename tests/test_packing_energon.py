@@ -178,3 +178,18 @@ def test_loading_leaves_the_random_numbers_of_the_run_alone(dataset, encoder, nu
     next(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_packed_blend_resumes_exactly(tmp_path, dataset, encoder):
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{weight: 3, path: {dataset}}}\n      - {{weight: 1, path: {dataset}}}\n"
+    )
+    loader = train_loader(blend, encoder)
+    take(loader, 3)
+    state = json.dumps(loader.state_dict())
+    expected = take(loader, 8)
+    resumed = train_loader(blend, encoder)
+    resumed.load_state_dict(json.loads(state))
+    assert take(resumed, 8) == expected

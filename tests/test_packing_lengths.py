@@ -15,7 +15,7 @@ from megatron_vlm.data.images import decode_image, image_size
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
-SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200)]
+SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200), (69, 3), (40, 1)]
 
 
 @pytest.fixture(scope="module", params=TINY_FAMILIES)

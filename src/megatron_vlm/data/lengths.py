@@ -125,12 +125,15 @@ class Measure:
     def _tokens_and_patches(self, sizes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         if not sizes:
             return [], []
+        has_grids = hasattr(self._processor.image_processor, "merge_size")
+        if not has_grids:  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
+            sizes = [(width, 4 if height in (1, 3) else height) for width, height in sizes]
         try:
             told = self._processor._get_num_multimodal_tokens([(height, width) for width, height in sizes])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         tokens, patches = told["num_image_tokens"], told["num_image_patches"]
-        if not hasattr(self._processor.image_processor, "merge_size"):  # these count each image as one patch
+        if not has_grids:  # these count each image as one patch
             patches = [self._patches(*size) for size in sizes]
         return list(tokens), list(patches)
 

@@ -180,9 +180,8 @@ def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, ord
     """
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
     by_patches = order[np.argsort(-patches[order], kind="stable")]
-    for document, length, count in zip(
-        *(a.tolist() for a in (by_patches, lengths[by_patches], patches[by_patches])), strict=True
-    ):
+    columns = (by_patches, lengths[by_patches], patches[by_patches])
+    for document, length, count in zip(*map(ndarray.tolist, columns), strict=True):
         waiting[length].append((-count, document))
     fewest = np.array([-documents[-1][0] if documents else most + 1 for documents in waiting])
     longest = _Lengths(waiting).longest

@@ -1,0 +1,125 @@
+"""Packing as a setting of a run: what is refused, and that a packed run trains and resumes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import write_hf_folder, write_sharegpt
+from transformers import AutoProcessor
+
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, validate
+from megatron_vlm.data.drops import DropReport
+from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.sources import train_encoder
+from megatron_vlm.recipes import compose
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"packing": "neat"}, "data.packing: neat does not exist; known are none, stream, global"),
+        ({"packing": "global"}, "data.packing: global needs all lengths at once"),
+        ({"group_by_length": True}, "data.group_by_length: needs all lengths at once"),
+        ({"dataset_type": "hf", "packing": "stream", "group_by_length": True}, "is for unpacked rows"),
+        ({"max_patches": 100}, "data.max_patches: 100 limits packed rows, packing is none"),
+        ({"packing": "stream", "max_patches": 0}, "data.max_patches: 0 is less than 1"),
+        ({"packing_buffer_size": 0}, "data.packing_buffer_size: 0 is less than 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, message):
+    given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
+    config = apply_overrides(RunConfig(), given | {f"data.{name}": value for name, value in settings.items()})
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """The same records as an Energon dataset and as a `datasets` folder."""
+    folder = tmp_path_factory.mktemp("data")
+    source = write_sharegpt(folder / "source", 40)
+    prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
+    return {"energon": folder / "energon", "hf": write_hf_folder(folder / "hf", source)}
+
+
+def train(run_dir, checkpoint, paths, source, *settings):
+    """Through the command line; the loss and the trained tokens of each step."""
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint), "--dataset_type", source]
+    command += [
+        "--train_data_path",
+        str(paths[source]),
+        "micro_batch_size=1",
+        "global_batch_size=2",
+        "tp=1",
+        "steps=4",
+    ]
+    command += [
+        "num_workers=1",
+        "warmup_steps=0",
+        "eval_every=0",
+        "save_every=2",
+        "data.packing_buffer_size=16",
+    ]
+    command += [f"data.lengths_cache={run_dir.parent / 'lengths'}", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    (run_dir / "log").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, (run_dir / "log").read_text()[-4000:]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["trained_tokens"]) for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("source, packing", [("energon", "stream"), ("hf", "global")])
+def test_a_packed_run_resumes_as_if_it_had_not_stopped(tmp_path, tiny_gemma3, paths, source, packing):
+    """It is made to go on from the checkpoint before its last."""
+    run = (tiny_gemma3, paths, source, f"data.packing={packing}")
+    whole = train(tmp_path / "whole", *run)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    (tmp_path / "resumed/checkpoints/latest").write_text("step_00000002")
+    resumed = train(tmp_path / "resumed", *run)
+    assert "resumed after step 2" in (tmp_path / "resumed/log").read_text()
+    assert sorted(whole) == [1, 2, 3, 4] and len(set(whole.values())) == 4
+    assert resumed == whole
+
+
+def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, tiny_gemma3, paths):
+    settings = [
+        f"hf_path={tiny_gemma3}",
+        f"train_data_path={paths['hf']}",
+        "dataset_type=hf",
+        "data.packing=global",
+        f"data.lengths_cache={tmp_path}",
+    ]
+    tool = [sys.executable, str(ROOT / "tools/precompute_tokens.py"), "--recipe", "gemma3_tiny_digits"]
+    done = subprocess.run([*tool, *settings], capture_output=True, text=True, timeout=100)
+    assert "40 of 40 samples fit; 0 will be dropped" in done.stdout, done.stderr
+    (measured,) = tmp_path.rglob("*.npy")
+    written = measured.stat().st_mtime_ns
+    data = compose("gemma3_tiny_digits", settings=settings).data
+    encoder = train_encoder(data, AutoProcessor.from_pretrained(tiny_gemma3), drops=DropReport())
+    HFProvider.from_config(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")] == [written]
+
+
+def test_the_benchmark_measures_what_the_limits_name(tmp_path):
+    report = tmp_path / "report.json"
+    tool = [
+        sys.executable,
+        str(ROOT / "tools/bench_packing.py"),
+        "--documents",
+        "20000",
+        "--out",
+        str(report),
+    ]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=200)
+    assert "straggler_attention" in done.stdout, done.stderr
+    rows = json.loads(report.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["lost"] == 0 and row["fill_global"] > 0.998 and row["straggler_patches"] <= 1.05
