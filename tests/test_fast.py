@@ -41,6 +41,8 @@ FILES = [  # (width, height), mode, format, options
     ((97, 131), "L", "JPEG", {}),
     ((90, 60), "CMYK", "JPEG", {}),
     ((3, 111), "RGB", "PNG", {}),
+    ((200, 3), "RGB", "PNG", {}),
+    ((150, 1), "RGB", "PNG", {}),
     ((1, 1), "RGB", "PNG", {}),
     ((120, 80), "RGBA", "PNG", {}),
     ((120, 80), "I;16", "PNG", {}),

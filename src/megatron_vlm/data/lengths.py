@@ -153,5 +153,5 @@ def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[in
     """(height, width) of an image that is resized into a square and up to whole image tokens."""
     longest = processor.image_processor.size["longest_edge"]
     merged = processor.patch_size * processor.spatial_merge_size
-    image = np.broadcast_to(np.uint8(0), (height, width, 3))  # an image is wanted, its shape looked at
+    image = np.broadcast_to(np.uint8(0), (3, height, width))  # an image is wanted, its shape looked at
     return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))
