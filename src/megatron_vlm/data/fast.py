@@ -28,6 +28,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.lengths import (
     PROBE_MESSAGES,
     PROBE_SIZE,
+    ImageTokens,
     Layout,
     Measure,
     fixed_size,
@@ -49,9 +50,8 @@ class Known:
     image_processor: str  # the class
     size_keys: tuple[str, ...]  # of its `size`
     target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → after resizing
+    image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height, width after resizing)
     tensors: Callable[[Any, ImageArray], dict[str, Tensor]]  # (processor, a resized image) → what is batched
-    # (processor, height, width after resizing) → ids, where an image is not one token many times
-    image_ids: Callable[[Any, int, int], np.ndarray] | None = None
 
 
 class FastProcessor:
@@ -65,7 +65,7 @@ class FastProcessor:
         self._processor = processor
         self._known = KNOWN[type(processor).__name__]
         self._interpolation = RESAMPLE[int(processor.image_processor.resample)]
-        self.measure = Measure(processor, encode_text, self._image_ids if self._known.image_ids else None)
+        self.measure = Measure(processor, encode_text, self._image_tokens)
 
     def __call__(
         self,
@@ -89,10 +89,7 @@ class FastProcessor:
         )
 
     def _resized(self, image: ImageArray) -> ImageArray:
-        try:
-            size = self._known.target(self._processor, *image.shape[:2])
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
+        size = self._target(*image.shape[:2])
         if size == image.shape[:2]:
             return image
         # colours last in memory: more than twice as fast as colour by colour, and equal
@@ -100,9 +97,17 @@ class FastProcessor:
         resized = tv.resize(colours_first, list(size), self._interpolation, antialias=True)
         return resized.permute(1, 2, 0).numpy()
 
-    def _image_ids(self, size: tuple[int, int]) -> np.ndarray:
+    def _target(self, height: int, width: int) -> tuple[int, int]:
+        try:
+            return self._known.target(self._processor, height, width)
+        except ValueError as error:
+            raise BadSample("processor_error", str(error)) from error
+
+    def _image_tokens(self, size: tuple[int, int]) -> ImageTokens:
         width, height = size
-        return self._known.image_ids(self._processor, *self._known.target(self._processor, height, width))
+        height, width = self._target(height, width)
+        patches = (height // self.measure.patch_size) * (width // self.measure.patch_size)
+        return self._known.image_ids(self._processor, height, width), patches
 
 
 def fast_processor(
@@ -150,6 +155,15 @@ def _whole_of_any_size(processor: Any, image: ImageArray) -> dict[str, Tensor]:
     return _whole(processor, image) | {"image_sizes": torch.tensor([image.shape[:2]])}
 
 
+def _gemma_ids(processor: Any, height: int, width: int) -> np.ndarray:
+    return np.full(processor.image_seq_length, processor.tokenizer.image_token_id)
+
+
+def _grid_ids(processor: Any, height: int, width: int) -> np.ndarray:
+    merged = processor.image_processor.patch_size * processor.image_processor.merge_size
+    return np.full((height // merged) * (width // merged), processor.image_token_id)
+
+
 def _pixtral_ids(processor: Any, height: int, width: int) -> np.ndarray:
     """Rows of image tokens, each closed by a break token, the last by the end token."""
     merged = processor.patch_size * processor.spatial_merge_size
@@ -193,13 +207,14 @@ def _patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
     return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grid}
 
 
-_QWEN = Known("Qwen2VLImageProcessor", ("shortest_edge", "longest_edge"), _qwen_size, _patches)
+_GRID = ("shortest_edge", "longest_edge")
+_QWEN = Known("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _patches)
 KNOWN = {  # processor class of transformers → what it does
-    "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _whole),
+    "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
     "PixtralProcessor": Known(
-        "PixtralImageProcessor", ("longest_edge",), pixtral_size, _whole_of_any_size, _pixtral_ids
+        "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
-    "Glm4vProcessor": Known("Glm4vImageProcessor", ("shortest_edge", "longest_edge"), _glm_size, _patches),
+    "Glm4vProcessor": Known("Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _patches),
     "Qwen2VLProcessor": _QWEN,
     "Qwen2_5_VLProcessor": _QWEN,
     "Qwen3VLProcessor": _QWEN,

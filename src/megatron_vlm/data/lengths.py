@@ -23,11 +23,11 @@ from megatron_vlm.data.spans import IMAGE_START, IMAGE_STOP, Span, SpanProcessor
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
 PROBE_SIZE = (56, 56)
-ImageIds = Callable[[tuple[int, int]], np.ndarray]
 PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
+ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
 MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 
 
@@ -47,14 +47,17 @@ class Layout:
 class Measure:
     """Called as `SpanProcessor`, with the sizes (width, height) of the images instead of the images.
 
-    image_ids   gives the ids that the processor writes for an image of a size (width, height), without what
-                frames them; default: the image token as often as it counts
+    image_tokens   what the processor makes of an image of a size, where that is known; default: the image
+                   token as often as the processor counts, in whichever order it writes others between
 
     Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
     """
 
     def __init__(
-        self, processor: ProcessorMixin, encode_text: SpanProcessor, image_ids: ImageIds | None = None
+        self,
+        processor: ProcessorMixin,
+        encode_text: SpanProcessor,
+        image_tokens: Callable[[tuple[int, int]], ImageTokens] | None = None,
     ):
         if not hasattr(processor, "_get_num_multimodal_tokens"):
             raise ValueError(
@@ -66,8 +69,10 @@ class Measure:
                 f"{type(processor).__name__}: with do_pan_and_scan images give tokens that their size does "
                 "not tell, as packing needs; turn it off or use data.packing=none."
             )
-        self._processor, self._encode_text, self._image_ids = processor, encode_text, image_ids
-        self._patch_size = getattr(processor, "patch_size", PATCH_SIZE)
+        self._processor, self._encode_text = processor, encode_text
+        self._image_tokens = image_tokens or self._counted_tokens
+        sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
+        self.patch_size = next(filter(None, sides), PATCH_SIZE)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -76,19 +81,17 @@ class Measure:
         """Raises BadSample when the template or the processor refuses the conversation."""
         marked, options = self._encode_text.marked(messages, tools, len(sizes))
         short_ids, short_mask, spans = self._tokenize(marked, options, self._short_image)
-        tokens, patches = self._tokens_and_patches(sizes)
+        tokens = [self._image_tokens(size) for size in sizes]
         ids, masks, images, read, written = [], [], [], 0, 0
-        for (start, stop), size, count in zip(spans, sizes, tokens, strict=True):
+        for (start, stop), (image_ids, _) in zip(spans, tokens, strict=True):
             first = start + int((short_ids[start:stop] == self._image_id).argmax())
-            image = self._image_ids(size) if self._image_ids else np.full(count, self._image_id)
-            assert len(image) == count, "the processor's count and its ids of an image differ"
-            ids += [short_ids[read:first], image]
-            masks += [short_mask[read:first], np.zeros(count, bool)]
+            ids += [short_ids[read:first], image_ids]
+            masks += [short_mask[read:first], np.zeros(len(image_ids), bool)]
             begin = written + start - read
-            read, written = first + self._counted, written + first - read + count
+            read, written = first + self._counted, written + first - read + len(image_ids)
             images.append((begin, written + stop - read))
         ids, masks = [*ids, short_ids[read:]], [*masks, short_mask[read:]]
-        return Layout(np.concatenate(ids), np.concatenate(masks), images, patches)
+        return Layout(np.concatenate(ids), np.concatenate(masks), images, [patches for _, patches in tokens])
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -97,10 +100,10 @@ class Measure:
         if visual_inputs.image_grid_thw is not None:
             return int(visual_inputs.image_grid_thw.prod(-1).sum())
         if visual_inputs.image_sizes is not None:
-            return int(visual_inputs.image_sizes.prod(-1).sum()) // self._patch_size**2
+            return int(visual_inputs.image_sizes.prod(-1).sum()) // self.patch_size**2
         pixels = visual_inputs.pixel_values
         images, height, width = len(pixels), *(pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:])
-        return images * (height // self._patch_size) * (width // self._patch_size)
+        return images * (height // self.patch_size) * (width // self.patch_size)
 
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, marks included, the id that an image is mostly made of, and how many
@@ -112,7 +115,7 @@ class Measure:
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         marked, options = self._encode_text.marked(PROBE_MESSAGES, None, images=1)
         short_ids, _, _ = self._tokenize(marked, options, short_image)
-        (told,), _ = self._tokens_and_patches([PROBE_SIZE])
+        told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short_ids))
 
     def _tokenize(
@@ -122,25 +125,28 @@ class Measure:
         encoding = tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
         return np.asarray(encoding["input_ids"]), tokenizer.reply_mask, tokenizer.images
 
-    def _tokens_and_patches(self, sizes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        if not sizes:
-            return [], []
+    def _counted_tokens(self, size: tuple[int, int]) -> ImageTokens:
+        tokens, patches = self._count(size)
+        return np.full(tokens, self._image_id), patches
+
+    def _count(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Tokens, by the processor's own count, and raw patches."""
+        width, height = size
         has_grids = hasattr(self._processor.image_processor, "merge_size")
-        if not has_grids:  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
-            sizes = [(width, 4 if height in (1, 3) else height) for width, height in sizes]
+        if not has_grids and height in (1, 3):
+            height = 4  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
         try:
-            told = self._processor._get_num_multimodal_tokens([(height, width) for width, height in sizes])
+            told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        tokens, patches = told["num_image_tokens"], told["num_image_patches"]
-        if not has_grids:  # these count each image as one patch
-            patches = [self._patches(*size) for size in sizes]
-        return list(tokens), list(patches)
+        # without grids an image counts as one patch
+        patches = told["num_image_patches"][0] if has_grids else self._patches(width, height)
+        return told["num_image_tokens"][0], patches
 
     def _patches(self, width: int, height: int) -> int:
         resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
         height, width = resized(self._processor, height, width)
-        return (height // self._patch_size) * (width // self._patch_size)
+        return (height // self.patch_size) * (width // self.patch_size)
 
 
 def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
