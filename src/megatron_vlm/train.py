@@ -61,6 +61,9 @@ def train(config: RunConfig) -> None:
         if resumed.loader_note:
             log.message(resumed.loader_note)
 
+    if data and data.hf_because:
+        log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.hf_because}")
+
     micro_batches_per_step = derived(config, setup.world_size())["micro_batches_per_step"]
     try:
         for step in range(start + 1, config.train.steps + 1):
