@@ -72,7 +72,7 @@ def test_loss_mask_and_labels_agree(encoder):
 def test_every_image_token_has_its_feature(encoder):
     encoded = encoder.encode_sample(sample(conversation(images=3), images=3))
     assert (encoded.input_ids == encoder.tokenizer.image_token_id).sum() == 3 * 16
-    assert encoded.visual_inputs.pixel_values.shape == (3, 3, 112, 112)
+    assert encoded.visual_inputs.pixel_values.shape == (3, 112, 112, 3)
 
 
 def test_text_only_samples_have_no_visual_inputs_and_train(encoder):

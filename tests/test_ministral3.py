@@ -17,6 +17,7 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families.ministral3 import FAMILY
+from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.testing.distributed import run_distributed
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
@@ -88,10 +89,11 @@ def test_the_reply_is_trained(encoded, tiny):
     assert AutoProcessor.from_pretrained(tiny).tokenizer.decode(trained) == "7</s>"
 
 
-def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, hf_config):
+def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, tiny, hf_config):
     torch.manual_seed(0)
     vision = FAMILY.build_vision(hf_config)
-    both = encoded.visual_inputs
+    normalize = PixelNormalizer(AutoProcessor.from_pretrained(tiny).image_processor)
+    both = GenericVisualInputs(**normalize(encoded.visual_inputs.as_model_kwargs(), torch.float32))
     alone = [
         GenericVisualInputs(
             both.pixel_values[n : n + 1, :, :height, :width], image_sizes=both.image_sizes[n : n + 1]

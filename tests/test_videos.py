@@ -543,3 +543,22 @@ def test_settings_that_take_no_frame_are_refused(settings):
     given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
     with pytest.raises(ConfigError, match=next(iter(settings))):
         validate(apply_overrides(RunConfig(), given | settings))
+
+
+def test_ids_from_the_plan_are_those_of_the_encoding(arguments):
+    encoder = encoder_of(arguments, packing=True)
+    for videos in ([steady(30)], [steady(7), frame_list(3)]):
+        measured = encoder.preencode_sample(sample(videos))
+        encoded = encoder.postencode_sample(measured)
+        assert measured.layout.input_ids.tolist() == encoded.input_ids.tolist()
+
+
+def test_images_beside_a_video_are_raw_like_all_images_of_a_batch(arguments):
+    if arguments["images_or_videos"]:
+        return
+    encoder = encoder_of(arguments)
+    alone = encoder.encode_sample(sample([], [picture(3)]))
+    beside = encoder.encode_sample(sample([frame_list(2)], [picture(3)]))
+    pixels = encoder.batch([alone, beside]).visual_inputs.pixel_values
+    assert pixels.dtype == torch.uint8
+    assert beside.visual_inputs.pixel_values.equal(alone.visual_inputs.pixel_values)

@@ -36,12 +36,21 @@ _FIELDS_OF_KIND = (  # pixels, the grid that says how many rows of them an item 
 )
 
 
+def is_raw(pixel_values: Tensor) -> bool:
+    """Whether these are colours from 0 to 255, before the image processor's arithmetic."""
+    return pixel_values.dtype == torch.uint8
+
+
 @dataclass
 class GenericVisualInputs:
     """The visual tensors of a sample or of a micro batch; a field that is None is absent.
 
     Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
     (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
+
+    Float `pixel_values` are ready for the tower. uint8 ones are raw, see `is_raw`: images resized and cut as
+    the tower wants them, colours last, which the model's `PixelNormalizer` makes ready: (N, H, W, C), or
+    (P, h * w * C) patches of one moment, though the tower may want each repeated over several.
     """
 
     pixel_values: Tensor | None = None

@@ -31,7 +31,7 @@ def train(config: RunConfig) -> None:
     hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
     family = family_for(hf_config)
 
-    model = build_model(config, family, hf_config, setup.device())
+    model = build_model(config, family, hf_config, setup.device(), processor.image_processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
         import_hf(model, source, family, hf_config)
     model = data_parallel(model, config)
@@ -62,6 +62,9 @@ def train(config: RunConfig) -> None:
         log.message(f"resumed after step {start} from {resumed.path}")
         if resumed.loader_note:
             log.message(resumed.loader_note)
+
+    if data and data.hf_because:
+        log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.hf_because}")
 
     micro_batches_per_step = derived(config, setup.world_size())["micro_batches_per_step"]
     try:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
@@ -20,8 +22,9 @@ from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.cookers import COOKERS
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.images import decode_image, image_size
-from megatron_vlm.data.lengths import Measure
+from megatron_vlm.data.fast import fast_processor
+from megatron_vlm.data.images import decode_image, decode_pixels, image_size
+from megatron_vlm.data.lengths import Layout, Measure
 from megatron_vlm.data.packing import pack_buffer
 from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor, most_characters
 from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
@@ -75,6 +78,7 @@ class HFEncoderVLMTaskEncoder(
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
+    fast           do the work of a processor that `data.fast` knows; `hf_because` says why this is not done
     """
 
     decoder = None  # images stay encoded until `encode_sample`; Energon's own decoder executes pickles
@@ -96,6 +100,7 @@ class HFEncoderVLMTaskEncoder(
         position_ids: PositionIds | None = None,
         drops: DropReport | None = None,
         chat_template: str | None = None,
+        fast: bool = True,
     ):
         super().__init__()
         if over_length not in ("drop", "truncate"):
@@ -116,6 +121,9 @@ class HFEncoderVLMTaskEncoder(
         self._encode_text = SpanProcessor(processor, chat_template)
         if over_length == "drop":  # text of many megabytes is not tokenized first
             self._encode_text.max_characters = most_characters(self.tokenizer, seq_length)
+        self._fast, self.hf_because = None, "fast is off"
+        if fast:
+            self._fast, self.hf_because = fast_processor(processor, self._encode_text)
 
     @property
     def tokenizer(self):
@@ -169,7 +177,8 @@ class HFEncoderVLMTaskEncoder(
         size.
         """
         with self._counting_drops(sample):
-            return self._measured(sample)
+            length, patches, _ = self._measured(sample)
+        return length, patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches of an encoded sample's images."""
@@ -177,7 +186,7 @@ class HFEncoderVLMTaskEncoder(
 
     @functools.cached_property
     def _measure(self) -> Measure:
-        return Measure(self.processor, self._encode_text)
+        return self._fast.measure if self._fast else Measure(self.processor, self._encode_text)
 
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:
@@ -201,11 +210,9 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.document_keys for sample in samples],
         )
 
-    def _encode(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        messages, tools = self._read(sample)
-        images = [decode_image(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
-        text = self._encode_text(messages, tools, images, videos)
+    def _encode(self, sample: ChatMLSample, layout: Layout | None = None) -> HFEncoderTaskSample:
+        """`layout` spares reading the text again where it is known."""
+        text = self._encoded_text(sample, layout)
         document = self._fit(_Document(text, self._visual_inputs(text)))
         labels = _labels(document.text)
         if not (labels != IGNORE_INDEX).any():
@@ -221,7 +228,20 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.__key__],
         )
 
-    def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
+    def _encoded_text(self, sample: ChatMLSample, layout: Layout | None) -> EncodedText:
+        fast = self._fast and not sample.videos
+        messages, tools = (None, None) if layout and fast else self._read(sample)
+        decode = decode_pixels if self._fast else decode_image
+        images = [decode(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
+        if fast:
+            return self._fast(messages, tools, images, layout)
+        videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
+        text = self._encode_text(messages, tools, [Image.fromarray(np.asarray(i)) for i in images], videos)
+        if self._fast:  # a batch holds raw pixels of all its images, or of none
+            text.outputs |= self._fast.tensors(images)
+        return text
+
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
         messages, tools = self._read(sample)
         sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
         plans = [plan_video(video, self.video_rules) for video in sample.videos or []]
@@ -232,7 +252,8 @@ class HFEncoderVLMTaskEncoder(
             length, images, videos = _cut(layout.images, layout.videos, self.seq_length)
         if not layout.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        return length, sum(layout.image_patches[:images]) + sum(layout.video_patches[:videos])
+        patches = sum(layout.image_patches[:images]) + sum(layout.video_patches[:videos])
+        return length, patches, layout
 
     def _read(self, sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:
         """(messages, tools), one part for each image and each video."""
@@ -295,6 +316,7 @@ class MeasuredSample(Sample):
     conversation: ChatMLSample
     length: int
     patches: int
+    layout: Layout
 
 
 class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
@@ -318,14 +340,17 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
         """Raises as `measure`."""
-        length, patches = self.measure(sample)
-        return MeasuredSample.derive_from(sample, conversation=sample, length=length, patches=patches)
+        with self._counting_drops(sample):
+            length, patches, layout = self._measured(sample)
+        return MeasuredSample.derive_from(
+            sample, conversation=sample, length=length, patches=patches, layout=layout
+        )
 
     @stateless
     def postencode_sample(self, measured: MeasuredSample) -> HFEncoderTaskSample:
         """One document. Raises SkipSample, after counting the drop, for images that cannot be decoded."""
         with self._counting_drops(measured):
-            encoded = self._encode(measured.conversation)
+            encoded = self._encode(measured.conversation, measured.layout)
         found = len(encoded.input_ids), self._measure.patches_of(encoded.visual_inputs)
         if found != (measured.length, measured.patches):
             raise RuntimeError(
@@ -365,11 +390,11 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         """Rows of `seq_length`."""
         return self._batch_rows(samples, self.seq_length)
 
-    def _measured(self, sample: ChatMLSample) -> tuple[int, int]:
-        length, patches = super()._measured(sample)
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
+        length, patches, layout = super()._measured(sample)
         if self.max_patches is not None and patches > self.max_patches:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {self.max_patches}")
-        return length, patches
+        return length, patches, layout
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:

@@ -1,14 +1,16 @@
-"""The exact length of a sample's encoding from its text and the sizes of its images, without their pixels.
+"""A sample's token ids from its text and the sizes of its images, without their pixels.
 
 The processor is asked once, with a small image, what it writes for an image and how many of the tokens it
-counts; from then on its own count of tokens for an image size (`_get_num_multimodal_tokens`) is added to the
-tokens of a text in which every image is written as short as possible.
+counts; from then on a text in which every image is written as short as possible is tokenized, and each image
+grown to the processor's own count of tokens for its size (`_get_num_multimodal_tokens`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +19,7 @@ from PIL import Image
 from transformers import ProcessorMixin
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.spans import (
     IMAGE_START,
@@ -32,6 +34,11 @@ from megatron_vlm.data.videos import VideoPlan
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
 PROBE_SIZE = (56, 56)
+PROBE_MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+]
+ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
 MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 
 
@@ -39,6 +46,7 @@ MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 class Layout:
     """What the encoding of a conversation will look like."""
 
+    input_ids: np.ndarray  # (T,) int64; right where the processor is known, see `Measure`
     reply_mask: np.ndarray  # (T,) bool
     images: list[Span]
     videos: list[Span]
@@ -53,10 +61,18 @@ class Measure:
     """Called as `SpanProcessor`, with the sizes (width, height) of the images and the plans of the videos
     instead of their pixels.
 
+    image_tokens   what the processor makes of an image of a size, where that is known; default: the image
+                   token as often as the processor counts, in whichever order it writes others between
+
     Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
     """
 
-    def __init__(self, processor: ProcessorMixin, encode_text: SpanProcessor):
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        encode_text: SpanProcessor,
+        image_tokens: Callable[[tuple[int, int]], ImageTokens] | None = None,
+    ):
         if not hasattr(processor, "_get_num_multimodal_tokens"):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
@@ -68,8 +84,10 @@ class Measure:
                 "not tell, as packing needs; turn it off or use data.packing=none."
             )
         self._processor, self._encode_text = processor, encode_text
-        self._patch_size = getattr(processor, "patch_size", PATCH_SIZE)
-        self._short_image, self._counted = self._probe()
+        self._image_tokens = image_tokens or self._counted_tokens
+        sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
+        self.patch_size = next(filter(None, sides), PATCH_SIZE)
+        self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
         self,
@@ -81,14 +99,21 @@ class Measure:
         """Raises BadSample when the template or the processor refuses the conversation."""
         plans = plans or []
         marked, options = self._encode_text.marked(messages, tools, len(sizes), len(plans))
-        videos = [self._video(plan) for plan in plans]
+        images, videos = [self._image_tokens(size) for size in sizes], [self._video(plan) for plan in plans]
         marked = self._write_videos(marked, [text for text, _, _ in videos])
-        reply_mask, image_spans, video_spans = self._tokenize(marked, options, self._short_image)
-        tokens, image_patches = self._tokens_and_patches(sizes)
-        added = [count - self._counted for count in tokens] + [count for _, count, _ in videos]
-        reply_mask, spans = _grown(reply_mask, [*image_spans, *video_spans], added)
-        images, patches = len(sizes), [count for _, _, count in videos]
-        return Layout(reply_mask, spans[:images], spans[images:], image_patches, patches)
+        ids, mask, image_spans, video_spans = self._tokenize(marked, options, self._short_image)
+        grown = [
+            self._with_image(ids[slice(*span)], image_ids)
+            for span, (image_ids, _) in zip(image_spans, images, strict=True)
+        ]
+        grown += [
+            self._with_runs(ids[slice(*span)], runs)
+            for span, (_, runs, _) in zip(video_spans, videos, strict=True)
+        ]
+        ids, mask, spans = _grown(ids, mask, [*image_spans, *video_spans], grown)
+        patches = [patches for *_, patches in (*images, *videos)]
+        count = len(sizes)
+        return Layout(ids, mask, spans[:count], spans[count:], patches[:count], patches[count:])
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -98,34 +123,38 @@ class Measure:
         if any(grid is not None for grid in grids):
             return sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None)
         if visual_inputs.image_sizes is not None:
-            return int(visual_inputs.image_sizes.prod(-1).sum()) // self._patch_size**2
-        images, _, height, width = visual_inputs.pixel_values.shape
-        return images * (height // self._patch_size) * (width // self._patch_size)
+            return int(visual_inputs.image_sizes.prod(-1).sum()) // self.patch_size**2
+        pixels = visual_inputs.pixel_values
+        images, height, width = len(pixels), *(pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:])
+        return images * (height // self.patch_size) * (width // self.patch_size)
 
-    def _probe(self) -> tuple[str, int]:
-        """The shortest text of an image, marks included, and how many tokens of it the processor counts."""
-        messages = [
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-        ]
-        expanded = len(self._encode_text(messages, None, [Image.new("RGB", PROBE_SIZE)]).input_ids)
+    def _probe(self) -> tuple[str, int, int]:
+        """The shortest text of an image, marks included, the id that an image is mostly made of, and how many
+        tokens of the text the processor counts, that id's the first."""
+        expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        image_id = int(expanded.input_ids[slice(*expanded.images[0])].mode().values)
         short_image = MARKED_IMAGE.search(self._encode_text.marked_tokenizer.text)[0]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        marked, options = self._encode_text.marked(messages, None, images=1)
-        reply_mask, _, _ = self._tokenize(marked, options, short_image)
-        (told,), _ = self._tokens_and_patches([PROBE_SIZE])
-        return short_image, told - (expanded - len(reply_mask))
+        marked, options = self._encode_text.marked(PROBE_MESSAGES, None, images=1)
+        short_ids, *_ = self._tokenize(marked, options, short_image)
+        told, _ = self._count(PROBE_SIZE)
+        return short_image, image_id, told - (len(expanded.input_ids) - len(short_ids))
 
     def _tokenize(
         self, marked: str, options: dict, short_image: str
-    ) -> tuple[np.ndarray, list[Span], list[Span]]:
+    ) -> tuple[np.ndarray, np.ndarray, list[Span], list[Span]]:
+        """Ids, reply mask, and the spans of images and of videos."""
         tokenizer = self._encode_text.marked_tokenizer
-        tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
-        return tokenizer.reply_mask, tokenizer.images, tokenizer.videos
+        encoding = tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
+        return np.asarray(encoding["input_ids"]), tokenizer.reply_mask, tokenizer.images, tokenizer.videos
 
-    def _video(self, plan: VideoPlan) -> tuple[str, int, int]:
-        """(its text with one token for each run of equal ones, how many tokens more it has, raw patches).
+    def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
+        first = int((short_ids == self._image_id).argmax())
+        return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
+
+    def _video(self, plan: VideoPlan) -> tuple[str, list[int], int]:
+        """(its text with one token for each run of placeholders, the lengths of these runs, raw patches).
 
         The video processor works on frames without memory, and so applies its own rules to their shape.
         """
@@ -137,12 +166,23 @@ class Measure:
             text = self._processor.replace_video_token(outputs, 0)
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        added = 0
-        for token in {self._processor.video_token, *placeholder_tokens(self._processor)}:
-            short = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, text)
-            added += (len(text) - len(short)) // len(token)
-            text = short
-        return text, added, int(outputs["video_grid_thw"].prod())
+        runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
+        text = self._video_runs.sub(lambda run: run[run.lastindex], text)
+        return text, runs, int(outputs["video_grid_thw"].prod())
+
+    @functools.cached_property
+    def _video_tokens(self) -> list[str]:
+        return list({self._processor.video_token, *placeholder_tokens(self._processor)})
+
+    @functools.cached_property
+    def _video_runs(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"({re.escape(token)})+" for token in self._video_tokens))
+
+    def _with_runs(self, short_ids: np.ndarray, runs: list[int]) -> np.ndarray:
+        repeats = np.ones(len(short_ids), int)
+        ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
+        repeats[np.isin(short_ids, ids)] = runs
+        return np.repeat(short_ids, repeats)
 
     def _write_videos(self, marked: str, texts: list[str]) -> str:
         """`marked` with what the processor writes for each video in place of its placeholder."""
@@ -151,43 +191,55 @@ class Measure:
         pieces = marked.split(self._processor.video_token)  # which record text cannot hold
         return "".join(itertools.chain.from_iterable(itertools.zip_longest(pieces, texts, fillvalue="")))
 
-    def _tokens_and_patches(self, sizes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        if not sizes:
-            return [], []
+    def _counted_tokens(self, size: tuple[int, int]) -> ImageTokens:
+        tokens, patches = self._count(size)
+        return np.full(tokens, self._image_id), patches
+
+    def _count(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Tokens, by the processor's own count, and raw patches."""
+        width, height = size
         has_grids = hasattr(self._processor.image_processor, "merge_size")
-        if not has_grids:  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
-            sizes = [(width, 4 if height in (1, 3) else height) for width, height in sizes]
+        if not has_grids and height in (1, 3):
+            height = 4  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
         try:
-            told = self._processor._get_num_multimodal_tokens([(height, width) for width, height in sizes])
+            told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        tokens, patches = told["num_image_tokens"], told["num_image_patches"]
-        if not has_grids:  # these count each image as one patch
-            patches = [self._patches(*size) for size in sizes]
-        return list(tokens), list(patches)
+        # without grids an image counts as one patch
+        patches = told["num_image_patches"][0] if has_grids else self._patches(width, height)
+        return told["num_image_tokens"][0], patches
 
     def _patches(self, width: int, height: int) -> int:
-        """Of an image resized to one size (Gemma3), or into a square and up to whole patches (Pixtral)."""
-        size = self._processor.image_processor.size
-        if size.get("height"):
-            return (size["height"] // self._patch_size) * (size["width"] // self._patch_size)
-        merged = self._patch_size * self._processor.spatial_merge_size
-        height, width = get_resize_output_image_size(
-            np.broadcast_to(np.uint8(0), (height, width, 3)),  # it wants an image, and looks at its shape
-            size=(size["longest_edge"], size["longest_edge"]),
-            patch_size=(merged, merged),
-        )
-        return (height // self._patch_size) * (width // self._patch_size)
+        resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
+        height, width = resized(self._processor, height, width)
+        return (height // self.patch_size) * (width // self.patch_size)
 
 
-def _grown(reply_mask: np.ndarray, spans: list[Span], added: list[int]) -> tuple[np.ndarray, list[Span]]:
-    """Mask and spans once each span has so many tokens more; none of a span is of a reply."""
-    pieces, grown, read, written = [], list(spans), 0, 0
+def _grown(
+    ids: np.ndarray, mask: np.ndarray, spans: list[Span], grown: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+    """Ids, mask and spans with other ids in each span; none of a span is of a reply."""
+    new_ids, new_mask, new_spans, read, written = [], [], list(spans), 0, 0
     for index in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[index]
-        media = np.zeros(stop - start + added[index], bool)
-        pieces += [reply_mask[read:start], media]
+        media = grown[index]
+        new_ids += [ids[read:start], media]
+        new_mask += [mask[read:start], np.zeros(len(media), bool)]
         first = written + start - read
         read, written = stop, first + len(media)
-        grown[index] = (first, written)
-    return np.concatenate([*pieces, reply_mask[read:]]), grown
+        new_spans[index] = (first, written)
+    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_mask, mask[read:]]), new_spans
+
+
+def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized to one size for all, as for Gemma3."""
+    size = processor.image_processor.size
+    return size["height"], size["width"]
+
+
+def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized into a square and up to whole image tokens."""
+    longest = processor.image_processor.size["longest_edge"]
+    merged = processor.patch_size * processor.spatial_merge_size
+    image = np.broadcast_to(np.uint8(0), (3, height, width))  # an image is wanted, its shape looked at
+    return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))

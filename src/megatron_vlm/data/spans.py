@@ -17,6 +17,7 @@ import copy
 import functools
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -284,7 +285,9 @@ class _MarkedTokenizer:
         plain, replies, images, videos = _remove_marks(self.text)
         plain_text = plain if isinstance(text, str) else [plain]
         encoding = self._tokenizer(plain_text, return_offsets_mapping=True, **kwargs)
-        offsets = np.asarray(encoding.pop("offset_mapping")).reshape(-1, 2)
+        offsets = encoding.pop("offset_mapping")
+        offsets = offsets if isinstance(text, str) else offsets[0]
+        offsets = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
         self.reply_mask = np.zeros(len(offsets), bool)
         for span in replies:
             self.reply_mask |= _overlapping(offsets, span)

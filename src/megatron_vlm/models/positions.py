@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,25 +56,23 @@ def mrope_positions(
     Raises ValueError when placeholders and grids do not match.
     """
     items = _items(visual, merge_size, tokens_per_second)
-    kinds_T = kinds(input_ids_T)
-    where = torch.nonzero(kinds_T)[:, 0]
-    parts, end, start, seen = [], 0, 0, 0  # tokens done, next position, placeholders done
-    while seen < len(where):
+    kinds_T = kinds(input_ids_T).numpy()
+    where = np.flatnonzero(kinds_T)
+    out, end, start, seen = np.empty((3, len(kinds_T)), np.int64), 0, 0, 0
+    while seen < len(where):  # tokens done: end; next position: start; placeholders done: seen
         first = int(where[seen])
         item = _place(next(items[int(kinds_T[first])], None), kinds_T, first)
-        parts += [_text(start, first - end), item + (start + first - end)]
-        start = int(parts[-1].max()) + 1
-        end, seen = first + item.shape[1], seen + item.shape[1]
+        out[:, end:first] = np.arange(start, start + first - end)
+        start, end, seen = start + first - end, first + item.shape[1], seen + item.shape[1]
+        out[:, first:end] = item + start
+        start += int(item.max()) + 1
     if left := sum(1 for kind in items.values() for _ in kind):
         raise ValueError(f"{left} images or video frames have no placeholders among {len(kinds_T)} tokens")
-    return torch.cat([*parts, _text(start, len(kinds_T) - end)], dim=1)
+    out[:, end:] = np.arange(start, start + len(kinds_T) - end)
+    return torch.from_numpy(out)
 
 
-def _text(start: int, length: int) -> Tensor:
-    return torch.arange(start, start + length).expand(3, -1)
-
-
-def _place(item: Tensor | None, kinds_T: Tensor, first: int) -> Tensor:
+def _place(item: np.ndarray | None, kinds_T: np.ndarray, first: int) -> np.ndarray:
     """The item's positions, checked to fill a run of placeholders from `first` on."""
     length = 1 if item is None else item.shape[1]
     run = kinds_T[first : first + length]
@@ -88,33 +87,27 @@ def _place(item: Tensor | None, kinds_T: Tensor, first: int) -> Tensor:
 
 def _items(
     visual: GenericVisualInputs | None, merge_size: int, tokens_per_second: float | None
-) -> dict[int, Iterator[Tensor]]:
+) -> dict[int, Iterator[np.ndarray]]:
     """For both kinds, the positions (3, M) of each item counted from 0."""
-    images = videos = torch.zeros(0, 3, dtype=torch.int64)
-    if visual is not None and visual.image_grid_thw is not None:
-        images = visual.image_grid_thw
-    if visual is not None and visual.video_grid_thw is not None:
-        videos = visual.video_grid_thw
-    intervals = torch.ones(len(videos))
+    images = [] if visual is None or visual.image_grid_thw is None else visual.image_grid_thw.tolist()
+    videos = [] if visual is None or visual.video_grid_thw is None else visual.video_grid_thw.tolist()
+    intervals = [1.0] * len(videos)
     if tokens_per_second is None:
-        videos = torch.repeat_interleave(videos, videos[:, 0], dim=0)
-        videos = torch.cat((torch.ones_like(videos[:, :1]), videos[:, 1:]), dim=1)
-        intervals = torch.ones(len(videos))
+        videos = [[1, h, w] for t, h, w in videos for _ in range(t)]
+        intervals = [1.0] * len(videos)
     else:
         if visual is not None and visual.second_per_grid_ts is not None:
-            intervals = visual.second_per_grid_ts
-        intervals = intervals * tokens_per_second
+            intervals = visual.second_per_grid_ts.tolist()
+        intervals = [interval * tokens_per_second for interval in intervals]
     return {
-        IMAGE: (_grid(grid, merge_size, 1.0) for grid in images.tolist()),
-        VIDEO: (
-            _grid(grid, merge_size, interval)
-            for grid, interval in zip(videos.tolist(), intervals.tolist(), strict=True)
-        ),
+        IMAGE: (_grid(grid, merge_size, 1.0) for grid in images),
+        VIDEO: (_grid(grid, merge_size, every) for grid, every in zip(videos, intervals, strict=True)),
     }
 
 
-def _grid(grid: list[int], merge_size: int, interval: float) -> Tensor:
+def _grid(grid: list[int], merge_size: int, interval: float) -> np.ndarray:
     t, h, w = grid[0], grid[1] // merge_size, grid[2] // merge_size
-    times = (torch.arange(t) * interval).long()
-    axes = torch.meshgrid(times, torch.arange(h), torch.arange(w), indexing="ij")
-    return torch.stack(axes).flatten(1)
+    positions = np.indices((t, h, w)).reshape(3, -1)
+    if t > 1:
+        positions[0] = positions[0].astype(np.float32) * np.float32(interval)  # cut to whole positions
+    return positions

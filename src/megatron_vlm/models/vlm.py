@@ -17,6 +17,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
+from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.vision_parallel import spread_over_ranks
 from megatron_vlm.parallel.layout import pipeline_layout
 
@@ -36,6 +37,7 @@ class VLMModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
+        image_processor: Any | None = None,
     ):
         super().__init__(config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
@@ -47,6 +49,7 @@ class VLMModel(MegatronModule):
             self.vision = family.build_vision(hf_config)
             if config.recompute_granularity == "full":
                 recompute_layers(self.vision)
+            self.pixels = PixelNormalizer(image_processor)
             self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
             self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
@@ -105,10 +108,13 @@ class VLMModel(MegatronModule):
         """The tower's output for all items of the micro batch, see `Family.build_vision`."""
         visual = GenericVisualInputs(**visual_inputs.normalized_for_model())
         if not self.config.images_spread:
-            return self.vision(**visual.as_model_kwargs())
+            return self._tower(**visual.as_model_kwargs())
         group = parallel_state.get_tensor_model_parallel_group()
         blank = self._blank_image.to(device)
-        return spread_over_ranks(self.vision, visual, self._visual_tokens(visual), blank, group)
+        return spread_over_ranks(self._tower, visual, self._visual_tokens(visual), blank, group)
+
+    def _tower(self, **visual: Tensor) -> Tensor:
+        return self.vision(**self.pixels(visual, self.config.params_dtype))
 
     def _features_of_blank(self, device: torch.device) -> Tensor:
         """Features of a blank image, so that a micro batch without images starts the same collectives."""
@@ -153,8 +159,17 @@ def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
     return hidden_BSD.flatten(0, 1).index_copy(0, places_M, features_MD).view_as(hidden_BSD)
 
 
-def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.device) -> list[VLMModel]:
-    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied."""
+def build_model(
+    run: RunConfig,
+    family: Family,
+    hf_config: Any,
+    device: torch.device,
+    image_processor: Any | None = None,
+) -> list[VLMModel]:
+    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied.
+
+    The checkpoint's `image_processor` is needed for the data path's raw pixels, see `models.pixels`.
+    """
     architecture = family.architecture(hf_config)
     costs = architecture["num_layers"], 0.0, 0.0
     if run.parallel.pp > 1:
@@ -168,7 +183,7 @@ def build_model(run: RunConfig, family: Family, hf_config: Any, device: torch.de
         vp_stage = stage if vpp > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage))
+        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage, image_processor))
     for chunk in chunks:
         freeze(chunk, family, run.model.freeze)
         chunk.to(device)

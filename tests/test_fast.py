@@ -1,0 +1,304 @@
+"""The fast path makes of a sample what the Hugging Face processor makes of it, to the bit."""
+
+import io
+import json
+import random
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from megatron.energon.errors import SkipSample
+from PIL import Image
+from transformers.image_utils import SizeDict
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.fast import KNOWN
+from megatron_vlm.data.images import decode_image, decode_pixels
+from megatron_vlm.models.families import load
+from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.testing.corpus import default_corpus
+from megatron_vlm.testing.tiny import TINY_FAMILIES
+
+# Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
+PUBLISHED = {
+    "gemma3": {"image_size": 896, "image_tokens": 256},
+    "mistral3": {"image_size": 1540},
+    "glm4v_moe": {"image_size": 2425},
+    "qwen2_5_vl": {"image_size": 3584},
+    "qwen3_vl": {"image_size": 4096},
+}
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+FILES = [  # (width, height), mode, format, options
+    ((64, 48), "RGB", "JPEG", {}),
+    ((448, 448), "RGB", "JPEG", {"subsampling": 0}),
+    ((1024, 768), "RGB", "JPEG", {"quality": 90}),
+    ((333, 201), "RGB", "JPEG", {"subsampling": 2, "progressive": True}),
+    ((201, 77), "RGB", "JPEG", {"exif": ROTATED}),
+    ((97, 131), "L", "JPEG", {}),
+    ((90, 60), "CMYK", "JPEG", {}),
+    ((3, 111), "RGB", "PNG", {}),
+    ((200, 3), "RGB", "PNG", {}),
+    ((150, 1), "RGB", "PNG", {}),
+    ((1, 1), "RGB", "PNG", {}),
+    ((120, 80), "RGBA", "PNG", {}),
+    ((120, 80), "I;16", "PNG", {}),
+    ((58, 300), "P", "GIF", {}),
+    ((400, 31), "RGB", "WEBP", {}),
+]
+TEXTS = [
+    "What is in the image?",
+    "図の中の犬🐕は何匹？",
+    "\n\n  and \n",
+    "<b>\u00a0</b> [x] 👩‍👩‍👧 é e\u0301",
+    "",
+    " ",
+]
+
+
+def picture(size, mode, format, options, seed=0):
+    """Smooth, so that resizing has something to round, and noisy."""
+    rng, (width, height) = np.random.default_rng(seed), size
+    noise = Image.fromarray(
+        rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 4), dtype=np.uint8), "RGBA"
+    )
+    rgba = np.array(noise.resize(size, Image.Resampling.BICUBIC)) ^ rng.integers(0, 4, (height, width, 4))
+    if mode == "I;16":
+        image = Image.fromarray((rgba[..., 0] * 257).astype(np.uint16))
+    else:
+        rgba = Image.fromarray(rgba.astype(np.uint8), "RGBA")
+        image = rgba if mode == "RGBA" else rgba.convert("RGB").convert(mode)
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def samples():
+    """Each file alone, then 0 to 3 of them in up to 8 turns, beside one another too."""
+    rng = random.Random(0)
+    files = [picture(*file, seed=seed) for seed, file in enumerate(FILES)]
+    for number in range(len(FILES) + 12):
+        alone, turns = number < len(FILES), []
+        imgs = [files[number]] if alone else rng.choices(files, k=number % 4)
+        questions = [""] * (1 if alone else rng.choice([1, 2, 8]))
+        for _ in imgs:
+            questions[rng.randrange(len(questions))] += rng.choice(TEXTS) + "<image>"
+        for question in questions:
+            turns.append({"role": "user", "content": question + rng.choice(TEXTS)})
+            turns.append({"role": "assistant", "content": rng.choice(TEXTS) or "A dog."})
+        yield ChatMLSample(
+            __key__=str(number), __restore_key__=(), conversation=json.dumps(turns), imgs=imgs or None
+        )
+
+
+@pytest.fixture(scope="module", params=[(name, at) for name in PUBLISHED for at in ("tiny", "published")])
+def processor(request):
+    name, at = request.param
+    sizes = PUBLISHED[name] if at == "published" else {}
+    parts = TINY_FAMILIES[name]
+    processor = parts.processor(default_corpus(), parts.template, **sizes)
+    processor.visual_keys = load(name).visual_keys
+    return processor
+
+
+def encoders(processor, **options):
+    """(fast, through the HF processor)"""
+    keys = processor.visual_keys
+    return [HFEncoderVLMTaskEncoder(processor, 100_000, keys, fast=f, **options) for f in (True, False)]
+
+
+def ready(processor, visual: GenericVisualInputs | None) -> dict[str, torch.Tensor]:
+    if visual is None:
+        return {}
+    return PixelNormalizer(processor.image_processor)(visual.normalized_for_model(), torch.float32)
+
+
+def assert_equal_but_for_normalization(processor, ours, theirs):
+    for field in ("input_ids", "labels", "loss_mask", "attention_mask", "position_ids"):
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), (ours.__key__, field)
+    assert ours.visual_inputs is None or is_raw(ours.visual_inputs.pixel_values)
+    visual, expected = ready(processor, ours.visual_inputs), ready(processor, theirs.visual_inputs)
+    assert visual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == visual[name].dtype and torch.equal(visual[name], tensor), (ours.__key__, name)
+
+
+def test_everything_equals_what_the_processor_makes(processor):
+    fast, hf = encoders(processor)
+    assert fast.hf_because is None and hf.hf_because
+    lengths = set()
+    for sample in samples():
+        theirs = hf.encode_sample(sample)
+        assert_equal_but_for_normalization(processor, fast.encode_sample(sample), theirs)
+        lengths.add(len(theirs.input_ids))
+    assert len(lengths) > 5
+
+
+def test_bounds_on_pixels_are_kept(processor):
+    for bounds in ({"max_pixels": 9000}, {"min_pixels": 60_000}):
+        fast, hf = encoders(processor, **bounds)
+        for sample in list(samples())[: len(FILES)]:
+            assert_equal_but_for_normalization(
+                processor, fast.encode_sample(sample), hf.encode_sample(sample)
+            )
+
+
+def test_templates_without_generation_blocks(processor):
+    from megatron_vlm.testing.tiny import without_generation_tags
+
+    fast, hf = encoders(processor, chat_template=without_generation_tags(processor.chat_template))
+    for sample in list(samples())[len(FILES) :]:
+        assert_equal_but_for_normalization(processor, fast.encode_sample(sample), hf.encode_sample(sample))
+
+
+def test_rows_of_several_samples_are_equal(processor):
+    """Here images of several samples are batched, and padded to one another where the tower wants it."""
+    fast, hf = encoders(processor)
+    some = [sample for sample in samples() if int(sample.__key__) % 4 == 2]
+    ours, theirs = (encoder.batch([encoder.encode_sample(s) for s in some]) for encoder in (fast, hf))
+    visual, expected = (ready(processor, batch.visual_inputs) for batch in (ours, theirs))
+    assert visual.keys() == expected.keys()
+    assert all(torch.equal(visual[name], expected[name]) for name in expected)
+
+
+def tiny_qwen():
+    parts = TINY_FAMILIES["qwen2_5_vl"]
+    return parts.processor(default_corpus(100), parts.template)
+
+
+def changed(**settings):
+    processor = tiny_qwen()
+    for name, value in settings.items():
+        setattr(processor.image_processor, name, value)
+    return processor
+
+
+class OtherImageProcessor(Qwen2VLImageProcessor):
+    pass
+
+
+def with_other_image_processor():
+    processor = tiny_qwen()
+    processor.image_processor = OtherImageProcessor(size=dict(processor.image_processor.size))
+    return processor
+
+
+def other_processor():
+    processor = tiny_qwen()
+    processor.__class__ = type("Qwen2_5_VLProcessor", (type(processor),), {})
+    return processor
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: changed(do_rescale=False), "do_rescale = False"),
+        (lambda: changed(do_normalize=None), "do_normalize = None"),
+        (
+            lambda: changed(do_center_crop=True, crop_size=SizeDict(height=28, width=28)),
+            "do_center_crop = True",
+        ),
+        (lambda: changed(resample=0), "resample = 0"),
+        (with_other_image_processor, "OtherImageProcessor"),
+        (other_processor, "not one of the known"),
+    ],
+)
+def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reason):
+    encoder = HFEncoderVLMTaskEncoder(make(), 4096, load("qwen2_5_vl").visual_keys)
+    assert reason in encoder.hf_because
+    first, *_ = samples()
+    assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
+
+
+def test_gemma_with_pan_and_scan_goes_to_the_processor():
+    parts = TINY_FAMILIES["gemma3"]
+    processor = parts.processor(default_corpus(100), parts.template)
+    processor.image_processor.do_pan_and_scan = True
+    assert "do_pan_and_scan = True" in HFEncoderVLMTaskEncoder(processor, 4096).hf_because
+
+
+def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
+    """As a later version of transformers might write them."""
+    theirs = KNOWN["Gemma3Processor"]
+    one_token_for_all = type(theirs)(
+        **vars(theirs) | {"image_ids": lambda processor, h, w: np.zeros(16, int)}
+    )
+    monkeypatch.setitem(KNOWN, "Gemma3Processor", one_token_for_all)
+    parts = TINY_FAMILIES["gemma3"]
+    encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), 4096)
+    assert "other tokens" in encoder.hf_because
+
+
+def test_raw_pixels_without_an_image_processor_are_an_error():
+    raw = {"pixel_values": torch.zeros(1, 4, 4, 3, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="pass it to build_model"):
+        PixelNormalizer(None)(raw, torch.float32)
+
+
+def test_ready_pixels_stay_as_they_are():
+    floats = {"pixel_values": torch.randn(1, 3, 4, 4)}
+    assert PixelNormalizer(None)(floats, torch.bfloat16) is floats
+
+
+def test_no_decoded_image_outlives_its_sample():
+    """60 images of 2.4 MB decoded, and as much resized and cut."""
+    parts = TINY_FAMILIES["qwen2_5_vl"]
+    processor = parts.processor(default_corpus(100), parts.template, image_size=1024)
+    encoder = HFEncoderVLMTaskEncoder(processor, 4096, load("qwen2_5_vl").visual_keys)
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
+    resident = []
+    for number in range(70):
+        imgs = [picture(*FILES[2], seed=number % 3)]
+        key = str(number)
+        encoder.encode_sample(
+            ChatMLSample(__key__=key, __restore_key__=(), conversation=json.dumps(turns), imgs=imgs)
+        )
+        resident.append(psutil.Process().memory_info().rss)
+    assert max(resident[10:]) - resident[9] < 40e6
+
+
+# ----------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file[1]}-{file[2]}-{file[0]}")
+def test_pixels_are_those_of_the_decoded_image(file):
+    data = picture(*file)
+    assert np.array_equal(decode_pixels(data), np.asarray(decode_image(data)))
+
+
+def test_damaged_jpegs_decode_alike_or_are_refused_alike():
+    """Cut anywhere, bytes changed anywhere."""
+    rng, whole = random.Random(1), picture((120, 90), "RGB", "JPEG", {})
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(rng.randrange(3)):
+            damaged[rng.randrange(len(whole))] = rng.randrange(256)
+        if rng.random() < 0.5:
+            del damaged[rng.randrange(len(whole)) :]
+        ours, theirs = (outcome(decode, bytes(damaged)) for decode in (decode_pixels, decode_image))
+        assert ours == theirs
+        refused += isinstance(ours, str)
+    assert 50 < refused < 250
+
+
+def outcome(decode, data):
+    try:
+        return np.asarray(decode(data)).tolist()
+    except BadSample as bad:
+        return bad.reason
+
+
+def test_an_undecodable_image_is_counted(processor):
+    fast, hf = encoders(processor)
+    cut = picture(*FILES[2])[:5000]
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
+    for encoder in (fast, hf):
+        with pytest.raises(SkipSample):
+            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=json.dumps(turns), imgs=[cut])
+            encoder.encode_sample(sample)
+    assert fast.drops.examples() == hf.drops.examples()

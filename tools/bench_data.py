@@ -1,0 +1,427 @@
+"""Measure encoding of image conversations, print a table and write reports/bench_data.json.
+
+python tools/bench_data.py [--families gemma3 qwen3_vl] [--rounds 5] [--workers-only] [--out FILE]
+
+Every path gets the same JPEG files and conversations, on one core, in turns, and its fastest round counts;
+seconds are CPU time. Processors have the image settings of the published checkpoints, and small tokenizers.
+
+floor            JPEG decoding with the fastest codec installed, resizing, normalizing: what nobody can skip
+megatron_vlm     this package's encoder: the batch contract's sample, with pixels for the device to normalize
+hf_processor     apply_chat_template with the mask of assistant tokens, as one would write it
+automodel        NeMo Automodel's PreTokenizedDatasetWrapper, if installed
+bridge           Megatron-Bridge's collate function for the processor, if installed; its package's modules
+                 are imported without their `__init__`, which needs Transformer Engine
+
+Last, samples per second of wall-clock time out of an Energon dataset with one and with two workers.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import argparse
+import datetime
+import importlib
+import io
+import json
+import logging
+import platform
+import random
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
+from transformers import AutoConfig, ProcessorMixin
+from transformers.utils import logging as transformers_logging
+
+from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.energon import EnergonProvider
+from megatron_vlm.data.fast import KNOWN, RESAMPLE
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.corpus import default_corpus
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {  # image settings of the published checkpoints, as `testing` takes them
+    "gemma3": {"image_size": 896, "image_tokens": 256},
+    "mistral3": {"image_size": 1540},
+    "glm4v_moe": {"image_size": 2425},
+    "qwen2_5_vl": {"image_size": 3584},
+    "qwen3_vl": {"image_size": 4096},
+}
+IMAGES = ((448, 448), (1024, 768))
+TURNS = (1, 8)
+WORDS = (12, 24)  # of a question and of a reply
+SAMPLES = 8
+PACKAGES = ("torch", "torchvision", "transformers", "tokenizers", "pillow", "simplejpeg")
+PEERS = ("nemo-automodel", "megatron-bridge")
+LIMITS = {"floor": 0.7, "hf_processor": 2.0, "bridge": 8.0, "workers": 1.8}  # at least
+
+
+@dataclass
+class Conversation:
+    texts: list[tuple[str, str]]  # question and reply of each turn; the image stands before the first
+    jpeg: bytes
+
+    def messages(self, image: Any = None) -> list[dict]:
+        """As Transformers' templates take them, the image in place."""
+        messages = []
+        for question, reply in self.texts:
+            messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": reply}]})
+        messages[0]["content"].insert(0, {"type": "image", "image": image})
+        return messages
+
+    def sample(self) -> ChatMLSample:
+        turns = []
+        for question, reply in self.texts:
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": reply})
+        turns[0]["content"] = "<image>" + turns[0]["content"]
+        return ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=[self.jpeg])
+
+
+Work = Callable[[Conversation], Any]
+
+
+def conversations(size: tuple[int, int], turns: int) -> list[Conversation]:
+    rng, words = random.Random(0), " ".join(default_corpus(200)).split()
+    texts = [
+        [tuple(" ".join(rng.choices(words, k=count)) for count in WORDS) for _ in range(turns)]
+        for _ in range(SAMPLES)
+    ]
+    return [Conversation(text, jpeg(size, seed)) for seed, text in enumerate(texts)]
+
+
+def jpeg(size: tuple[int, int], seed: int) -> bytes:
+    """Smooth shapes with some grain, quality 90: about 0.25 bytes per pixel, as of a camera."""
+    rng, (width, height) = np.random.default_rng(seed), size
+    coarse = rng.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), np.int16)
+    grain = rng.integers(-4, 5, (height, width, 1))
+    out = io.BytesIO()
+    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def pillow(data: bytes) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def codecs() -> dict[str, Callable[[bytes], np.ndarray]]:
+    """The JPEG decoders installed, name → bytes to (H, W, 3)."""
+    found = {"pillow": pillow}
+    if find_spec("simplejpeg"):
+        found["simplejpeg"] = importlib.import_module("simplejpeg").decode_jpeg
+    if hasattr(torch.ops.image, "decode_jpeg"):
+
+        def torchvision(data: bytes) -> np.ndarray:
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return torch.ops.image.decode_jpeg(encoded, 3, False).permute(1, 2, 0).numpy()
+
+        found["torchvision"] = torchvision
+    if find_spec("cv2"):
+        cv2 = importlib.import_module("cv2")
+        found["opencv"] = lambda data: cv2.imdecode(np.frombuffer(data, np.uint8), 1)[..., ::-1]
+    return found
+
+
+def fastest_codec() -> str:
+    file = jpeg((1024, 768), 0)
+    return min(codecs(), key=lambda name: seconds(lambda _: codecs()[name](file), [None] * SAMPLES, 5))
+
+
+def floor(family: str, processor: ProcessorMixin, codec: str) -> Work:
+    decode, target = codecs()[codec], KNOWN[type(processor).__name__].target
+    images = processor.image_processor
+    scale = 1 / (255 * torch.tensor(images.image_std))
+    shift = -torch.tensor(images.image_mean) / torch.tensor(images.image_std)
+
+    def work(conversation: Conversation) -> torch.Tensor:
+        pixels = torch.from_numpy(decode(conversation.jpeg)).permute(2, 0, 1)
+        size = list(target(processor, *pixels.shape[1:]))
+        resized = tv.resize(pixels, size, RESAMPLE[int(images.resample)], antialias=True)
+        lines = resized.permute(1, 2, 0).flatten(1).float()  # by whole lines, three times as fast
+        return lines.mul_(scale.repeat(size[1])).add_(shift.repeat(size[1]))
+
+    return work
+
+
+def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
+    encoder = encoder_of(family, processor)
+    assert encoder.hf_because is None, encoder.hf_because
+    return lambda conversation: encoder.encode_sample(conversation.sample())
+
+
+def encoder_of(family: str, processor: ProcessorMixin) -> HFEncoderVLMTaskEncoder:
+    with tempfile.TemporaryDirectory() as folder:
+        hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(family, folder))
+    parts = load(family)
+    return HFEncoderVLMTaskEncoder(
+        processor, 100_000, parts.visual_keys, position_ids=parts.position_ids(hf_config)
+    )
+
+
+def hf_processor(family: str, processor: ProcessorMixin, codec: str) -> Work:
+    def work(conversation: Conversation) -> dict[str, torch.Tensor]:
+        image = Image.open(io.BytesIO(conversation.jpeg)).convert("RGB")
+        batch = processor.apply_chat_template(
+            conversation.messages(image),
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            return_assistant_tokens_mask=True,
+        )
+        mask = torch.as_tensor(batch["assistant_masks"]).bool()
+        return dict(batch) | {"labels": batch["input_ids"].where(mask, IGNORE_INDEX)}
+
+    return work
+
+
+class _Rows:
+    """What Automodel's wrapper indexes; each access is a fresh conversation, as it writes into it."""
+
+    def __init__(self):
+        self.conversation: Conversation | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict:
+        image = Image.open(io.BytesIO(self.conversation.jpeg))
+        return {"conversation": self.conversation.messages(image)}
+
+
+def automodel(family: str, processor: ProcessorMixin, codec: str) -> Work:
+    datasets = importlib.import_module("nemo_automodel.components.datasets.vlm.datasets")
+    rows = _Rows()
+    wrapper = datasets.PreTokenizedDatasetWrapper(rows, processor, max_length=None)
+
+    def work(conversation: Conversation) -> dict:
+        rows.conversation = conversation
+        return wrapper[0]
+
+    return work
+
+
+def bridge(family: str, processor: ProcessorMixin, codec: str) -> Work:
+    import_without_init("megatron.bridge")
+    registry = importlib.import_module("megatron.bridge.data.collators.registry")
+    collate = registry.resolve_model_collate(type(processor).__name__)
+
+    def work(conversation: Conversation) -> dict:
+        image = Image.open(io.BytesIO(conversation.jpeg)).convert("RGB")
+        return collate([{"conversation": conversation.messages(image)}], processor)
+
+    return work
+
+
+def import_without_init(package: str) -> None:
+    """Make the package's modules importable one by one, whatever its `__init__` files would import."""
+    if package in sys.modules:
+        return
+    [root] = find_spec(package).submodule_search_locations
+    for init in sorted(Path(root).rglob("__init__.py")):
+        name = ".".join((package, *init.parent.relative_to(root).parts))
+        if name not in sys.modules:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [str(init.parent)]
+
+
+PATHS = {
+    "floor": floor,
+    "megatron_vlm": megatron_vlm,
+    "hf_processor": hf_processor,
+    "automodel": automodel,
+    "bridge": bridge,
+}
+
+
+def paths_of(family: str, processor: ProcessorMixin, codec: str) -> Iterator[tuple[str, Work | str]]:
+    """Every path by name, or why it cannot be run."""
+    example = conversations(IMAGES[0], 1)[0]
+    for name, make in PATHS.items():
+        try:
+            work = make(family, processor, codec)
+            work(example)
+        except Exception as error:  # noqa: BLE001  a peer may fail in any way; ours and the floor may not
+            if name in ("floor", "megatron_vlm"):
+                raise
+            yield name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        else:
+            yield name, work
+
+
+def seconds(work: Work, given: list, rounds: int) -> float:
+    """CPU seconds for one of `given`, in the fastest round over all of them."""
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.process_time()
+        for one in given:
+            work(one)
+        best = min(best, (time.process_time() - began) / len(given))
+    return best
+
+
+def measure(family: str, rounds: int, codec: str) -> Iterator[dict]:
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(), parts.template, **FAMILIES[family])
+    works = {}
+    for name, work in paths_of(family, processor, codec):
+        if isinstance(work, str):
+            print(f"{name} cannot be run for {family}: {work}", flush=True)
+        else:
+            works[name] = work
+    for size in IMAGES:
+        for turns in TURNS:
+            given = conversations(size, turns)
+            best = dict.fromkeys(works, float("inf"))
+            for _ in range(rounds):
+                for name, work in works.items():
+                    best[name] = min(best[name], seconds(work, given, 1))
+            for name, taken in best.items():
+                yield {
+                    "path": name,
+                    "family": family,
+                    "image": f"{size[0]}x{size[1]}",
+                    "turns": turns,
+                    "samples_per_second": round(1 / taken, 1),
+                    "ratio_to_floor": round(best["floor"] / taken, 3),
+                }
+
+
+def measure_workers(family: str, batches: int = 60) -> dict:
+    """Samples per second of wall-clock time with one and with two workers, the better of two tries."""
+    parts = TINY_FAMILIES[family]
+    encoder = encoder_of(family, parts.processor(default_corpus(), parts.template, **FAMILIES[family]))
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = energon_dataset(Path(folder), samples=200)
+        rates = {1: 0.0, 2: 0.0}
+        for count in (1, 2, 1, 2):
+            rates[count] = max(rates[count], rate(dataset, encoder, count, batches))
+    return {
+        "family": family,
+        "image": "1024x768",
+        "turns": 1,
+        "samples_per_second": {str(count): round(value, 1) for count, value in rates.items()},
+        "scaling": round(rates[2] / rates[1], 3),
+    }
+
+
+def energon_dataset(folder: Path, samples: int) -> Path:
+    given, records = conversations((1024, 768), 1), []
+    for number in range(samples):
+        one = given[number % len(given)]
+        (folder / f"{number}.jpg").write_bytes(one.jpeg)
+        turns = json.loads(one.sample().conversation)
+        records.append({"images": [f"{number}.jpg"], "messages": turns})
+    (folder / "source.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepare_energon_dataset(
+        folder / "source.jsonl",
+        folder / "dataset",
+        splits={"train": samples},
+        samples_per_shard=20,
+        workers=1,
+        progress=False,
+    )
+    return folder / "dataset"
+
+
+def rate(dataset: Path, encoder: HFEncoderVLMTaskEncoder, num_workers: int, batches: int) -> float:
+    provider = EnergonProvider(str(dataset), num_workers=num_workers, shuffle_buffer_size=16)
+    loader = provider.train_loader(encoder, micro_batch_size=4, rank=0, world_size=1, seed=0)
+    try:
+        for _ in range(4 + 4 * num_workers):  # past what the workers make ahead
+            next(loader)
+        began = time.perf_counter()
+        for _ in range(batches):
+            next(loader)
+        return 4 * batches / (time.perf_counter() - began)
+    finally:
+        loader.close()
+
+
+def show(rows: list[dict], workers: dict | None) -> None:
+    columns = [name for name in PATHS if any(row["path"] == name for row in rows)]
+    print(
+        f"\n{'samples per second':<36}"
+        + "".join(f"{name:>14}" for name in columns)
+        + f"{'':>4}of floor of HF"
+    )
+    cases = dict.fromkeys((row["family"], row["image"], row["turns"]) for row in rows)
+    for case in cases:
+        rates = {
+            r["path"]: r["samples_per_second"] for r in rows if (r["family"], r["image"], r["turns"]) == case
+        }
+        family, image, turns = case
+        ours = rates["megatron_vlm"]
+        of_floor, of_hf = ours / rates["floor"], ours / rates["hf_processor"]
+        cells = "".join(f"{rates.get(name, float('nan')):>14.1f}" for name in columns)
+        missed = " !" if of_floor < LIMITS["floor"] or of_hf < LIMITS["hf_processor"] else ""
+        print(f"{family:<14}{image:>10}{turns:>3} turns   {cells}    {of_floor:>8.2f} {of_hf:>5.1f}{missed}")
+    if workers:
+        missed = " !" if workers["scaling"] < LIMITS["workers"] else ""
+        print(f"\nworkers 1 → 2: {workers['samples_per_second']}, scaling {workers['scaling']}{missed}")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES + PEERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers-only", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench_data.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    codec = fastest_codec()
+    print(f"fastest JPEG decoder: {codec}")
+    families = [] if arguments.workers_only else arguments.families
+    rows = [row for family in families for row in measure(family, arguments.rounds, codec)]
+    workers = measure_workers(arguments.families[-1])
+    show(rows, workers)
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(),
+        "versions": versions(),
+        "floor_codec": codec,
+        "limits": {f"over {name}": f"at least {limit}" for name, limit in LIMITS.items()},
+        "rows": rows,
+        "workers": workers,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
