@@ -10,10 +10,12 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.fast import KNOWN
@@ -21,7 +23,8 @@ from megatron_vlm.data.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.testing.corpus import default_corpus
-from megatron_vlm.testing.tiny import TINY_FAMILIES
+from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {
@@ -148,8 +151,6 @@ def test_bounds_on_pixels_are_kept(processor):
 
 
 def test_templates_without_generation_blocks(processor):
-    from megatron_vlm.testing.tiny import without_generation_tags
-
     fast, hf = encoders(processor, chat_template=without_generation_tags(processor.chat_template))
     for sample in list(samples())[len(FILES) :]:
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), hf.encode_sample(sample))
@@ -242,6 +243,35 @@ def test_raw_pixels_without_an_image_processor_are_an_error():
 def test_ready_pixels_stay_as_they_are():
     floats = {"pixel_values": torch.randn(1, 3, 4, 4)}
     assert PixelNormalizer(None)(floats, torch.bfloat16) is floats
+
+
+def losses(path: str, family: str) -> list[torch.Tensor]:
+    """Of the model on a batch with raw and on one with ready pixels."""
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
+    processor.visual_keys, parts = load(family).visual_keys, load(family)
+    run = RunConfig(model=ModelConfig(dtype="bf16"))
+    [model] = build_model(run, parts, hf_config, setup.device(), processor.image_processor)
+    import_hf([model], path, parts, hf_config)
+    found = []
+    for encoder in encoders(processor, position_ids=parts.position_ids(hf_config)):
+        given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
+        batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
+        names = ("input_ids", "position_ids", "attention_mask", "visual_inputs", "labels")
+        with torch.no_grad():
+            found.append(model(*(batch[name] for name in names)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(family, tmp_path):
+    path = build_tiny_checkpoint(family, tmp_path / family)
+    [[raw, ready]] = run_distributed(1, losses, str(path), family)
+    assert raw.isfinite().all() and torch.equal(raw, ready)
 
 
 def test_no_decoded_image_outlives_its_sample():
