@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 
@@ -61,17 +61,25 @@ def _from_lmdb(database: Path, key: str) -> bytes | None:
     except ImportError as error:
         raise ImportError(f"data: {database} needs the package lmdb; run `pip install lmdb`.") from error
     try:
-        with _open_lmdb(database, os.getpid()).begin() as transaction:
+        with _environment(database).begin() as transaction:
             return transaction.get(key.encode())
     except (lmdb.Error, UnicodeEncodeError) as error:  # empty or overlong keys, a damaged file
         raise BadSample("missing_media", f"{database}::{key[:200]}: {error}") from error
 
 
-@functools.lru_cache(maxsize=16)
-def _open_lmdb(database: Path, process: int):
-    """One environment per process: they do not survive a fork."""
+_environments: dict[Path, tuple[int, Any]] = {}  # database -> the process that opened it, environment
+
+
+def _environment(database: Path) -> Any:
+    """Open once in each process: it does not survive a fork, and the copy must be closed before another."""
     import lmdb
 
-    return lmdb.open(
-        str(database), subdir=database.is_dir(), readonly=True, lock=False, readahead=False, max_readers=1024
-    )
+    process, environment = _environments.get(database, (None, None))
+    if process != os.getpid():
+        if environment is not None:
+            environment.close()
+        environment = lmdb.open(
+            str(database), subdir=database.is_dir(), readonly=True, lock=False, readahead=False
+        )
+        _environments[database] = os.getpid(), environment
+    return environment
