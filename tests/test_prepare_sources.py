@@ -16,7 +16,7 @@ from megatron_vlm.config import RunConfig, apply_overrides, validate_paths
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 
-CRUDE = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def take(loader, count):
 @pytest.mark.parametrize("write", [s for s in test_sources.SOURCES if "streamed" not in s.__name__])
 def test_every_source_is_prepared_and_trains_the_same(tmp_path, write, processor, encoder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    settings = write(tmp_path / "source") if (tmp_path / "source").mkdir() is None else None
+    (tmp_path / "source").mkdir()
+    settings = write(tmp_path / "source")
     source = settings.pop("train_data_path")
     summary = prepare({"val": source} if source.is_file() else source, tmp_path / "out", **settings)
     assert sum(summary.samples.values()) == len(test_sources.GOOD)
@@ -97,8 +98,7 @@ def blend(tmp_path_factory):
         source = write_sharegpt(folder / f"source_{name}", 20, first=20 * number)
         prepare({"train": source}, folder / name, samples_per_shard=5)
     (folder / "blend.yaml").write_text(
-        CRUDE
-        + "splits:\n  train:\n    blend:\n      - {weight: 3, path: ./a}\n      - {weight: 1, path: ./b}\n"
+        METADATASET + "splits: {train: {blend: [{weight: 3, path: ./a}, {weight: 1, path: ./b}]}}\n"
     )
     return folder
 
