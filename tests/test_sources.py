@@ -2,17 +2,23 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import datasets
 import lmdb
+import pyarrow.parquet
 import pytest
-from sources import record, write_sharegpt
+from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.layouts import Layout
+from megatron_vlm.data.media import read_media
+from megatron_vlm.data.tables import open_table
 
 ROWS = 23
 BAD = [5, 17]  # records that name an image that is not there
@@ -244,3 +250,237 @@ def test_every_source_resumes_exactly(source, processor, write, packing, num_wor
         resumed, _ = open_loader(source(write), processor, 1, 3, 0, packing)
         resumed.load_state_dict(json.loads(state))
         assert take(resumed, 6) == expected
+
+
+# -- meta files
+
+
+def write_meta(folder, **entries):
+    """Ten records under each name, told apart by their numbers."""
+    write_sharegpt(folder, 40)
+    for number, name in enumerate(entries):
+        rows = [record(10 * number + row) for row in range(10)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = {name: {"file_name": f"{name}.jsonl"} | entry for name, entry in entries.items()}
+    (folder / "dataset_info.json").write_text(json.dumps(written))
+    return {"train_data_path": folder / "dataset_info.json"}
+
+
+def read_epochs(settings, processor, epochs, world_size=1):
+    """How often each number came, in each epoch, over all ranks."""
+    counts = [Counter() for _ in range(epochs)]
+    for rank in range(world_size):
+        loader, _ = open_loader(settings, processor, rank, world_size)
+        while True:
+            batch = next(loader)
+            if (epoch := loader.state_dict()["place"][0]) == epochs:
+                break
+            counts[epoch] += numbers_of([batch], processor)
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_meta_file_gives_each_dataset_its_share_and_every_row_its_turn(tmp_path, processor, world_size):
+    """Shares 0.4, 1 and 2.5 over five epochs: 4, 10 and 25 rows each time, all rows as often."""
+    settings = write_meta(
+        tmp_path, a={"sample_ratio": 0.4}, b={}, c={"sample_ratio": 2.5}, d={"num_samples": 3}
+    )
+    epochs = read_epochs(settings, processor, 5, world_size)
+    for counts in epochs:
+        per_dataset = Counter()
+        for number, count in counts.items():
+            per_dataset[number // 10] += count
+        assert per_dataset == {0: 4, 1: 10, 2: 25, 3: 3}
+    assert epochs[0] != epochs[1]
+    total = sum(epochs, Counter())
+    assert [total[number] for number in range(20)] == [2] * 10 + [5] * 10
+    assert {total[number] for number in range(20, 30)} == {12, 13}
+    assert {total[number] for number in range(30, 40)} == {1, 2}
+
+
+def test_a_meta_file_is_packed_globally_by_epoch(tmp_path, processor):
+    settings = write_meta(tmp_path, a={"sample_ratio": 0.5}, b={"sample_ratio": 2}) | {
+        "lengths_cache": str(tmp_path / "lengths")
+    }
+    loader, _ = open_loader(settings, processor, packing="global")
+    keys = Counter(key for batch in take_epoch(loader) for row in batch["__key__"] for key in row)
+    assert sum(count for key, count in keys.items() if key.startswith("a-")) == 5
+    assert all(keys[f"b-{row:09d}"] == 2 for row in range(10))
+
+
+def test_some_datasets_of_a_meta_file(tmp_path, processor):
+    settings = write_meta(tmp_path, a={}, b={}, c={}) | {"datasets": ["c", "a"]}
+    assert read_epochs(settings, processor, 1) == [Counter([*range(10), *range(20, 30)])]
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"file_name": "none.jsonl"}, "dataset a: .*none.jsonl does not exist"),
+        ({"sample_ratio": -1}, "dataset a: -1 rows; give a positive number"),
+        ({"sample_ratio": "half"}, "dataset a: 'half' rows"),
+        ({"sample_ratio": 1, "num_samples": 2}, "give one of them"),
+        ({"colums": {}}, "colums is no setting that is read; did you mean columns"),
+        ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),
+        ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),
+        ({"tags": {"user": "U"}}, "dataset a: tags: user is no tag"),
+        ({"ranking": True}, "ranking data has no replies"),
+        ({"formatting": "share"}, "formatting share; did you mean sharegpt"),
+    ],
+)
+def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_loader(write_meta(tmp_path, a=entry), processor)
+
+
+# -- media
+
+
+@pytest.mark.parametrize(
+    "name, detail",
+    [
+        ("../outside.jpg", "leads out of"),
+        ("/etc/hostname", "leads out of"),
+        ("../outside.lmdb::a", "leads out of"),
+        ("link.jpg", "leads out of"),
+        ("images.lmdb::none", "has no key 'none'"),
+        ("images.lmdb::", "images.lmdb::"),
+        ("none.lmdb::a", "there is no database"),
+        ("junk.lmdb::a", "junk.lmdb::a"),
+        ("https://example.org/a.jpg", "is an address"),
+        ("data:image/jpeg;base64,%%%", "data:image/jpeg"),
+        ("a\0b", "null"),
+    ],
+)
+def test_media_that_cannot_be_had_are_a_bad_record(tmp_path, name, detail):
+    root = tmp_path / "root"
+    in_lmdb(root)
+    for outside in ("outside.jpg", "root/junk.lmdb"):
+        (tmp_path / outside).write_bytes(image_bytes(1))
+    (root / "link.jpg").symlink_to(tmp_path / "outside.jpg")
+    with pytest.raises(BadSample, match="missing_media") as bad:
+        read_media(name, root)
+    assert detail in bad.value.detail
+
+
+def test_lmdb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    in_lmdb(tmp_path)
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(ImportError, match="pip install lmdb"):
+        read_media("images.lmdb::1-0.jpg", tmp_path)
+
+
+def test_media_lie_under_media_dir(tmp_path, processor):
+    settings = json_lines(tmp_path / "source")
+    moved = tmp_path / "elsewhere/data.jsonl"
+    moved.parent.mkdir()
+    settings["train_data_path"].rename(moved)
+    loader, _ = open_loader({"train_data_path": moved, "media_dir": str(tmp_path / "source")}, processor)
+    assert numbers_of(take_epoch(loader), processor) == GOOD
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize(
+    "stored, turns",
+    [
+        ({"question": "q", "answer": "a"}, ["q", "a"]),
+        ({"instruction": "q", "input": "x", "output": "a"}, ["q\nx", "a"]),
+        ({"prompt": "q", "response": "a", "history": [["p", "b"]]}, ["p", "b", "q", "a"]),
+        ({"texts": [{"user": "q", "assistant": "a"}, {"user": "r", "assistant": "b"}]}, ["q", "a", "r", "b"]),
+        ({"image": "i.jpg", "caption": "a"}, ["", "a"]),
+    ],
+)
+def test_plain_columns_become_turns(stored, turns):
+    messages = Layout()(stored)["messages"]
+    assert [turn["content"] for turn in messages] == turns
+    assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
+
+
+def test_a_mapped_column_hides_others_of_its_kind():
+    stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
+    layout = Layout({"conversations": "chat", "images": "pictures"})
+    assert layout(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        7,
+        {"question": "q"},
+        {"question": "q", "answer": ["a", "b"]},
+        {"caption": "a"},
+        {"texts": ["a", None], "images": ["i.jpg"]},
+        {"texts": ["a", 7]},
+        {"prompt": "q", "response": "a", "history": "none"},
+    ],
+)
+def test_a_record_in_no_known_layout_is_bad(stored):
+    with pytest.raises(BadSample):
+        Layout()(stored)
+
+
+def test_a_damaged_array_names_the_place(tmp_path, processor):
+    path = tmp_path / "array.json"
+    path.write_text('[{"messages": []},\n {"messages": ]}]')
+    with pytest.raises(ValueError, match=r"array.json: not valid JSON \(.*line 2"):
+        open_loader({"train_data_path": path}, processor)
+
+
+def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
+    rows = [{"question": text, "answer": "a"} for text in ("ä€😀", "],[{", '\\"', "", "\u2028")]
+    for name, text in (
+        ("a", json.dumps(rows)),
+        ("b", "\ufeff " + json.dumps(rows, ensure_ascii=False, indent=2)),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+        table = open_table(tmp_path / f"{name}.json")
+        assert [table.record(index)[0]["question"] for index in range(len(table))] == [
+            row["question"] for row in rows
+        ]
+
+
+# -- streams
+
+
+def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    settings = parquet(tmp_path, shards=1) | {"streaming": True, "shuffle_buffer_size": 4}
+    loader, _ = open_loader(settings, processor)
+    take(loader, 18)
+    state = loader.state_dict()
+    file = tmp_path / "parquet/train-0.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).slice(0, 9), file)
+    loader, _ = open_loader(settings, processor)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="has 9 rows, the state continues after"):
+        next(loader)
+
+
+def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
+    with pytest.raises(ValueError, match="is jsonl, read where it lies; drop data.streaming"):
+        open_loader(json_lines(tmp_path / "a") | {"streaming": True}, processor)
+    rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
+    with pytest.raises(ValueError, match="saved by `save_to_disk`"):
+        open_loader({"train_data_path": rows, "streaming": True}, processor)
+
+
+# -- documents
+
+
+def test_all_text_of_a_document_is_trained_and_no_image_token(tmp_path, processor):
+    """Against a count by hand: the text's own tokens and the end, and neither BOS nor images."""
+    (tmp_path / "a.jpg").write_bytes(image_bytes(1))
+    row = {"texts": ["the cat", None, "a dog", "the chart"], "images": [None, "a.jpg", None, None]}
+    (tmp_path / "documents.jsonl").write_text(json.dumps(row))
+    (batch,) = [next(open_loader({"train_data_path": tmp_path / "documents.jsonl"}, processor)[0])]
+    tokenizer, [ids], [labels] = processor.tokenizer, batch["input_ids"], batch["labels"]
+    assert ids[0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
+    assert ids[-1] == tokenizer.eos_token_id
+    images = (ids == tokenizer.image_token_id).sum()
+    assert images == processor.image_seq_length
+    trained = labels[labels != -100]
+    assert tokenizer.image_token_id not in trained.tolist()
+    assert tokenizer.decode(trained) == "the cata dog\n\nthe chart" + tokenizer.eos_token
+    assert tokenizer.decode(ids, skip_special_tokens=False).count("the cat") == 1

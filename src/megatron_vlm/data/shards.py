@@ -134,7 +134,9 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
     try:
         import ray
     except ImportError as error:
-        raise ImportError("prepare: --engine ray needs the package ray; run `pip install ray`.") from error
+        raise ImportError(
+            f"prepare: --engine ray needs the package ray ({error}); run `pip install ray`."
+        ) from error
     started = not ray.is_initialized()
     if started:
         alone = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}

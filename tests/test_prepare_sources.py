@@ -1,0 +1,169 @@
+"""Preparation from every source, on Ray too; blends and object stores as Energon reads them."""
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+import test_sources
+from sources import write_sharegpt
+from test_prepare import prepare, stored
+from transformers import AutoProcessor
+
+from megatron_vlm.config import RunConfig, apply_overrides, validate_paths
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.energon import EnergonProvider
+
+METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_gemma3):
+    return AutoProcessor.from_pretrained(tiny_gemma3)
+
+
+@pytest.fixture
+def encoder(processor):
+    return HFEncoderVLMTaskEncoder(processor, 256)
+
+
+def take(loader, count):
+    return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
+
+
+@pytest.mark.parametrize("write", [s for s in test_sources.SOURCES if "streamed" not in s.__name__])
+def test_every_source_is_prepared_and_trains_the_same(tmp_path, write, processor, encoder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "source").mkdir()
+    settings = write(tmp_path / "source")
+    source = settings.pop("train_data_path")
+    summary = prepare({"val": source} if source.is_file() else source, tmp_path / "out", **settings)
+    assert sum(summary.samples.values()) == len(test_sources.GOOD)
+    assert sum(summary.skipped.values()) == len(test_sources.BAD)
+    if source.is_dir():
+        return
+    loader = EnergonProvider("", str(tmp_path / "out"), num_workers=0).valid_loader(
+        encoder, micro_batch_size=1, rank=0, world_size=1
+    )
+    assert test_sources.numbers_of(loader, processor) == test_sources.GOOD
+
+
+def test_a_meta_file_is_prepared_in_its_shares(tmp_path):
+    settings = test_sources.write_meta(tmp_path, a={"sample_ratio": 0.4}, b={"sample_ratio": 1.5})
+    prepare({"train": settings["train_data_path"]}, tmp_path / "out")
+    replies = [
+        json.loads(parts["json"])["conversations"][1] for parts in stored(tmp_path / "out")["train"].values()
+    ]
+    per_dataset = Counter(int(reply["value"].split()[1]) // 10 for reply in replies)
+    assert per_dataset == {0: 4, 1: 15}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
+def test_ray_writes_the_same_bytes(tmp_path):
+    source = write_sharegpt(tmp_path / "source", 30)
+    source.write_text(source.read_text() + "{broken\n")
+    local = prepare(source, tmp_path / "local", samples_per_shard=5)
+    ray = prepare(source, tmp_path / "ray", samples_per_shard=5, engine="ray", workers=2)
+    assert files(tmp_path / "local") == files(tmp_path / "ray")
+    assert len(files(tmp_path / "local")) > 6
+    assert (local.samples, local.skipped) == (ray.samples, ray.skipped)
+
+
+def files(folder: Path):
+    """Energon numbers each index anew, and its database holds the order of writing."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith("index.")
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the package ray is installed")
+def test_ray_without_its_package_says_what_to_install(tmp_path):
+    with pytest.raises(ImportError, match="pip install ray"):
+        prepare(write_sharegpt(tmp_path / "source", 3), tmp_path / "out", engine="ray")
+    assert not (tmp_path / "out").exists()
+
+
+# -- what Energon reads
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory):
+    """Two prepared datasets of 20 records and a metadataset that draws from them 3 to 1."""
+    folder = tmp_path_factory.mktemp("blend")
+    for number, name in enumerate(("a", "b")):
+        source = write_sharegpt(folder / f"source_{name}", 20, first=20 * number)
+        prepare({"train": source}, folder / name, samples_per_shard=5)
+    (folder / "blend.yaml").write_text(
+        METADATASET + "splits: {train: {blend: [{weight: 3, path: ./a}, {weight: 1, path: ./b}]}}\n"
+    )
+    return folder
+
+
+def train_loader(path, encoder, num_workers=0):
+    provider = EnergonProvider(
+        str(path), num_workers=num_workers, shuffle_buffer_size=4, max_samples_per_sequence=4
+    )
+    return provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=7)
+
+
+def test_a_weighted_blend_draws_by_its_weights(blend, processor, encoder):
+    loader = train_loader(blend / "blend.yaml", encoder)
+    numbers = test_sources.numbers_of([next(loader) for _ in range(400)], processor)
+    from_a = sum(count for number, count in numbers.items() if number < 20)
+    assert 270 < from_a < 330  # 300 expected, standard deviation 8.7
+    assert set(numbers) == set(range(40))
+    assert max(numbers[n] for n in range(20)) - min(numbers[n] for n in range(20)) <= 2  # epoch after epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_weighted_blend_resumes_exactly(blend, encoder, num_workers):
+    loader = train_loader(blend / "blend.yaml", encoder, num_workers)
+    take(loader, 33)
+    state = json.dumps(loader.state_dict())
+    expected = take(loader, 12)
+    loader.close()
+    resumed = train_loader(blend / "blend.yaml", encoder, num_workers)
+    resumed.load_state_dict(json.loads(state))
+    assert take(resumed, 12) == expected
+    resumed.close()
+
+
+@pytest.fixture
+def store(blend, tmp_path, monkeypatch):
+    """The blend's folder as a store of multi-storage-client."""
+    profile = {"storage_provider": {"type": "file", "options": {"base_path": str(blend)}}}
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"store": profile}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    return "msc://store"
+
+
+@pytest.mark.parametrize("name", ["a", "blend.yaml"])
+def test_an_object_store_gives_the_batches_of_the_folder(store, blend, encoder, name):
+    remote, local = (train_loader(f"{root}/{name}", encoder) for root in (store, blend))
+    assert take(remote, 30) == take(local, 30)
+    state = json.loads(json.dumps(local.state_dict()))
+    resumed = train_loader(f"{store}/{name}", encoder)
+    resumed.load_state_dict(state)
+    assert take(resumed, 5) == take(local, 5)
+
+
+def test_a_description_in_an_object_store_is_checked_too(store, blend, tmp_path, encoder):
+    (blend / "evil.yaml").write_text("__module__: os\n__function__: getcwd\n")
+    with pytest.raises(ValueError, match="names the function os.getcwd"):
+        train_loader(f"{store}/evil.yaml", encoder)
+
+
+def test_the_address_of_an_object_store_is_a_path(tmp_path):
+    settings = {"model.hf_path": str(tmp_path), "data.train_data_path": "msc://store/a"}
+    validate_paths(apply_overrides(RunConfig(), settings))
+
+
+def test_columns_are_settings(tmp_path):
+    config = apply_overrides(
+        RunConfig(), ["data.columns={conversations: chat}", "data.columns.images=pictures"]
+    )
+    assert config.data.columns == {"conversations": "chat", "images": "pictures"}
