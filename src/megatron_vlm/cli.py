@@ -30,6 +30,11 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
 ]
+Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")]
+DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
+TrainData = Annotated[str | None, typer.Option("--train_data_path", help="Training data.")]
+Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
 Processes = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
 ]
@@ -38,14 +43,12 @@ Processes = Annotated[
 @app.command()
 def train(
     settings: Settings = None,
-    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A file of recipes/, or the config.yaml of a run folder.")
-    ] = None,
-    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
-    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
     valid_data_path: Annotated[str | None, typer.Option("--valid_data_path", help="Validation data.")] = None,
-    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    hf_path: Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
     nproc: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
@@ -87,8 +90,8 @@ def recipes() -> None:
 @app.command()
 def plan(
     settings: Settings = None,
-    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
     ] = None,
@@ -118,11 +121,11 @@ def plan(
 @app.command()
 def preview(
     settings: Settings = None,
-    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
-    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
-    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
-    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
+    hf_path: Checkpoint = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
     shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
@@ -142,11 +145,11 @@ def preview(
 @app.command()
 def stats(
     settings: Settings = None,
-    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
-    dataset_type: Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")] = None,
-    train_data_path: Annotated[str | None, typer.Option("--train_data_path", help="Training data.")] = None,
-    hf_path: Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")] = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
+    hf_path: Checkpoint = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
 ) -> None:
     """Print how long the training data's samples are, and propose seq_length and max_patches."""
@@ -194,8 +197,8 @@ def prepare(context: typer.Context) -> None:
 @app.command("import")
 def import_(
     settings: Settings = None,
-    recipe: Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")] = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
     nproc: Processes = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
