@@ -22,7 +22,8 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from megatron_vlm.data.prepare import _add, _write_index
+from megatron_vlm.data.prepare import _write_index
+from megatron_vlm.data.shards import _add
 
 TRAINED = "trained"
 SEED = 0
