@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import lmdb
+import numpy as np
 import pyarrow.parquet
 import pytest
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
@@ -16,8 +17,9 @@ from transformers import AutoProcessor
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.layouts import Layout
+from megatron_vlm.data.layouts import COLUMNS, Layout
 from megatron_vlm.data.media import read_media
+from megatron_vlm.data.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.tables import open_table
 
 ROWS = 23
@@ -419,6 +421,33 @@ def test_a_mapped_column_hides_others_of_its_kind():
 def test_a_record_in_no_known_layout_is_bad(stored):
     with pytest.raises(BadSample):
         Layout()(stored)
+
+
+def random_value(rng, depth=0):
+    """JSON of any shape, made of the words that records are made of."""
+    kind = rng.integers(9 if depth < 3 else 5)
+    if kind < 5:
+        return [None, 7, "text", "../a.jpg", "images.lmdb::a"][kind]
+    if kind < 7:
+        return [random_value(rng, depth + 1) for _ in range(rng.integers(3))]
+    words = [*COLUMNS, "role", "from", "content", "value", "type", "image_url", "url", "user", "assistant"]
+    return {str(rng.choice(words)): random_value(rng, depth + 1) for _ in range(rng.integers(4))}
+
+
+def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
+    """Of 3000 made-up records each is read or bad; some of them are read."""
+    rng, outcomes = np.random.default_rng(0), Counter()
+    tagged = Layout({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
+    for number in range(3000):
+        record = random_value(rng)
+        try:
+            record = (tagged if number % 2 else Layout())(record)
+            conversation_json(conversation_of(record))
+            images_of(record, tmp_path)
+            outcomes["read"] += 1
+        except BadSample as bad:
+            outcomes[bad.reason] += 1
+    assert set(outcomes) >= {"read", "bad_conversation", "missing_media"}
 
 
 def test_a_damaged_array_names_the_place(tmp_path, processor):
