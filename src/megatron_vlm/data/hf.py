@@ -148,8 +148,10 @@ class HFProvider:
         """Finite, in stored order, each row on exactly one rank, the same number of batches on every rank.
         Never streamed; of a meta file, the rows of its first epoch.
 
-        None when no validation path is set and the training dataset has no validation split.
+        None when no validation path is set and the training dataset has no validation split, or is streamed.
         """
+        if self.streaming and self.valid_data_path is None:
+            return None
         path = self.valid_data_path or self.train_data_path
         names = source_splits(path)
         split = next((name for name in VALIDATION_SPLITS if name in names), None)
@@ -241,10 +243,8 @@ class EncodedRows(Dataset):
         if isinstance(self.table, StreamedRows):
             return self.table.fingerprint()
         picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
-        parts = [
-            *map(self._conversation, picked.tolist()),
-            self.table.rows_of(0, 0)[:FINGERPRINT_ROWS].tolist(),
-        ]
+        epoch = self.table.rows_of(0, 0)
+        parts = [*map(self._conversation, picked.tolist()), len(epoch), int(epoch.sum())]
         return f"{len(self)} rows, {digest(parts)}"
 
     def _conversation(self, index: int) -> dict | str:

@@ -119,6 +119,8 @@ def _plain_turns(record: dict) -> list[dict]:
             "bad_conversation", f"no turns: none of {list(TURNS)} among {sorted(map(str, record))}"
         )
     if query:
+        if not (isinstance(prompt, str) and isinstance(query, str)):
+            raise BadSample("bad_conversation", "prompt and query are not both text")
         prompt = f"{prompt}\n{query}"
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
