@@ -153,6 +153,22 @@ def test_every_record_is_trained_or_dropped_and_once(result):
     assert {reason for reasons in dropped.values() for reason in reasons} <= set(REASONS)
 
 
+@pytest.mark.parametrize("num_workers, ranks", [(1, 1), (3, 3)])
+@pytest.mark.parametrize("source", ["energon", "hf"])
+def test_workers_and_ranks_share_them_without_loss(written, processor, source, num_workers, ranks):
+    path, records, _, _ = written[source]
+    encoder = make_encoder(processor, packed=False)
+    provider = {"energon": EnergonProvider, "hf": HFProvider}[source](
+        str(path), str(path), num_workers=num_workers, max_drop_share=1.0
+    )
+    seen: list[int] = []
+    for rank in range(ranks):
+        loader = provider.valid_loader(encoder, micro_batch_size=4, rank=rank, world_size=ranks)
+        seen += [int(key) for batch in loader for row in batch["__key__"] for key in row]
+    seen += [int(drop["key"]) for drop in encoder.drops.examples()]
+    assert sorted(seen) == list(range(len(records)))
+
+
 def fits(record: Wild, outcome: str) -> bool:
     expected = record.expected or "*"
     return outcome == expected or (expected.endswith("*") and outcome.startswith(expected[:-1]))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import time
 
 import pytest
+from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.data.batch_log import read_step
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.loaders import LimitedDrops
 from megatron_vlm.testing.distributed import run_distributed
@@ -89,3 +95,52 @@ def test_drops_of_other_ranks_count(tmp_path):
     report.tell_others([100, 50])
     with pytest.raises(TooManyDrops, match=r"50 \(0 of them here\) of 250 samples were dropped \(20.0%\)"):
         report.check(MAX_SHARE)
+
+
+# -- whole runs of two ranks
+
+
+@pytest.fixture(scope="module")
+def half_bad(tmp_path_factory):
+    """Every record twice, once with an image too few."""
+    source = write_sharegpt(tmp_path_factory.mktemp("half"), 150)
+    records = [json.loads(line) for line in source.read_text().splitlines()]
+    records = [r for r in records if r["images"]]
+    broken = [r | {"images": [*r["images"], *r["images"]]} for r in records]
+    source.write_text("".join(json.dumps(r) + "\n" for r in records + broken))
+    return write_hf_folder(source.parent / "rows", source)
+
+
+def run_to_the_end(run_dir, checkpoint, dataset, *settings: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command += ["--nproc", "2", "--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
+    command += ["--dataset_type", "hf", "--train_data_path", str(dataset), "tp=1", "steps=20", "save_every=0"]
+    command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_run_that_drops_too_much_ends_with_the_reason_on_every_rank(half_bad, tiny_gemma3, tmp_path):
+    ended = run_to_the_end(tmp_path / "run", tiny_gemma3, half_bad)
+    assert ended.returncode not in (0, None)
+    ranks = re.findall(r"\[rank(\d)\]: \S*ReadFailed: data: rank \d could .* TooManyDrops", ended.stderr)
+    assert {*ranks} == {"0", "1"}, ended.stderr[-3000:]
+    assert "placeholder_mismatch: write one <image>" in ended.stderr
+    assert all((tmp_path / "run/drops" / f"rank{rank}.jsonl").stat().st_size for rank in range(2))
+
+
+def test_a_loss_that_is_not_finite_names_its_samples(half_bad, tiny_gemma3, tmp_path):
+    run_dir = tmp_path / "run"
+    ended = run_to_the_end(
+        run_dir,
+        tiny_gemma3,
+        half_bad,
+        "data.max_drop_share=1",
+        "optimizer.lr=1e30",
+        "optimizer.warmup_steps=0",
+    )
+    assert ended.returncode == 2, ended.stderr[-3000:]
+    step = int(re.search(r"step (\d+), on this rank with samples \d{9}, ", ended.stderr)[1])
+    assert f"megatron-vlm replay {run_dir} --step {step}" in ended.stderr
+    rows = read_step(run_dir, step)
+    assert [(row["rank"], row["micro_batch"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(key in ended.stderr for key in rows[0]["keys"][0])
