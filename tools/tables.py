@@ -109,6 +109,26 @@ def packing(report: dict) -> str:
     return markdown(("lengths", "row", *numbers.values()), [limits, *rows])
 
 
+def data(report: dict) -> str:
+    """A line for each family, image and number of turns: the floor, and every path over it."""
+    paths = list(dict.fromkeys(row["path"] for row in report["rows"] if row["path"] != "floor"))
+    cells: dict[tuple, dict[str, dict]] = {}
+    for row in report["rows"]:
+        cells.setdefault((row["family"], row["image"], row["turns"]), {})[row["path"]] = row
+    rows = (
+        (
+            *case,
+            f"{found['floor']['samples_per_second']:.0f}",
+            *(f"{found[path]['ratio_to_floor']:.2f}" if path in found else "–" for path in paths),
+        )
+        for case, found in cells.items()
+    )
+    heads = ("family", "image", "turns", "floor, samples/s", *(f"{path} / floor" for path in paths))
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    scaling = report["workers"]["scaling"]
+    return markdown(heads, rows) + f"\n\n(From 1 to 2 workers: {scaling:.2f} times. {report['date']}, {versions}.)"
+
+
 def recipes(report: list[dict]) -> str:
     """A line for each recipe of a real size."""
     heads = (
@@ -141,6 +161,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "demo": ("demo.json", README, demo),
     "weights": ("bench_weights.json", README, weights),
     "packing": ("bench_packing.json", README, packing),
+    "data": ("bench_data.json", README, data),
     "plan": ("plan.json", RECIPES, recipes),
 }
 

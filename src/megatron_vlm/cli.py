@@ -53,7 +53,11 @@ def train(
     nproc: Processes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
-    """Train by a recipe. In torchrun's processes, or here with --nproc."""
+    """Train by a recipe. In torchrun's processes, or here with --nproc.
+
+    The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), and which each
+    step was trained on (batches/, see `replay`).
+    """
     flags = {
         "dataset_type": dataset_type,
         "train_data_path": train_data_path,
