@@ -126,7 +126,10 @@ def data(report: dict) -> str:
     heads = ("family", "image", "turns", "floor, samples/s", *(f"{path} / floor" for path in paths))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     scaling = report["workers"]["scaling"]
-    return markdown(heads, rows) + f"\n\n(From 1 to 2 workers: {scaling:.2f} times. {report['date']}, {versions}.)"
+    return (
+        markdown(heads, rows)
+        + f"\n\n(From 1 to 2 workers: {scaling:.2f} times. {report['date']}, {versions}.)"
+    )
 
 
 def recipes(report: list[dict]) -> str:
