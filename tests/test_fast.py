@@ -234,6 +234,15 @@ def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     assert "other tokens" in encoder.hf_because
 
 
+def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
+    template = "{% for m in messages %}{% generation %}{{ m.content[0].text }}{% endgeneration %}{% endfor %}"
+    encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), 4096, chat_template=template)
+    assert "the chat template refuses" in encoder.hf_because
+    talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=None)
+    assert encoder.encode_sample(sample).loss_mask.any()
+
+
 def test_raw_pixels_without_an_image_processor_are_an_error():
     raw = {"pixel_values": torch.zeros(1, 4, 4, 3, dtype=torch.uint8)}
     with pytest.raises(ValueError, match="pass it to build_model"):

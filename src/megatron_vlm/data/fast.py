@@ -122,9 +122,12 @@ def fast_processor(
     reason = _unknown(processor)
     if reason:
         return None, reason
-    fast = FastProcessor(processor, encode_text)
-    theirs = encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
-    ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
+    try:
+        fast = FastProcessor(processor, encode_text)
+        theirs = encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
+    except BadSample as bad:
+        return None, f"the chat template refuses a question about an image: {bad}"
     if not ours.input_ids.equal(theirs.input_ids):
         return None, f"{type(processor).__name__} writes other tokens for an image than its known version"
     return fast, None
