@@ -115,7 +115,14 @@ def plan(
 
     from megatron_vlm import planning
 
-    hf_config = AutoConfig.from_pretrained(run_config.model.hf_path)
+    hf_path = run_config.model.hf_path
+    try:
+        hf_config = AutoConfig.from_pretrained(hf_path)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.hf_path: {hf_path}: no config.json to be had ({reason}); give a folder."
+        ) from error
     made = planning.make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
     typer.echo(planning.describe(made))
     for line in planning.advice(made, hf_config, gpu_memory * 1e9):
