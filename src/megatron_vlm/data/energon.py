@@ -29,7 +29,14 @@ from megatron.energon import (
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description import check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest, from_json_data, to_json_data
+from megatron_vlm.data.loader_state import (
+    FORMAT,
+    UNKNOWN,
+    check_fingerprint,
+    digest,
+    from_json_data,
+    to_json_data,
+)
 from megatron_vlm.data.loaders import (
     close_loader,
     encoder_settings,
@@ -342,8 +349,10 @@ def _fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
     """JSON data; says which dataset in a way that does not change when its folder moves."""
     shards = sorted(_shards(config))
     config = _without_paths(config)
+    counts, indices = [shard[:2] for shard in shards], [shard[2] for shard in shards]
     return {
-        "dataset": f"{len(shards)} shards, {sum(n for _, n, _ in shards)} samples, {digest(shards)}",
+        "dataset": f"{len(shards)} shards, {sum(n for _, n in counts)} samples, {digest(counts)}",
+        "shards": UNKNOWN if UNKNOWN in indices else digest(indices),
         "rank": workers.rank,
         "world_size": workers.world_size,
         "num_workers": workers.num_workers,
@@ -360,18 +369,18 @@ def _without_paths(config: Any) -> Any:
 
 
 def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
-    """(name, samples, digest of their sizes) of every shard."""
+    """(name, samples, digest of where they begin) of every shard."""
     if isinstance(config, dict):
         for shard in config.get("shards", ()):
-            yield shard["name"], shard["count"], _sizes(Path(str(shard["_path"]) + ".idx"))
+            yield shard["name"], shard["count"], _index_digest(Path(str(shard["_path"]) + ".idx"))
     if isinstance(config, dict | list):
         for item in config.values() if isinstance(config, dict) else config:
             yield from _shards(item)
 
 
-def _sizes(index: Path) -> str:
-    """Of a local shard's index, which holds where each sample begins; "" where it is not on a local disk."""
-    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else ""
+def _index_digest(index: Path) -> str:
+    """Of a shard's index, which holds where each sample begins; an object store's is not fetched for this."""
+    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN
 
 
 def _undisturbing(loader):

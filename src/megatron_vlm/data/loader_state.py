@@ -24,6 +24,7 @@ from megatron.energon.savable_loader import (
 from megatron.energon.state import FlexState
 
 FORMAT = 1
+UNKNOWN = "unknown"  # a part of a fingerprint that equals any other
 _CLASSES = {
     cls.__name__: cls
     for cls in (
@@ -114,7 +115,8 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
     `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
     """
-    different = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
+    pairs = {name: (saved.get(name), current.get(name)) for name in saved.keys() | current.keys()}
+    different = {name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair}
     if different:
         named = sorted(different - {"pipeline"}) or ["pipeline"]
         raise ValueError(

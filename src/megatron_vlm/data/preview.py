@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, is_raw
 
 BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
@@ -137,6 +137,8 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
     """The image, or the first frame of each temporal patch of the video, as the model sees it."""
     grid = item.image_grid_thw if item.image_grid_thw is not None else item.video_grid_thw
     pixels = item.pixel_values if item.pixel_values is not None else item.pixel_values_videos
+    if is_raw(pixels):
+        pixels = _colours_first(pixels)
     if grid is not None:
         frames_TCHW = _unpatched(pixels, grid[0].tolist(), image_processor)
     elif item.image_sizes is not None:
@@ -149,6 +151,13 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
     ]
 
 
+def _colours_first(raw: Tensor) -> Tensor:
+    """Raw pixels in the order of ready ones, see `megatron_vlm.batch`."""
+    return (
+        raw.permute(0, 3, 1, 2) if raw.dim() == 4 else raw.unflatten(-1, (-1, 3)).transpose(1, 2).flatten(1)
+    )
+
+
 def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Tensor:
     """(T, C, H, W) of patches that lie in merged squares, as Qwen2-VL's image processor orders them."""
     merge, patch = image_processor.merge_size, image_processor.patch_size
@@ -158,7 +167,7 @@ def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Ten
 
 
 def _as_bytes(frames_TCHW: Tensor, image_processor: Any) -> Tensor:
-    if frames_TCHW.dtype == torch.uint8:
+    if is_raw(frames_TCHW):
         return frames_TCHW
     mean, std = (
         torch.tensor(x).view(-1, 1, 1) for x in (image_processor.image_mean, image_processor.image_std)

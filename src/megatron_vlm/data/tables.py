@@ -99,15 +99,11 @@ class JsonTable(_Whole):
         self.path, self.root, self.layout = path, root, layout
         found = np.array(array("q", _lines(path) if lines else _elements(path))).reshape(-1, 3)
         self._numbers, self._starts, self._stops = found.T
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = open(path, "rb")
         stat = path.stat()
         self.identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {root.resolve()} {layout}"
         if layout.columns and len(self):
             layout.check_columns(self._columns(), str(path))
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -121,7 +117,7 @@ class JsonTable(_Whole):
     def _raw(self, index: int) -> Any:
         start, stop = int(self._starts[index]), int(self._stops[index])
         try:
-            return json.loads(os.pread(self._file, stop - start, start))
+            return json.loads(os.pread(self._file.fileno(), stop - start, start))
         except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, nested beyond reason
             raise BadSample("bad_json", str(error)) from error
 
