@@ -63,11 +63,11 @@ def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict
     """The next batch, None after the last; why a worker gave up or was killed comes without traceback."""
     try:
         batch = next(batches, None)
-    except RuntimeError as error:
+    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: ended amid handing over
         drops.check()
-        if str(error).startswith("DataLoader worker"):
+        if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
             raise RuntimeError(
-                f"data: {error}: something outside ended a data worker, most often the system for want of "
+                f"data: {error}: something outside ended a DataLoader worker, most often the system for want of "
                 "memory; lower data.num_workers or the buffers, and start again from the last checkpoint."
             ) from error
         raise
