@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
 
@@ -67,7 +68,7 @@ def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict
         drops.check()
         if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
             raise RuntimeError(
-                f"data: {error}: something outside ended a DataLoader worker, most often the system for want of "
+                f"data: {error}: something outside ended a DataLoader worker, most often for want of "
                 "memory; lower data.num_workers or the buffers, and start again from the last checkpoint."
             ) from error
         raise
@@ -79,4 +80,5 @@ def close_loader(loader: DataLoader) -> None:
     """End the workers at once; left to garbage collection, Energon's take 5 s each."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:
-        iterator._shutdown_workers()
+        with contextlib.suppress(RuntimeError):  # torch reports here, too, a worker that was killed
+            iterator._shutdown_workers()
