@@ -117,7 +117,7 @@ def test_export_without_a_configuration_names_the_file(tmp_path):
 
 
 def test_a_librarys_error_keeps_its_traceback():
-    code = "from megatron_vlm import cli\ndef bad(): int('x')\ncli.run(cli.single(bad), 'bad')"
+    code = "from megatron_vlm.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 1
     assert "Traceback" in answer.stderr and "invalid literal" in answer.stderr
@@ -130,9 +130,9 @@ def test_our_own_error_shows_its_traceback_on_request():
 
 def test_ctrl_c_ends_quietly():
     code = (
-        "import time; from megatron_vlm import cli\n"
+        "import time; from megatron_vlm.program import run, single\n"
         "def wait():\n    print('ready', flush=True); time.sleep(60)\n"
-        "cli.run(cli.single(wait), 'wait')"
+        "run(single(wait), 'wait')"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -144,9 +144,7 @@ def test_ctrl_c_ends_quietly():
 
 
 def test_nproc_starts_processes_and_returns_their_message_and_code():
-    code = (
-        "from megatron_vlm.cli import _torchrun; import sys; sys.exit(_torchrun(2, ['train', '--recipe=no']))"
-    )
+    code = "from megatron_vlm.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 2
     assert "megatron-vlm: no: no such recipe; known are gemma3_vl_4b, " in answer.stderr

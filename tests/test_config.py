@@ -8,9 +8,8 @@ from megatron_vlm.config import (
     from_yaml,
     missing_settings,
     to_yaml,
-    validate,
-    validate_paths,
 )
+from megatron_vlm.validation import validate, validate_paths
 
 GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
 

@@ -10,12 +10,13 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, validate
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.data.sources import train_encoder
 from megatron_vlm.recipes import compose
+from megatron_vlm.validation import validate
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,9 +12,10 @@ from sources import write_sharegpt
 from test_prepare import prepare, stored
 from transformers import AutoProcessor
 
-from megatron_vlm.config import RunConfig, apply_overrides, validate_paths
+from megatron_vlm.config import RunConfig, apply_overrides
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
+from megatron_vlm.validation import validate_paths
 
 METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, validate
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.cookers import cook_record
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
@@ -30,6 +30,7 @@ from megatron_vlm.data.spans import SpanProcessor
 from megatron_vlm.data.videos import VideoRules, choose_frames, decode_video, plan_video
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.validation import validate
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
 EVERY = VideoRules(fps=100)  # all frames

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -16,9 +10,9 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
+from megatron_vlm.validation import validate, validate_paths
 
-# `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
-PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
@@ -68,13 +62,13 @@ def train(
     arguments = {name: value for name, value in flags.items() if value is not None}
     run_config = recipe_table.compose(recipe, config, settings or (), arguments)
     if dry_run:
-        _show(run_config, nproc or _world_size())
+        _show(run_config, nproc or world_size())
         return
     _check(run_config, nproc)
     if nproc:
         options = {"recipe": recipe, "config": config, **arguments}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        raise typer.Exit(_torchrun(nproc, ["train", *given, *(settings or ())]))
+        raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
     from megatron_vlm.train import train as run
 
@@ -109,7 +103,7 @@ def plan(
     run_config = recipe_table.compose(recipe, config, settings or ())
     missing = configs.missing_settings(run_config)
     run_config = configs.apply_overrides(run_config, dict.fromkeys(missing, "given later"))
-    configs.validate(run_config, gpus)
+    validate(run_config, gpus)
 
     from transformers import AutoConfig
 
@@ -218,7 +212,7 @@ def import_(
     if nproc:
         options = {"recipe": recipe, "config": config}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        raise typer.Exit(_torchrun(nproc, ["import", *given, *(settings or ())]))
+        raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
 
     from megatron_vlm.runs import import_run
 
@@ -235,7 +229,7 @@ def export(
     """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
     run_config = _config_of_run(run_dir, settings, nproc)
     if nproc:
-        raise typer.Exit(_torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
     from megatron_vlm.runs import export_run
 
@@ -303,13 +297,6 @@ def _data_config(
     return run_config
 
 
-def single(command) -> typer.Typer:
-    """A program of one command."""
-    program = typer.Typer(**PLAIN)
-    program.command()(command)
-    return program
-
-
 def commands(*names: str) -> typer.Typer:
     """A program of some of the commands."""
     program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
@@ -319,51 +306,15 @@ def commands(*names: str) -> typer.Typer:
     return program
 
 
-def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program and end the process: 2 with a short message for a user's error, 130 after Ctrl-C.
-
-    A ValueError or OSError that our own code raised is a message to the user; one from a library is shown
-    with its traceback. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
-    """
-    _quiet()
-    try:
-        program(arguments, prog_name=name)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        if os.environ.get("MEGATRON_VLM_DEBUG") or not _is_ours(error.__traceback__):
-            raise
-        # on every rank: torchrun stops the others at the first failure, whichever rank that is
-        typer.echo("\n".join([f"{name}: {error}", *getattr(error, "__notes__", ())]), err=True)
-        sys.exit(2)
-
-
 def main() -> None:
     run(app, "megatron-vlm")
-
-
-def _quiet() -> None:
-    """Leave out what Megatron-Core says about its own deprecations and about packages we do without."""
-    if os.environ.get("MEGATRON_VLM_DEBUG"):
-        return
-    for category in (UserWarning, SyntaxWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
-    for name in ("megatron.core", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _is_ours(traceback: TracebackType | None) -> bool:
-    while traceback and traceback.tb_next:
-        traceback = traceback.tb_next
-    package = traceback.tb_frame.f_globals.get("__package__") if traceback else None
-    return (package or "").partition(".")[0] == "megatron_vlm"
 
 
 def _show(config: RunConfig, world_size: int | None) -> None:
     """Valid YAML, so that it can be saved and given back as --config."""
     typer.echo(configs.to_yaml(config))
     missing = configs.missing_settings(config)
-    configs.validate(configs.apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
+    validate(configs.apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
     for name, value in configs.derived(config, world_size).items():
         typer.echo(f"# {name}: {value}")
     if missing:
@@ -372,23 +323,23 @@ def _show(config: RunConfig, world_size: int | None) -> None:
 
 def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
     needed = configs.fewest_processes(config.parallel)
-    if needed > 1 and (nproc or _world_size()) is None:
+    if needed > 1 and (nproc or world_size()) is None:
         raise ConfigError(
             f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
             f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
         )
     if not needs_data:
         config = _with_some_data(config)
-    configs.validate(config, nproc or _world_size() or 1)
-    configs.validate_paths(config)
+    validate(config, nproc or world_size() or 1)
+    validate_paths(config)
 
 
 def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
     """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
     file = _existing(run_dir) / "config.yaml"
-    arguments = {} if nproc or _world_size() else ONE_PROCESS
+    arguments = {} if nproc or world_size() else ONE_PROCESS
     config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
-    configs.validate(_with_some_data(config), nproc or _world_size() or 1)
+    validate(_with_some_data(config), nproc or world_size() or 1)
     return config
 
 
@@ -403,35 +354,6 @@ def _existing(path: Path) -> Path:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give the path of an existing file or folder.")
     return path
-
-
-def _world_size() -> int | None:
-    """What torchrun says, or None outside of it."""
-    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-
-
-def _torchrun(nproc: int, arguments: Sequence[str]) -> int:
-    """Run this program in `nproc` processes; returns the exit code of the first that failed, or 0.
-
-    torchrun's own report of a failure is left out: the failing process has already said why.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    logging.disable(logging.ERROR)  # this process only starts and waits
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    command = ["--standalone", f"--nproc_per_node={nproc}", "-m", "megatron_vlm.cli", *arguments]
-    try:
-        torchrun.run(torchrun.parse_args(command))
-    except SignalException as stop:
-        return 128 + stop.sigval
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode < 0:
-            typer.echo(f"rank {rank} was ended by signal {-failure.exitcode}", err=True)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
 
 
 if __name__ == "__main__":

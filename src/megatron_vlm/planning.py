@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_vlm.config import RunConfig, apply_overrides, derived, fewest_processes, validate
+from megatron_vlm.config import RunConfig, apply_overrides, derived, fewest_processes
 from megatron_vlm.models import costs
 from megatron_vlm.models.costs import ImageCost
 from megatron_vlm.models.families import family_for
@@ -30,6 +30,7 @@ from megatron_vlm.models.language_model import (
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
+from megatron_vlm.validation import validate
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above which the plan says what to change

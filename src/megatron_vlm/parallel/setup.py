@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.config import ConfigError, ParallelConfig, layout_problems
+from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.parallel import cpu
+from megatron_vlm.validation import layout_problems
 
 cpu.install()
 
