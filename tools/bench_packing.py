@@ -56,8 +56,7 @@ def measure(
 ) -> dict[str, Any]:
     tokens, patches = distribution(documents, capacity, np.random.default_rng(0))
     rows, seconds = timed(lambda: pack(tokens, capacity, rng=np.random.default_rng(1)))
-    buffers = np.split(np.arange(documents), np.arange(BUFFER, documents, BUFFER))
-    packed = [pack_buffer(tokens[b].tolist(), capacity, patches[b].tolist(), None) for b in buffers]
+    stream = buffered(tokens, np.arange(documents), capacity)
     # the patch budget: a fifth over what a full row has on average, so that it binds in many rows
     budget = max(int(1.2 * rows.sums(patches).mean()), int(patches.max()))
     both, seconds_both = timed(
@@ -70,10 +69,10 @@ def measure(
         "documents": documents,
         "seconds": round(seconds, 3),
         "fill_global": fill(tokens, len(rows), capacity),
-        "fill_buffer": fill(tokens, sum(map(len, packed)), capacity),
+        "fill_buffer": fill(tokens, len(stream), capacity),
         "lost": lost(rows.documents, documents)
         + lost(both.documents, documents)
-        + sum(lost(np.concatenate(rows), len(b)) for rows, b in zip(packed, buffers, strict=True)),
+        + lost(np.concatenate(stream), documents),
         "patch_budget": budget,
         "rows_with_patch_budget_over_bound": round(len(both) / fewest, 5),
         "seconds_with_patch_budget": round(seconds_both, 3),
@@ -101,27 +100,36 @@ def lost(packed: ndarray, documents: int) -> int:
 
 
 def stragglers(tokens: ndarray, patches: ndarray, capacity: int) -> dict[str, float]:
-    """Mean over steps of the greatest over the mean cost of the ranks, balanced and in plain random order."""
+    """Mean over steps of the greatest over the mean cost of the ranks: packed globally, and by every rank out
+    of buffers of its own."""
     rng = np.random.default_rng(3)
     rows = pack(tokens, capacity, rng=rng)
-    costs = {
-        "tokens": rows.sums(tokens),
-        "patches": rows.sums(patches),
-        "attention": attention_cost(rows, tokens),
-    }
-    order = balanced_order(costs["attention"], costs["patches"], RANKS, rng)
-    plain = rng.permutation(len(rows))
-    return {
-        f"straggler_{name}{suffix}": round(straggler(cost[which]), 4)
-        for suffix, which in (("", order), ("_unbalanced", plain))
-        for name, cost in costs.items()
-    }
+    order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), RANKS, rng)
+    steps = order[: len(order) // RANKS * RANKS].reshape(-1, RANKS)
+    streams = [buffered(tokens, np.arange(rank, len(tokens), RANKS), capacity) for rank in range(RANKS)]
+    together = range(min(map(len, streams)))
+    found = {}
+    for name, cost in {"tokens": tokens, "patches": patches, "attention": tokens.astype(float) ** 2}.items():
+        found[f"straggler_{name}"] = straggler(rows.sums(cost)[steps])
+        costs = [[cost[stream[step]].sum() for stream in streams] for step in together]
+        found[f"straggler_{name}_stream"] = straggler(np.array(costs))
+    return found
 
 
-def straggler(costs: ndarray) -> float:
-    steps = costs[: len(costs) // RANKS * RANKS].reshape(-1, RANKS)
-    steps = steps[steps.sum(1) > 0]  # ranks that all have nothing to do are even
-    return float((steps.max(1) / steps.mean(1)).mean())
+def buffered(tokens: ndarray, documents: ndarray, capacity: int) -> list[ndarray]:
+    """The rows, of documents, that one stream makes."""
+    buffers = np.array_split(documents, max(1, len(documents) // BUFFER))
+    return [
+        buffer[row]
+        for buffer in buffers
+        for row in pack_buffer(tokens[buffer].tolist(), capacity, [0] * len(buffer), None)
+    ]
+
+
+def straggler(costs_SR: ndarray) -> float:
+    """`costs_SR` of each step and rank."""
+    costs_SR = costs_SR[costs_SR.sum(1) > 0]  # ranks that all have nothing to do are even
+    return round(float((costs_SR.max(1) / costs_SR.mean(1)).mean()), 4)
 
 
 def met(quantity: str, value: float) -> bool:

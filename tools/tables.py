@@ -103,8 +103,11 @@ def packing(report: dict) -> str:
         "straggler_tokens": "busiest of 8 ranks: tokens",
         "straggler_patches": "patches",
         "straggler_attention": "attention",
+        "straggler_patches_stream": "stream: patches",
+        "straggler_attention_stream": "attention",
     }
-    limits = ["at least / at most", "", *(report["limits"][n].split()[-1] for n in numbers)]
+    limits = [(report["limits"].get(name) or "").split(" ")[-1] for name in numbers]
+    limits = ["at least / at most", "", *limits]
     rows = ([row["distribution"], row["capacity"], *(row[n] for n in numbers)] for row in report["rows"])
     return markdown(("lengths", "row", *numbers.values()), [limits, *rows])
 
