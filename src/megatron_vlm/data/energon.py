@@ -26,7 +26,6 @@ from megatron.energon import (
     get_val_dataset,
 )
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description import check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.loader_state import (
@@ -38,6 +37,7 @@ from megatron_vlm.data.loader_state import (
     to_json_data,
 )
 from megatron_vlm.data.loaders import (
+    Provider,
     close_loader,
     encoder_settings,
     equal_length,
@@ -50,7 +50,7 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 
 
 @dataclass
-class EnergonProvider:
+class EnergonProvider(Provider):
     """Loaders of an Energon dataset, metadataset or JSONL file.
 
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
@@ -64,19 +64,6 @@ class EnergonProvider:
     max_drop_share: float = 0.05
     packing: str = "none"
     packing_buffer_size: int = 1000
-
-    @classmethod
-    def from_config(cls, data: DataConfig) -> EnergonProvider:
-        return cls(
-            data.train_data_path,
-            data.valid_data_path,
-            num_workers=data.num_workers,
-            shuffle_buffer_size=data.shuffle_buffer_size,
-            max_samples_per_sequence=data.max_samples_per_sequence,
-            max_drop_share=data.max_drop_share,
-            packing=data.packing,
-            packing_buffer_size=data.packing_buffer_size,
-        )
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int

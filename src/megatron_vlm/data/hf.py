@@ -18,13 +18,13 @@ import torch
 from megatron.energon import SkipSample
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.layouts import Layout
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 from megatron_vlm.data.loaders import (
+    Provider,
     close_loader,
     encoder_settings,
     equal_length,
@@ -50,7 +50,7 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 
 @dataclass
-class HFProvider:
+class HFProvider(Provider):
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
     `columns` (ours → the source's), `media_dir` and `datasets` as in `open_table`. With `streaming`, training
@@ -73,24 +73,6 @@ class HFProvider:
     packing_buffer_size: int = 1000
     group_by_length: bool = False
     lengths_cache: str | None = None
-
-    @classmethod
-    def from_config(cls, data: DataConfig) -> HFProvider:
-        return cls(
-            data.train_data_path,
-            data.valid_data_path,
-            num_workers=data.num_workers,
-            max_drop_share=data.max_drop_share,
-            columns=data.columns,
-            media_dir=data.media_dir,
-            datasets=data.datasets,
-            streaming=data.streaming,
-            shuffle_buffer_size=data.shuffle_buffer_size,
-            packing=data.packing,
-            packing_buffer_size=data.packing_buffer_size,
-            group_by_length=data.group_by_length,
-            lengths_cache=data.lengths_cache,
-        )
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int

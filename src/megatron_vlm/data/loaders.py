@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import Self
 
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import fully_masked
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import DropReport
+
+
+class Provider:
+    """The base of dataclasses whose fields are settings of `config.data` and that make a source's loaders."""
+
+    @classmethod
+    def from_config(cls, data: DataConfig) -> Self:
+        return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(cls)})
 
 
 def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict]) -> Iterator[dict]:
