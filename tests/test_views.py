@@ -16,6 +16,7 @@ from PIL import Image
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import apply_overrides
+from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.data.preview import TRAINED, VISUAL
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
@@ -109,4 +110,12 @@ def test_stats_count_the_samples_and_propose_settings(config):
     assert re.search(r"^tokens +\d+", text, re.MULTILINE)
     assert re.search(r"^images +0 .* 2 +1$", text, re.MULTILINE)
     assert "data.packing=stream data.seq_length=" in text and "data.max_patches=" in text
-    assert "placeholder_mismatch" in text
+    assert "dropped: 1 placeholder_mismatch" in text
+
+
+def test_stats_of_an_energon_dataset_count_an_epoch(tmp_path, tmp_path_factory):
+    """Smaller than its shuffle buffer, which would mix its epochs."""
+    source = write_sharegpt(tmp_path / "source", 40)
+    prepare_energon_dataset(source, tmp_path / "energon", workers=1, splits={"train": 1}, progress=False)
+    config = config_of("gemma3", tmp_path / "energon", tmp_path_factory, **{"data.dataset_type": "energon"})
+    assert stats_text(config, 100).startswith("40 samples")

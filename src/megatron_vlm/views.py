@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,9 +30,9 @@ def preview_page(config: RunConfig, rows: int, shown: int) -> str:
     """HTML that shows the first rows of the run's training data as the model will see them."""
     with training_data(config) as (data, read):
         found = [read(batch) for batch in _first(data, rows)]
-        drops, examples = data.dropped, data.drops.examples()
+        drops = _drops(data)
     title = f"{config.name}: {config.data.train_data_path}"
-    return page(title, to_yaml(config), found, shown, drops, examples)
+    return page(title, to_yaml(config), found, shown, drops)
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
@@ -52,19 +53,23 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> s
                     f"{config.data.train_data_path} now gives {batch['__key__']}; the dataset has changed."
                 )
             found += read.rows(batch)
-    return page(f"{config.name}: step {step}", to_yaml(config), found, len(found), {}, [])
+    return page(f"{config.name}: step {step}", to_yaml(config), found, len(found), [])
 
 
 def stats_text(config: RunConfig, samples: int) -> str:
     """Tokens, images and patches of the first samples of the training data, and settings that fit them."""
     changes = {"data.packing": "none", "data.max_patches": None, "data.group_by_length": False}
-    with training_data(apply_overrides(config, changes | {"data.seq_length": ANY_LENGTH})) as (data, _):
+    changes |= {"data.seq_length": ANY_LENGTH}
+    changes |= {"data.shuffle_buffer_size": 1}  # a greater one mixes the epochs of a small dataset
+    with training_data(apply_overrides(config, changes)) as (data, _):
         measured = np.array([_measures(data, batch) for batch in _first(data, samples)])
-        drops = data.dropped
+        drops = Counter(drop["reason"] for drop in _drops(data))
     tokens, trained, images, patches = measured.T
     lines = [f"{len(measured)} samples of {config.data.train_data_path}", ""]
     lines += _table({"tokens": tokens, "trained tokens": trained, "images": images, "patches": patches})
-    lines += [f"dropped: {drops}"] if drops else []
+    lines += (
+        [f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}"] if drops else []
+    )
     return "\n".join([*lines, "", *_proposal(tokens, patches)])
 
 
@@ -113,6 +118,11 @@ def _first(data: RunData, count: int) -> Iterator[dict]:
             fresh += 1
             bar.update()
             yield batch
+
+
+def _drops(data: RunData) -> list[dict]:
+    """Each once, however often it was read."""
+    return list({drop["key"]: drop for drop in data.drops.examples()}.values())
 
 
 def _measures(data: RunData, batch: dict) -> tuple[int, int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -203,12 +204,10 @@ def histogram(title: str, values: Iterable[float]) -> Histogram:
     return Histogram(title, bars, f"{edges[0]:,.0f}", f"{edges[-1]:,.0f}")
 
 
-def page(
-    title: str, settings: str, rows: list[Row], shown: int, drops: dict[str, int], examples: list[dict]
-) -> str:
+def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dict]) -> str:
     """One HTML document without references to others: measures of all rows, and the first `shown` of them.
 
-    All text of records is escaped.
+    `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
     """
     documents = [document for row in rows for document in row.documents]
     histograms = [
@@ -233,7 +232,7 @@ def page(
         },
         histograms=histograms,
         drops=drops,
-        examples=examples,
+        reasons=Counter(drop["reason"] for drop in drops),
     )
 
 
@@ -278,10 +277,10 @@ summary { cursor: pointer; } pre { overflow-x: auto; }
 {% if drops %}
 <h2>Dropped</h2>
 <table><tr><th>reason</th><th>samples</th></tr>
-{% for reason, count in drops.items() %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>
+{% for reason, count in reasons.items() %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>
 {% endfor %}</table>
 <details><summary>which</summary><table><tr><th>sample</th><th>reason</th><th>detail</th></tr>
-{% for drop in examples %}<tr><td>{{ drop.key }}</td><td>{{ drop.reason }}</td><td>{{ drop.detail }}</td></tr>
+{% for drop in drops %}<tr><td>{{ drop.key }}</td><td>{{ drop.reason }}</td><td>{{ drop.detail }}</td></tr>
 {% endfor %}</table></details>
 {% else %}<p>No sample was dropped.</p>{% endif %}
 <h2>Rows</h2>
