@@ -1,7 +1,7 @@
 """Preparation from every source, on Ray too; blends and object stores as Energon reads them."""
 
-import importlib.util
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -61,7 +61,6 @@ def test_a_meta_file_is_prepared_in_its_shares(tmp_path):
     assert per_dataset == {0: 4, 1: 15}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
 def test_ray_writes_the_same_bytes(tmp_path):
     source = write_sharegpt(tmp_path / "source", 30)
     source.write_text(source.read_text() + "{broken\n")
@@ -81,8 +80,8 @@ def files(folder: Path):
     }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the package ray is installed")
-def test_ray_without_its_package_says_what_to_install(tmp_path):
+def test_ray_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match="pip install ray"):
         prepare(write_sharegpt(tmp_path / "source", 3), tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
