@@ -1,6 +1,9 @@
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
