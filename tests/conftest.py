@@ -2,12 +2,13 @@ import os
 import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
+
+# a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.layouts import COLUMNS, Layout
@@ -395,6 +395,20 @@ def test_plain_columns_become_turns(stored, turns):
     messages = Layout()(stored)["messages"]
     assert [turn["content"] for turn in messages] == turns
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
+
+
+def test_the_records_that_the_documentation_shows_are_read():
+    page = (Path(__file__).parent.parent / "docs/data.md").read_text()
+    shown = page.partition("## Records")[2].partition("\n\n    ")[2].partition("\n\n")[0]
+    shown, decoder, records = re.sub(" # .*", "", shown).strip(), json.JSONDecoder(), []
+    while shown:
+        record, end = decoder.raw_decode(shown)
+        records.append(record)
+        shown = shown[end:].strip()
+    assert len(records) == 5
+    for record in map(Layout(), records):
+        messages, _ = cook_chatml_sample(conversation_of(record))
+        assert "A cat." in json.dumps(messages)
 
 
 def test_a_mapped_column_hides_others_of_its_kind():

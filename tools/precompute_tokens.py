@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.program import run as run_program
+from megatron_vlm.program import single
 from megatron_vlm.recipes import compose
 
 
@@ -54,4 +56,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(single(main), "precompute_tokens.py")

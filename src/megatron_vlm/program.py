@@ -11,6 +11,8 @@ from types import TracebackType
 
 import typer
 
+from megatron_vlm.config import ConfigError
+
 # `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 
@@ -34,7 +36,8 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        if os.environ.get("MEGATRON_VLM_DEBUG") or not _is_ours(error.__traceback__):
+        ours = isinstance(error, ConfigError) or _is_ours(error.__traceback__)
+        if os.environ.get("MEGATRON_VLM_DEBUG") or not ours:
             raise
         # on every rank: torchrun stops the others at the first failure, whichever rank that is
         typer.echo("\n".join([f"{name}: {error}", *getattr(error, "__notes__", ())]), err=True)
