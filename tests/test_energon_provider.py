@@ -137,6 +137,20 @@ def test_a_state_of_another_sequence_length_is_refused_by_name(dataset, processo
         loader.load_state_dict(saved_state)
 
 
+@pytest.mark.parametrize("part", ["chat_template", "tokenizer", "processor"])
+def test_a_state_of_another_processor_is_refused_by_name(dataset, tiny_gemma3, saved_state, part):
+    processor = AutoProcessor.from_pretrained(tiny_gemma3)
+    template = processor.chat_template + (" " if part == "chat_template" else "")
+    if part == "tokenizer":
+        processor.tokenizer.add_tokens(["another"])
+    if part == "processor":
+        processor.image_processor.image_mean = [0.4, 0.5, 0.5]
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, 256, chat_template=template))
+    with pytest.raises(ValueError, match=f"configuration: {part}: saved") as refusal:
+        loader.load_state_dict(saved_state)
+    assert str(refusal.value).count(": saved ") == 1
+
+
 def test_a_state_of_another_dataset_is_refused_by_name(tmp_path, encoder, saved_state):
     other = tmp_path / "other"
     prepare_energon_dataset(write_sharegpt(tmp_path / "source", 20), other, workers=1, progress=False)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import DropReport
+from megatron_vlm.data.loader_state import digest
+
+MEDIA_PROCESSORS = ("image_processor", "video_processor")
+IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
+IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 
 
 class Provider:
@@ -41,10 +47,24 @@ def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict])
 
 
 def encoder_settings(encoder) -> dict:
-    """What of the encoder decides which tokens a sample becomes, for the state's fingerprint."""
+    """What of the encoder and its processor decides a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
     names += ("video_fps", "video_max_frames", "video_max_pixels", "images_or_videos")
-    return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)}
+    processor = encoder.processor
+    tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+    of_calls = ("padding", "truncation")  # as the latest call left them
+    return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)} | {
+        "chat_template": digest(encoder.chat_template),
+        "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
+        "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
+    }
+
+
+def _image_settings(processor: Any | None) -> dict:
+    """Those that matter: a later version of Transformers may have more."""
+    found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
+    size = dict(getattr(processor, "size", None) or {})
+    return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}
 
 
 class LimitedDrops:

@@ -88,14 +88,5 @@ class _Parts(Dataset):
 
 
 def _key(rows) -> str:
-    processor = rows.encoder.processor
-    return digest(
-        {
-            "rows": [rows.fingerprint(), rows.table.identity],
-            "settings": encoder_settings(rows.encoder),
-            "processor": processor.to_json_string(),
-            "tokenizer": processor.tokenizer.backend_tokenizer.to_str(),
-            "template": rows.encoder.chat_template,
-            "transformers": transformers.__version__,
-        }
-    )
+    settings = encoder_settings(rows.encoder)
+    return digest([rows.fingerprint(), rows.table.identity, settings, transformers.__version__])
