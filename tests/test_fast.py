@@ -4,6 +4,7 @@ import io
 import json
 import random
 
+import av
 import numpy as np
 import psutil
 import pytest
@@ -13,11 +14,12 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.fast import KNOWN
 from megatron_vlm.data.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
@@ -98,13 +100,68 @@ def samples():
         )
 
 
+def film(size, count):
+    """An encoded file, 4 frames a second."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as target:
+        stream = target.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for seed in range(count):
+            rgb = decode_pixels(picture(size, "RGB", "PNG", {}, seed))
+            target.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
+        target.mux(stream.encode())
+    return out.getvalue()
+
+
+def clip(size, count):
+    """A list of encoded frames at uneven times."""
+    frames = [picture(size, "RGB", "JPEG", {"quality": 95}, seed) for seed in range(count)]
+    return {"frames": frames, "timestamps": [number**1.5 / 3 for number in range(count)]}
+
+
+def video_samples(processor):
+    """Videos alone, several, and beside images, for processors that take them."""
+    if "pixel_values_videos" not in processor.visual_keys:
+        return
+    videos = [
+        clip((64, 48), 1),
+        clip((201, 77), 3),
+        clip((448, 448), 4),
+        clip((36, 90), 7),
+        film((160, 90), 12),
+    ]
+    rows = [([], [video]) for video in videos] + [([], videos[2:])]
+    if not processor.images_or_videos:
+        image = picture(*FILES[3])
+        rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], videos[:2])]
+    rng = random.Random(0)
+    for number, (imgs, videos) in enumerate(rows):
+        media = ["<image>"] * len(imgs) + ["<video>"] * len(videos)
+        rng.shuffle(media)
+        question = "".join(rng.choice(TEXTS) + medium for medium in media)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A dog."}] * 2
+        turns[2] = turns[2] | {"content": rng.choice(TEXTS)}
+        yield ChatMLSample(
+            __key__=f"video {number}",
+            __restore_key__=(),
+            conversation=json.dumps(turns),
+            imgs=imgs or None,
+            videos=videos,
+        )
+
+
 @pytest.fixture(scope="module", params=[(name, at) for name in PUBLISHED for at in ("tiny", "published")])
 def processor(request):
     name, at = request.param
     sizes = PUBLISHED[name] if at == "published" else {}
     parts = TINY_FAMILIES[name]
     processor = parts.processor(default_corpus(), parts.template, **sizes)
-    processor.visual_keys = load(name).visual_keys
+    return known_as(name, processor)
+
+
+def known_as(family, processor):
+    processor.visual_keys = load(family).visual_keys
+    processor.images_or_videos = load(family).images_or_videos
     return processor
 
 
@@ -117,13 +174,14 @@ def encoders(processor, **options):
 def ready(processor, visual: GenericVisualInputs | None) -> dict[str, torch.Tensor]:
     if visual is None:
         return {}
-    return PixelNormalizer(processor.image_processor)(visual.normalized_for_model(), torch.float32)
+    return PixelNormalizer(processor)(visual.normalized_for_model(), torch.float32)
 
 
 def assert_equal_but_for_normalization(processor, ours, theirs):
     for field in ("input_ids", "labels", "loss_mask", "attention_mask", "position_ids"):
         assert torch.equal(getattr(ours, field), getattr(theirs, field)), (ours.__key__, field)
-    assert ours.visual_inputs is None or is_raw(ours.visual_inputs.pixel_values)
+    for name, tensor in (ours.visual_inputs or GenericVisualInputs()).as_model_kwargs().items():
+        assert is_raw(tensor) == name.startswith("pixel_values")
     visual, expected = ready(processor, ours.visual_inputs), ready(processor, theirs.visual_inputs)
     assert visual.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -134,7 +192,7 @@ def test_everything_equals_what_the_processor_makes(processor):
     fast, hf = encoders(processor)
     assert fast.hf_because is None and hf.hf_because
     lengths = set()
-    for sample in samples():
+    for sample in (*samples(), *video_samples(processor)):
         theirs = hf.encode_sample(sample)
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), theirs)
         lengths.add(len(theirs.input_ids))
@@ -142,9 +200,9 @@ def test_everything_equals_what_the_processor_makes(processor):
 
 
 def test_bounds_on_pixels_are_kept(processor):
-    for bounds in ({"max_pixels": 9000}, {"min_pixels": 60_000}):
+    for bounds in ({"max_pixels": 9000, "video_max_pixels": 5000}, {"min_pixels": 60_000}):
         fast, hf = encoders(processor, **bounds)
-        for sample in list(samples())[: len(FILES)]:
+        for sample in (*list(samples())[: len(FILES)], *video_samples(processor)):
             assert_equal_but_for_normalization(
                 processor, fast.encode_sample(sample), hf.encode_sample(sample)
             )
@@ -160,10 +218,20 @@ def test_rows_of_several_samples_are_equal(processor):
     """Here images of several samples are batched, and padded to one another where the tower wants it."""
     fast, hf = encoders(processor)
     some = [sample for sample in samples() if int(sample.__key__) % 4 == 2]
+    some += video_samples(processor)
     ours, theirs = (encoder.batch([encoder.encode_sample(s) for s in some]) for encoder in (fast, hf))
     visual, expected = (ready(processor, batch.visual_inputs) for batch in (ours, theirs))
     assert visual.keys() == expected.keys()
     assert all(torch.equal(visual[name], expected[name]) for name in expected)
+
+
+def test_packed_samples_are_equal_too(processor):
+    """Here ids come from the sizes, before images and videos are decoded."""
+    packing = PackingVLMTaskEncoder(processor, 100_000, processor.visual_keys)
+    _, hf = encoders(processor)
+    for sample in (*list(samples())[len(FILES) :], *video_samples(processor)):
+        ours = packing.postencode_sample(packing.preencode_sample(sample))
+        assert_equal_but_for_normalization(processor, ours, hf.encode_sample(sample))
 
 
 def tiny_qwen():
@@ -171,10 +239,10 @@ def tiny_qwen():
     return parts.processor(default_corpus(100), parts.template)
 
 
-def changed(**settings):
+def changed(part="image_processor", **settings):
     processor = tiny_qwen()
     for name, value in settings.items():
-        setattr(processor.image_processor, name, value)
+        setattr(getattr(processor, part), name, value)
     return processor
 
 
@@ -182,9 +250,13 @@ class OtherImageProcessor(Qwen2VLImageProcessor):
     pass
 
 
-def with_other_image_processor():
+class OtherVideoProcessor(Qwen2VLVideoProcessor):
+    pass
+
+
+def with_other(part, kind):
     processor = tiny_qwen()
-    processor.image_processor = OtherImageProcessor(size=dict(processor.image_processor.size))
+    setattr(processor, part, kind(size=dict(getattr(processor, part).size)))
     return processor
 
 
@@ -204,7 +276,13 @@ def other_processor():
             "do_center_crop = True",
         ),
         (lambda: changed(resample=0), "resample = 0"),
-        (with_other_image_processor, "OtherImageProcessor"),
+        (
+            lambda: changed("video_processor", do_rescale=False),
+            "VideoProcessor with do_rescale = False",
+        ),
+        (lambda: changed("video_processor", resample=1), "VideoProcessor with resample = 1"),
+        (lambda: with_other("image_processor", OtherImageProcessor), "OtherImageProcessor"),
+        (lambda: with_other("video_processor", OtherVideoProcessor), "OtherVideoProcessor"),
         (other_processor, "not one of the known"),
     ],
 )
@@ -243,15 +321,15 @@ def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     assert encoder.encode_sample(sample).loss_mask.any()
 
 
-def test_raw_pixels_without_an_image_processor_are_an_error():
-    raw = {"pixel_values": torch.zeros(1, 4, 4, 3, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match="pass it to build_model"):
-        PixelNormalizer(None)(raw, torch.float32)
+@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos"])
+def test_raw_pixels_without_a_processor_are_an_error(name):
+    with pytest.raises(ValueError, match=f"{name}, .* pass it to build_model"):
+        PixelNormalizer(None)({name: torch.zeros(1, 4, 4, 3, dtype=torch.uint8)}, torch.float32)
 
 
 def test_ready_pixels_stay_as_they_are():
     floats = {"pixel_values": torch.randn(1, 3, 4, 4)}
-    assert PixelNormalizer(None)(floats, torch.bfloat16) is floats
+    assert PixelNormalizer(None)(floats, torch.bfloat16)["pixel_values"] is floats["pixel_values"]
 
 
 def losses(path: str, family: str) -> list[torch.Tensor]:
@@ -262,13 +340,14 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
 
     setup.init_distributed(ParallelConfig(), seed=1)
     processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
-    processor.visual_keys, parts = load(family).visual_keys, load(family)
+    processor, parts = known_as(family, processor), load(family)
     run = RunConfig(model=ModelConfig(dtype="bf16"))
-    [model] = build_model(run, parts, hf_config, setup.device(), processor.image_processor)
+    [model] = build_model(run, parts, hf_config, setup.device(), processor)
     import_hf([model], path, parts, hf_config)
     found = []
     for encoder in encoders(processor, position_ids=parts.position_ids(hf_config)):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
+        given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
         names = ("input_ids", "position_ids", "attention_mask", "visual_inputs", "labels")
         with torch.no_grad():

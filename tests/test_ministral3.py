@@ -92,7 +92,7 @@ def test_the_reply_is_trained(encoded, tiny):
 def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, tiny, hf_config):
     torch.manual_seed(0)
     vision = FAMILY.build_vision(hf_config)
-    normalize = PixelNormalizer(AutoProcessor.from_pretrained(tiny).image_processor)
+    normalize = PixelNormalizer(AutoProcessor.from_pretrained(tiny))
     both = GenericVisualInputs(**normalize(encoded.visual_inputs.as_model_kwargs(), torch.float32))
     alone = [
         GenericVisualInputs(

@@ -1,4 +1,4 @@
-"""Exported folders answer alike in Megatron and in the oldest and newest Transformers, under every cut."""
+"""The oldest and the newest Transformers: exports answer alike in both, and the fast path equals both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def answers_of_transformers(picture: str, folders: list[str], overlay: Path | No
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_path):
     # small random weights only repeat the last token
@@ -82,3 +84,17 @@ def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_
     assert oldest["version"] == "5.12.1" < newest["version"]
     assert mine == newest["answers"] == oldest["answers"]
     assert len({token for answer in mine for token in answer}) > 1
+
+
+def test_the_fast_path_equals_the_oldest_processors_too():
+    """`test_fast.py` checks the newest."""
+    paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]
+    chosen = ["-k", "everything", str(Path(__file__).with_name("test_fast.py"))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *chosen],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -36,9 +36,9 @@ _FIELDS_OF_KIND = (  # pixels, the grid that says how many rows of them an item 
 )
 
 
-def is_raw(pixel_values: Tensor) -> bool:
-    """Whether these are colours from 0 to 255, before the image processor's arithmetic."""
-    return pixel_values.dtype == torch.uint8
+def is_raw(pixels: Tensor) -> bool:
+    """Whether these are colours from 0 to 255, before the HF processor's arithmetic."""
+    return pixels.dtype == torch.uint8
 
 
 @dataclass
@@ -48,9 +48,10 @@ class GenericVisualInputs:
     Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
     (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
 
-    Float `pixel_values` are ready for the tower. uint8 ones are raw, see `is_raw`: images resized and cut as
-    the tower wants them, colours last, which the model's `PixelNormalizer` makes ready: (N, H, W, C), or
-    (P, h * w * C) patches of one moment, though the tower may want each repeated over several.
+    Float pixels are ready for the tower. uint8 ones are raw, see `is_raw`: images and frames resized and cut
+    as the tower wants them, colours last, which the model's `PixelNormalizer` makes ready. Raw `pixel_values`
+    are (N, H, W, C), or (P, h * w * C) patches of one moment, though the tower may want each repeated over
+    several; raw `pixel_values_videos` are (P, t * h * w * C) patches of as many moments as the tower joins.
     """
 
     pixel_values: Tensor | None = None

@@ -31,7 +31,7 @@ def train(config: RunConfig) -> None:
     hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
     family = family_for(hf_config)
 
-    model = build_model(config, family, hf_config, setup.device(), processor.image_processor)
+    model = build_model(config, family, hf_config, setup.device(), processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
         import_hf(model, source, family, hf_config)
     model = data_parallel(model, config)

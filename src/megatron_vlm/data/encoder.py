@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
@@ -229,17 +228,13 @@ class HFEncoderVLMTaskEncoder(
         )
 
     def _encoded_text(self, sample: ChatMLSample, layout: Layout | None) -> EncodedText:
-        fast = self._fast and not sample.videos
-        messages, tools = (None, None) if layout and fast else self._read(sample)
+        messages, tools = (None, None) if layout and self._fast else self._read(sample)
         decode = decode_pixels if self._fast else decode_image
         images = [decode(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        if fast:
-            return self._fast(messages, tools, images, layout)
         videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
-        text = self._encode_text(messages, tools, [Image.fromarray(np.asarray(i)) for i in images], videos)
-        if self._fast:  # a batch holds raw pixels of all its images, or of none
-            text.outputs |= self._fast.tensors(images)
-        return text
+        if self._fast:
+            return self._fast(messages, tools, images, videos, layout)
+        return self._encode_text(messages, tools, images, videos)
 
     def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
         messages, tools = self._read(sample)
@@ -252,7 +247,7 @@ class HFEncoderVLMTaskEncoder(
             length, images, videos = _cut(layout.images, layout.videos, self.seq_length)
         if not layout.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        patches = sum(layout.image_patches[:images]) + sum(layout.video_patches[:videos])
+        patches = sum([*layout.image_patches[:images], *map(math.prod, layout.video_grids[:videos])])
         return length, patches, layout
 
     def _read(self, sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:

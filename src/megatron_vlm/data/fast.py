@@ -1,8 +1,8 @@
 """What the known HF processors make of a conversation, without their detours.
 
-Images stay bytes: decoded, resized by the same kernel as theirs, cut into patches once. `models.pixels` does
-the rest, on the device, and the result is theirs to the bit. Ids come from `data.lengths`, which tokenizes
-the text without the images' tokens.
+Images and frames of videos stay bytes: decoded, resized by the same kernel as theirs, cut into patches once.
+`models.pixels` does the rest, on the device, and the result is theirs to the bit. Ids come from
+`data.lengths`, which tokenizes the text without the tokens of images and videos.
 
 A known processor is a line in KNOWN. Any other, and a known one with settings whose effect is not known here,
 is called itself.
@@ -22,12 +22,14 @@ from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 from transformers.models.glm4v import image_processing_glm4v as glm4v
 from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
+from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.lengths import (
     PROBE_MESSAGES,
     PROBE_SIZE,
+    Grid,
     ImageTokens,
     Layout,
     Measure,
@@ -35,28 +37,33 @@ from megatron_vlm.data.lengths import (
     pixtral_size,
 )
 from megatron_vlm.data.spans import EncodedText, SpanProcessor
+from megatron_vlm.data.videos import VideoPlan
 
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
 NEEDED = ("do_resize", "do_rescale", "do_normalize")
-WITHOUT_EFFECT = ("do_convert_rgb", "do_pad")  # images are RGB, and padded in any case
+# images are RGB, and padded in any case; frames of videos are chosen before
+WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 
 ImageArray = np.ndarray  # (H, W, 3) uint8
 
 
 @dataclass(frozen=True)
 class Known:
-    """What one processor class of transformers does to images."""
+    """What one processor class of transformers does to images and videos."""
 
     image_processor: str  # the class
     size_keys: tuple[str, ...]  # of its `size`
     target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → after resizing
     image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height, width after resizing)
     tensors: Callable[[Any, ImageArray], dict[str, Tensor]]  # (processor, a resized image) → what is batched
+    video_processor: str | None = None  # the class
+    # (processor, a video) → what is batched besides its pixels and grid
+    video_fields: Callable[[Any, VideoPlan], dict[str, Tensor]] = lambda processor, plan: {}
 
 
 class FastProcessor:
     """Called as `SpanProcessor`, with images as `decode_pixels` gives them: equal ids, masks and spans, and
-    uint8 `pixel_values` that a `PixelNormalizer` makes equal to the processor's.
+    uint8 pixels that a `PixelNormalizer` makes equal to the processor's.
 
     `fast_processor` makes one.
     """
@@ -64,7 +71,6 @@ class FastProcessor:
     def __init__(self, processor: ProcessorMixin, encode_text: SpanProcessor):
         self._processor = processor
         self._known = KNOWN[type(processor).__name__]
-        self._interpolation = RESAMPLE[int(processor.image_processor.resample)]
         self.measure = Measure(processor, encode_text, self._image_tokens)
 
     def __call__(
@@ -72,35 +78,37 @@ class FastProcessor:
         messages: list[dict],
         tools: list[dict] | None,
         images: list[ImageArray],
+        videos: list[tuple[np.ndarray, VideoPlan]] = (),
         layout: Layout | None = None,
     ) -> EncodedText:
         """`layout` is what `measure` gave for the conversation, if that is known already.
 
         Raises BadSample as `SpanProcessor`.
         """
-        layout = layout or self.measure(messages, tools, [image.shape[1::-1] for image in images])
+        if layout is None:
+            sizes = [image.shape[1::-1] for image in images]
+            layout = self.measure(messages, tools, sizes, [plan for _, plan in videos])
+        tensors = [self._known.tensors(self._processor, self._resized(image)) for image in images]
+        tensors += [self._video(*video, grid) for video, grid in zip(videos, layout.video_grids, strict=True)]
+        visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
         return EncodedText(
             torch.from_numpy(layout.input_ids),
             torch.from_numpy(layout.reply_mask),
             layout.images,
             layout.videos,
-            self.tensors(images),
+            visual.as_model_kwargs() if visual else {},
         )
-
-    def tensors(self, images: list[ImageArray]) -> dict[str, Tensor]:
-        """The visual fields of the images, pixels raw."""
-        tensors = [self._known.tensors(self._processor, self._resized(image)) for image in images]
-        visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
-        return visual.as_model_kwargs() if visual else {}
 
     def _resized(self, image: ImageArray) -> ImageArray:
         size = self._target(*image.shape[:2])
-        if size == image.shape[:2]:
-            return image
-        # colours last in memory: more than twice as fast as colour by colour, and equal
-        colours_first = torch.from_numpy(image).permute(2, 0, 1)
-        resized = tv.resize(colours_first, list(size), self._interpolation, antialias=True)
-        return resized.permute(1, 2, 0).numpy()
+        return _resized(image, size, self._processor.image_processor.resample)
+
+    def _video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
+        part = self._processor.video_processor
+        size = grid[1] * part.patch_size, grid[2] * part.patch_size
+        patches = _patches(part, _resized(frames, size, part.resample), part.temporal_patch_size)
+        tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
+        return tensors | self._known.video_fields(self._processor, plan)
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
         try:
@@ -134,25 +142,43 @@ def fast_processor(
 
 
 def _unknown(processor: ProcessorMixin) -> str | None:
-    name, images = type(processor).__name__, getattr(processor, "image_processor", None)
+    name = type(processor).__name__
     known = KNOWN.get(name)
     if known is None or not _is_transformers(processor):
         return f"{name} is not one of the known processors ({', '.join(KNOWN)})"
-    if type(images).__name__ != known.image_processor or not _is_transformers(images):
-        return f"{name} with {type(images).__name__}, known is {known.image_processor}"
-    switches = {key: value for key, value in images.to_dict().items() if key.startswith("do_")}
+    for attribute in ("image_processor", "video_processor"):
+        part, wanted = getattr(processor, attribute, None), getattr(known, attribute)
+        if wanted and (type(part).__name__ != wanted or not _is_transformers(part)):
+            return f"{name} with {type(part).__name__}, known is {wanted}"
+        if wanted and (odd := _odd_settings(part, known.size_keys)):
+            return f"{wanted} with {', '.join(odd)}"
+    return None
+
+
+def _odd_settings(part: Any, size_keys: tuple[str, ...]) -> list[str]:
+    switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
     off = [key for key in NEEDED if not switches.pop(key, None)]
     on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT]
-    odd = [f"{key} = {getattr(images, key)}" for key in off + on]
-    if images.resample is None or int(images.resample) not in RESAMPLE:
-        odd.append(f"resample = {images.resample}")
-    if not all(images.size.get(key) for key in known.size_keys):
-        odd.append(f"size = {dict(images.size)}")
-    return f"{type(images).__name__} with {', '.join(odd)}" if odd else None
+    odd = [f"{key} = {getattr(part, key)}" for key in off + on]
+    if part.resample is None or int(part.resample) not in RESAMPLE:
+        odd.append(f"resample = {part.resample}")
+    if not all(part.size.get(key) for key in size_keys):
+        odd.append(f"size = {dict(part.size)}")
+    return odd
 
 
 def _is_transformers(part: Any) -> bool:
     return type(part).__module__.startswith("transformers.")  # not a subclass with its own ways
+
+
+def _resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
+    """An image or frames, (..., H, W, 3) uint8."""
+    if size == pixels.shape[-3:-1]:
+        return pixels
+    # colours last in memory: more than twice as fast as colour by colour, and equal
+    colours_first = torch.from_numpy(pixels).movedim(-1, -3)
+    resized = tv.resize(colours_first, list(size), RESAMPLE[int(resample)], antialias=True)
+    return resized.movedim(-3, -1).numpy()
 
 
 def _whole(processor: Any, image: ImageArray) -> dict[str, Tensor]:
@@ -201,29 +227,43 @@ def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     )
 
 
-def _patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    """Patches in the order in which the tower merges them, and their grid.
+def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
+    side = processor.image_processor.patch_size
+    grid = torch.tensor([[1, image.shape[0] // side, image.shape[1] // side]])
+    return {"pixel_values": _patches(processor.image_processor, image[None]), "image_grid_thw": grid}
+
+
+def _patches(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
+    """Of frames (T, H, W, 3), so many together, in the order in which the tower merges patches.
 
     Copied by whole lines of a patch, as one opaque value each.
     """
-    side, merge = processor.image_processor.patch_size, processor.image_processor.merge_size
-    rows, columns = image.shape[0] // side, image.shape[1] // side
-    lines = np.ascontiguousarray(image).reshape(len(image), -1).view(f"V{3 * side}")
-    merged = lines.reshape(rows // merge, merge, side, columns // merge, merge).transpose(0, 3, 1, 4, 2)
-    patches = np.ascontiguousarray(merged).view(np.uint8).reshape(rows * columns, side * side * 3)
-    grid = torch.tensor([[1, rows, columns]])
-    return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grid}
+    side, merge = part.patch_size, part.merge_size
+    times, height, width, _ = frames.shape
+    lines = np.ascontiguousarray(frames).reshape(times, height, width * 3).view(f"V{3 * side}")
+    across = width // side // merge
+    cut = lines.reshape(times // moments, moments, height // side // merge, merge, side, across, merge)
+    merged = np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 1, 4))
+    return torch.from_numpy(merged.view(np.uint8).reshape(-1, moments * side * side * 3))
+
+
+def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
+    frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
+    seconds = processor.video_processor.temporal_patch_size / frames_per_second
+    return {"second_per_grid_ts": torch.tensor([seconds])}
 
 
 _GRID = ("shortest_edge", "longest_edge")
-_QWEN = Known("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _patches)
+_QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _image_patches)
 KNOWN = {  # processor class of transformers → what it does
     "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
     "PixtralProcessor": Known(
         "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
-    "Glm4vProcessor": Known("Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _patches),
-    "Qwen2VLProcessor": _QWEN,
-    "Qwen2_5_VLProcessor": _QWEN,
-    "Qwen3VLProcessor": _QWEN,
+    "Glm4vProcessor": Known(
+        "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
+    ),
+    "Qwen2VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor"),
+    "Qwen2_5_VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor", _seconds_per_grid),
+    "Qwen3VLProcessor": Known(*_QWEN, "Qwen3VLVideoProcessor"),
 }

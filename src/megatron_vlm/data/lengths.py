@@ -38,6 +38,7 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
 MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 
@@ -51,7 +52,7 @@ class Layout:
     images: list[Span]
     videos: list[Span]
     image_patches: list[int]  # raw patches of each image
-    video_patches: list[int]
+    video_grids: list[Grid]
 
     def __len__(self) -> int:
         return len(self.reply_mask)
@@ -111,9 +112,9 @@ class Measure:
             for span, (_, runs, _) in zip(video_spans, videos, strict=True)
         ]
         ids, mask, spans = _grown(ids, mask, [*image_spans, *video_spans], grown)
-        patches = [patches for *_, patches in (*images, *videos)]
         count = len(sizes)
-        return Layout(ids, mask, spans[:count], spans[count:], patches[:count], patches[count:])
+        patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
+        return Layout(ids, mask, spans[:count], spans[count:], patches, grids)
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -153,8 +154,8 @@ class Measure:
         first = int((short_ids == self._image_id).argmax())
         return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
 
-    def _video(self, plan: VideoPlan) -> tuple[str, list[int], int]:
-        """(its text with one token for each run of placeholders, the lengths of these runs, raw patches).
+    def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
+        """(its text with one token for each run of placeholders, the lengths of these runs, its grid).
 
         The video processor works on frames without memory, and so applies its own rules to their shape.
         """
@@ -168,7 +169,7 @@ class Measure:
             raise BadSample("processor_error", str(error)) from error
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
         text = self._video_runs.sub(lambda run: run[run.lastindex], text)
-        return text, runs, int(outputs["video_grid_thw"].prod())
+        return text, runs, tuple(outputs["video_grid_thw"][0].tolist())
 
     @functools.cached_property
     def _video_tokens(self) -> list[str]:

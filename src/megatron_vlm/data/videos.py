@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.images import decode_image, image_size, target_size
+from megatron_vlm.data.images import decode_pixels, image_size, target_size
 
 # Containers that hold one video each: no playlist, which would open other files, and no single image.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
@@ -87,8 +87,9 @@ def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
     width, height = plan.size
     frames = np.empty((len(plan.times), height, width, 3), np.uint8)
     for place, picture in source.pictures(chosen):
-        fits = picture.size == plan.size
-        frames[place] = picture if fits else picture.resize(plan.size, Image.Resampling.BICUBIC)
+        if picture.shape[1::-1] != plan.size:
+            picture = Image.fromarray(picture).resize(plan.size, Image.Resampling.BICUBIC)
+        frames[place] = picture
     frames[len(chosen) :] = frames[len(chosen) - 1]
     return frames, plan
 
@@ -167,9 +168,9 @@ class _FrameList:
     def size(self) -> tuple[int, int]:
         return image_size(self._frames[0])
 
-    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, Image.Image]]:
+    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each with its place among the chosen."""
-        return ((place, decode_image(self._frames[index])) for place, index in enumerate(chosen))
+        return ((place, decode_pixels(self._frames[index])) for place, index in enumerate(chosen))
 
 
 class _File:
@@ -191,7 +192,7 @@ class _File:
         self._stamps = sorted(stamps)
         self.times = [float((stamp - self._stamps[0]) * seconds) for stamp in self._stamps]
 
-    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, Image.Image]]:
+    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each with its place among the chosen. Seeks to the keyframes before them, and decodes the file from
         its start where that does not find all."""
         found = 0
@@ -214,7 +215,7 @@ class _File:
             if packet.stream_index != stream.index:
                 continue
             if size is None and (decoded := packet.decode()):
-                size = _upright(decoded[0]).size
+                size = _upright(decoded[0]).shape[1::-1]
             if packet.size and not packet.is_discard and stamp is not None:
                 self._in_order |= packet.pts is None
                 stamps.append(stamp)
@@ -223,7 +224,7 @@ class _File:
         self._keyframes.sort()
         return size, stamps, end - (container.start_time or 0) / av.time_base
 
-    def _pictures_by_seeking(self, stamps: list[int]) -> Iterator[tuple[int, Image.Image]]:
+    def _pictures_by_seeking(self, stamps: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         places = {stamp: place for place, stamp in enumerate(stamps)}
         last_of_run: dict[int, int] = {}  # keyframe -> the last frame chosen before the next keyframe
         for stamp in stamps:
@@ -238,7 +239,7 @@ class _File:
                     if frame.pts is None or frame.pts >= last:
                         break
 
-    def _pictures_in_order(self, chosen: list[int]) -> Iterator[tuple[int, Image.Image]]:
+    def _pictures_in_order(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The i-th frame to come out of the decoder is the i-th to be shown."""
         places = {index: place for place, index in enumerate(chosen)}
         with _opened(self._data) as (container, stream):
@@ -277,6 +278,6 @@ def _is_video(stream: Any) -> bool:
     return not stream.disposition & av.stream.Disposition.attached_pic
 
 
-def _upright(frame: Any) -> Image.Image:
+def _upright(frame: Any) -> np.ndarray:
     turns = round(frame.rotation / 90) % 4  # counterclockwise
-    return Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
+    return np.rot90(frame.to_ndarray(format="rgb24"), turns)

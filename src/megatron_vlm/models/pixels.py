@@ -1,4 +1,4 @@
-"""The arithmetic of the HF image processors, on the device."""
+"""The arithmetic of the HF image and video processors, on the device."""
 
 from __future__ import annotations
 
@@ -11,39 +11,49 @@ from megatron_vlm.batch import is_raw
 
 
 class PixelNormalizer(nn.Module):
-    """Raw `pixel_values` (see `megatron_vlm.batch`) → what the image processor would have made, to the bit.
+    """Raw pixels (see `megatron_vlm.batch`) → what the HF processor would have made, to the bit.
 
-    image_processor   of the checkpoint; without `image_mean`, `image_std` and `rescale_factor`, raw pixels
-                      raise ValueError, as they do with None
+    processor   of the checkpoint; raw pixels of what it has no image or video processor for, with
+                `image_mean`, `image_std` and `rescale_factor`, raise ValueError, as all do with None
     """
 
-    def __init__(self, image_processor: Any | None):
+    def __init__(self, processor: Any | None):
         super().__init__()
-        names = ("image_mean", "image_std", "rescale_factor")
-        settings = [getattr(image_processor, name, None) for name in names]
-        self.knows = None not in settings
-        if self.knows:
-            mean, std, factor = settings
-            # as transformers joins them: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
-            self.register_buffer("mean", torch.tensor(mean) * (1.0 / factor), persistent=False)
-            self.register_buffer("std", torch.tensor(std) * (1.0 / factor), persistent=False)
-        self.frames = getattr(image_processor, "temporal_patch_size", 1)
+        images, videos = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
+        self.images = _Normalizer(images, repeats=getattr(images, "temporal_patch_size", 1))
+        self.videos = _Normalizer(videos)  # whose raw patches hold all moments
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The same fields, raw pixels made ready in `dtype`; pixels that are ready stay as they are.
 
         Starts work on the device and never waits for it.
         """
-        pixels = visual.get("pixel_values")
-        if pixels is None or not is_raw(pixels):
-            return visual
-        if not self.knows:
+        fields = {"pixel_values": self.images, "pixel_values_videos": self.videos}
+        raw = [name for name in fields if name in visual and is_raw(visual[name])]
+        if unknown := [name for name in raw if not fields[name].knows]:
             raise ValueError(
-                "uint8 pixel_values, but the model was built without the checkpoint's image processor, which "
-                "says how to normalize them; pass it to build_model."
+                f"uint8 {' and '.join(unknown)}, but the model was built without the checkpoint's processor, "
+                "which says how to normalize them; pass it to build_model."
             )
-        ready = self._images if pixels.dim() == 4 else self._patches
-        return visual | {"pixel_values": ready(pixels, dtype, visual.get("image_sizes"))}
+        sizes = visual.get("image_sizes")
+        return visual | {name: fields[name](visual[name], dtype, sizes) for name in raw}
+
+
+class _Normalizer(nn.Module):
+    """For raw pixels of one kind, patches of which are repeated so many times."""
+
+    def __init__(self, part: Any | None, repeats: int = 1):
+        super().__init__()
+        settings = [getattr(part, name, None) for name in ("image_mean", "image_std", "rescale_factor")]
+        self.knows, self.repeats = None not in settings, repeats
+        if self.knows:
+            mean, std, factor = settings
+            # as transformers joins them: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
+            self.register_buffer("mean", torch.tensor(mean) * (1.0 / factor), persistent=False)
+            self.register_buffer("std", torch.tensor(std) * (1.0 / factor), persistent=False)
+
+    def forward(self, pixels: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
+        return self._images(pixels, dtype, sizes) if pixels.dim() == 4 else self._patches(pixels, dtype)
 
     def _images(self, pixels_NHWC: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
         ready = self._normalized(pixels_NHWC, dtype).permute(0, 3, 1, 2).contiguous()
@@ -52,10 +62,9 @@ class PixelNormalizer(nn.Module):
             image[:, :, width:] = 0
         return ready
 
-    def _patches(self, pixels_PF: Tensor, dtype: torch.dtype, sizes: None) -> Tensor:
-        """Each patch once for every moment that the tower joins."""
+    def _patches(self, pixels_PF: Tensor, dtype: torch.dtype) -> Tensor:
         ready = self._normalized(pixels_PF.unflatten(-1, (-1, len(self.mean))), dtype).transpose(1, 2)
-        return ready[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+        return ready[:, :, None].expand(-1, -1, self.repeats, -1).flatten(1)
 
     def _normalized(self, colours_last: Tensor, dtype: torch.dtype) -> Tensor:
         return colours_last.float().sub_(self.mean).div_(self.std).to(dtype)

@@ -37,7 +37,7 @@ class VLMModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
-        image_processor: Any | None = None,
+        processor: Any | None = None,
     ):
         super().__init__(config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
@@ -49,7 +49,7 @@ class VLMModel(MegatronModule):
             self.vision = family.build_vision(hf_config)
             if config.recompute_granularity == "full":
                 recompute_layers(self.vision)
-            self.pixels = PixelNormalizer(image_processor)
+            self.pixels = PixelNormalizer(processor)
             self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
             self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
@@ -164,11 +164,11 @@ def build_model(
     family: Family,
     hf_config: Any,
     device: torch.device,
-    image_processor: Any | None = None,
+    processor: Any | None = None,
 ) -> list[VLMModel]:
     """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied.
 
-    The checkpoint's `image_processor` is needed for the data path's raw pixels, see `models.pixels`.
+    The checkpoint's `processor` is needed for the data path's raw pixels, see `models.pixels`.
     """
     architecture = family.architecture(hf_config)
     costs = architecture["num_layers"], 0.0, 0.0
@@ -183,7 +183,7 @@ def build_model(
         vp_stage = stage if vpp > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage, image_processor))
+        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage, processor))
     for chunk in chunks:
         freeze(chunk, family, run.model.freeze)
         chunk.to(device)
