@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import re
 import struct
 import subprocess
@@ -144,6 +145,17 @@ def test_seeking_finds_the_pixels_of_reading_from_the_start():
     every, _ = decode_video(video, EVERY)
     some, _ = decode_video(video, VideoRules(fps=1, min_frames=2))
     assert len(every) == 30 and np.array_equal(some, every[[0, 10, 20, 20]])
+
+
+def test_a_forked_process_decodes_after_its_parent_did():
+    """Threads with which the parent converts colours would not be there in the child."""
+    video = steady(4, size=(256, 192))
+    decode_video(video, EVERY)
+    child = multiprocessing.get_context("fork").Process(target=decode_video, args=(video, EVERY))
+    child.start()
+    child.join(20)
+    child.kill()
+    assert child.exitcode == 0
 
 
 def test_plans_are_what_decoding_gives():

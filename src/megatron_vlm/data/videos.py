@@ -16,6 +16,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from megatron_vlm.data.chatml import BadSample
@@ -178,6 +179,8 @@ class _File:
 
     def __init__(self, data: bytes):
         self._data = data
+        # PyAV's own one for the process keeps threads, for which a forked worker waits forever
+        self._reformatter = VideoReformatter()
         with _opened(data) as (container, stream):
             seconds = stream.time_base  # a fraction
             # Packets of an AVI carry the times at which they are decoded, not shown.
@@ -215,7 +218,7 @@ class _File:
             if packet.stream_index != stream.index:
                 continue
             if size is None and (decoded := packet.decode()):
-                size = _upright(decoded[0]).shape[1::-1]
+                size = self._upright(decoded[0]).shape[1::-1]
             if packet.size and not packet.is_discard and stamp is not None:
                 self._in_order |= packet.pts is None
                 stamps.append(stamp)
@@ -235,7 +238,7 @@ class _File:
                 container.seek(keyframe, stream=stream)
                 for frame in container.decode(stream):
                     if (place := places.pop(frame.pts, None)) is not None:
-                        yield place, _upright(frame)
+                        yield place, self._upright(frame)
                     if frame.pts is None or frame.pts >= last:
                         break
 
@@ -245,10 +248,15 @@ class _File:
         with _opened(self._data) as (container, stream):
             for index, frame in enumerate(container.decode(stream)):
                 if index in places:
-                    yield places.pop(index), _upright(frame)
+                    yield places.pop(index), self._upright(frame)
                 if not places:
                     return
         raise BadSample("video_undecodable", f"frame {chosen[-1]} of {len(self.times)} cannot be decoded")
+
+    def _upright(self, frame: Any) -> np.ndarray:
+        turns = round(frame.rotation / 90) % 4  # counterclockwise
+        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1)
+        return np.rot90(rgb.to_ndarray(), turns)
 
 
 @contextmanager
@@ -276,8 +284,3 @@ def _is_video(stream: Any) -> bool:
     if stream.codec_context is None or not stream.time_base:
         return False
     return not stream.disposition & av.stream.Disposition.attached_pic
-
-
-def _upright(frame: Any) -> np.ndarray:
-    turns = round(frame.rotation / 90) % 4  # counterclockwise
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)

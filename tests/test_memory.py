@@ -1,0 +1,82 @@
+"""The memory of a run's data stays what it was after the first quarter of an epoch."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from test_fast import film, picture
+
+from megatron_vlm.data.encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.energon import EnergonProvider
+from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.corpus import default_corpus
+from megatron_vlm.testing.tiny import TINY_FAMILIES
+
+SAMPLES = 320  # images of 2.4 MB, decoded, and as much cut into patches; every eighth a video of 9.4 MB
+PROVIDERS = {"energon": EnergonProvider, "hf": HFProvider}
+MAX_GROWTH = 40e6  # seen: up to 10e6; the last three quarters decode 500e6 of images and 280e6 of videos
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A JSONL of conversations about one of 4 images or of 2 videos."""
+    folder = tmp_path_factory.mktemp("source")
+    for seed in range(4):
+        (folder / f"{seed}.jpg").write_bytes(picture((1024, 768), "RGB", "JPEG", {"quality": 90}, seed))
+    for seed in range(2):
+        (folder / f"{seed}.mp4").write_bytes(film((512, 384), 16))
+    records = []
+    for number in range(SAMPLES):
+        is_video = number % 8 == 7
+        kind, name = ("video", f"{number % 2}.mp4") if is_video else ("image", f"{number % 4}.jpg")
+        question = {"role": "user", "content": f"<{kind}> What is this?"}
+        turns = [question, {"role": "assistant", "content": "A dog."}]
+        records.append({f"{kind}s": [name], "messages": turns})
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder / "data.jsonl"
+
+
+@pytest.fixture(scope="module")
+def paths(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("energon") / "dataset"
+    options = {"samples_per_shard": 20, "workers": 1, "progress": False}
+    prepare_energon_dataset(source, folder, splits={"train": SAMPLES}, **options)
+    return {"energon": folder, "hf": source}
+
+
+def memory() -> int:
+    """Bytes of memory of this process and its children that no file holds, shared pages counted once."""
+    total = 0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        total += sum(int(found) for found in re.findall(r"Pss_(?:Anon|Shmem): +(\d+) kB", rollup))
+    return total * 1024
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_memory_stays_flat_over_an_epoch(kind, paths):
+    parts = TINY_FAMILIES["qwen2_5_vl"]
+    processor = parts.processor(default_corpus(100), parts.template, image_size=1024)
+    encoder = PackingVLMTaskEncoder(processor, 4096, load("qwen2_5_vl").visual_keys, video_fps=4)
+    options = {"packing": "stream", "packing_buffer_size": 16, "num_workers": 2}
+    loader = PROVIDERS[kind](str(paths[kind]), **options).train_loader(
+        encoder, micro_batch_size=1, rank=0, world_size=1, seed=0
+    )
+    seen, quarters = 0, [0, 0, 0, 0]  # the most memory in each
+    try:
+        for step in itertools.count():
+            seen += len(next(loader)["__key__"][0])
+            if seen > SAMPLES:
+                break
+            if step % 4 == 0:
+                quarter = 4 * (seen - 1) // SAMPLES
+                quarters[quarter] = max(quarters[quarter], memory())
+    finally:
+        loader.close()
+    assert min(quarters) > 0
+    assert quarters[-1] - quarters[0] < MAX_GROWTH
