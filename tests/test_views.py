@@ -16,10 +16,14 @@ from PIL import Image
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import apply_overrides
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
-from megatron_vlm.data.preview import TRAINED, VISUAL
+from megatron_vlm.data.preview import TRAINED, VISUAL, pictures_of
+from megatron_vlm.models.families import load
 from megatron_vlm.recipes import load_recipe
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from megatron_vlm.testing.corpus import default_corpus
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 from megatron_vlm.views import preview_page, stats_text, training_data
 
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl"]  # one of each way to store pixels
@@ -46,6 +50,25 @@ def config_of(family, dataset, tmp_path_factory, **settings):
 @pytest.fixture(scope="module", params=FAMILIES)
 def config(request, dataset, tmp_path_factory):
     return config_of(request.param, dataset, tmp_path_factory)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_every_frame_of_a_video_is_shown(fast):
+    parts, colours = TINY_FAMILIES["qwen3_vl"], [(200, 0, 0), (0, 90, 0), (0, 0, 250), (40, 40, 40)]
+    processor = parts.processor(default_corpus(100), parts.template)
+    encoder = HFEncoderVLMTaskEncoder(processor, 4096, load("qwen3_vl").visual_keys, fast=fast)
+    turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "a"}]
+    frames = []
+    for colour in colours:
+        out = io.BytesIO()
+        Image.new("RGB", (64, 96), colour).save(out, "PNG")
+        frames.append(out.getvalue())
+    sample = ChatMLSample(
+        __key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=None, videos=[frames]
+    )
+    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, processor.image_processor)
+    assert [picture.getpixel((5, 70)) for picture in pictures] == colours
+    assert {picture.size for picture in pictures} == {(64, 96)}
 
 
 def test_rows_show_replies_as_trained_and_images_in_their_place(config):

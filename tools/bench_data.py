@@ -12,8 +12,8 @@ automodel        NeMo Automodel's PreTokenizedDatasetWrapper, if installed
 bridge           Megatron-Bridge's collate function for the processor, if installed; its package's modules
                  are imported without their `__init__`, which needs Transformer Engine
 
-For families that take videos, also a file of 16 frames, all taken: there the floor is decoding and normalizing
-them, and `hf_processor` the processor after this package's decoder.
+Families that take videos get a file of 16 frames as well, all taken: there the floor is decoding and
+normalizing them, and `hf_processor` the processor after this package's decoder.
 
 Last, samples per second of wall-clock time out of an Energon dataset with one and with two workers.
 """

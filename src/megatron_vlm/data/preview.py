@@ -30,7 +30,7 @@ class Run:
     kind: str
     tokens: int
     text: str = ""
-    pictures: tuple[str, ...] = ()  # data URLs: of an image, or of a video's first frames
+    pictures: tuple[str, ...] = ()  # data URLs: of an image, or of a video's frames
 
 
 @dataclass
@@ -135,13 +135,15 @@ def _positions(position_ids: Tensor) -> str:
 
 
 def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.Image]:
-    """The image, or the first frame of each temporal patch of the video, as the model sees it."""
+    """The image, or every frame of the video, as the model sees it."""
     grid = item.image_grid_thw if item.image_grid_thw is not None else item.video_grid_thw
     pixels = item.pixel_values if item.pixel_values is not None else item.pixel_values_videos
     if is_raw(pixels):
         pixels = _colours_first(pixels)
     if grid is not None:
         frames_TCHW = _unpatched(pixels, grid[0].tolist(), image_processor)
+        if item.image_grid_thw is not None:  # repeated over the moments that the tower joins
+            frames_TCHW = frames_TCHW[:1]
     elif item.image_sizes is not None:
         height, width = item.image_sizes[0].tolist()
         frames_TCHW = pixels[..., :height, :width]
@@ -163,8 +165,8 @@ def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Ten
     """(T, C, H, W) of patches that lie in merged squares, as Qwen2-VL's image processor orders them."""
     merge, patch = image_processor.merge_size, image_processor.patch_size
     times, height, width = grid[0], grid[1] // merge, grid[2] // merge
-    folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)[:, :, :, :, :, :, 0]
-    return folded.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(times, 3, grid[1] * patch, grid[2] * patch)
+    folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)
+    return folded.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, grid[1] * patch, grid[2] * patch)
 
 
 def _as_bytes(frames_TCHW: Tensor, image_processor: Any) -> Tensor:
