@@ -35,8 +35,9 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
-ROTATED = Image.Exif()
-ROTATED[0x0112] = 6
+UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
+UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
+XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 FILES = [  # (width, height), mode, format, options
     ((64, 48), "RGB", "JPEG", {}),
     ((448, 448), "RGB", "JPEG", {"subsampling": 0}),
@@ -44,6 +45,8 @@ FILES = [  # (width, height), mode, format, options
     ((333, 201), "RGB", "JPEG", {"subsampling": 2, "progressive": True}),
     ((201, 77), "RGB", "JPEG", {"exif": ROTATED}),
     ((97, 131), "L", "JPEG", {}),
+    ((202, 78), "RGB", "JPEG", {"exif": UPRIGHT, "comment": b"none", "icc_profile": b"none"}),
+    ((203, 79), "RGB", "JPEG", {"xmp": XMP}),
     ((90, 60), "CMYK", "JPEG", {}),
     ((3, 111), "RGB", "PNG", {}),
     ((200, 3), "RGB", "PNG", {}),

@@ -1,11 +1,17 @@
+import itertools
+
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoProcessor, Gemma3Processor
 
+import megatron_vlm.data.spans as spans_module
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.spans import SpanProcessor
+from megatron_vlm.data.marks import Prompt, on_tokens
+from megatron_vlm.data.spans import SpanProcessor, _only_wraps
+from megatron_vlm.testing.corpus import default_corpus
 from megatron_vlm.testing.gemma3 import TEMPLATE
-from megatron_vlm.testing.tiny import build_tiny_checkpoint, without_generation_tags
+from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 
 TEMPLATES = {"tagged": TEMPLATE, "untagged": without_generation_tags(TEMPLATE)}
 
@@ -89,7 +95,8 @@ def test_reserved_characters_in_a_record_cannot_move_the_mask(spans):
     noise = "".join(map(chr, [0x10FF00, 0x10FF01, 0x10FF02, 0x10FF03, 0xF0000, 0xF0001]))
     clean = encode(spans, ("user", "<image>a b"), ("assistant", "c d"), images=1)
     noisy = encode(spans, ("user", f"<image>a{noise} b{noise}"), ("assistant", f"c{noise} d"), images=1)
-    assert noisy.input_ids.equal(clean.input_ids) and noisy.reply_mask.equal(clean.reply_mask)
+    for field in ("input_ids", "reply_mask"):
+        assert np.array_equal(getattr(noisy, field), getattr(clean, field))
 
 
 def test_text_beyond_the_vocabulary_keeps_the_mask_exact(spans):
@@ -182,3 +189,71 @@ def test_a_reply_that_only_the_next_turn_ends_is_trained_to_end(glm_processor, c
     assert (
         spans.tokenizer.decode(encoded.input_ids).count("<|user|>") == 3
     )  # two questions', and the added one
+
+
+TEXTS = [
+    "",
+    "a  b\n\n c",
+    "<start_of_turn>user\nそれは🐈‍⬛？ e\u0301<end_of_turn>\n",
+    "<bos>x<eos>",
+    " 1234\t<think>",
+]
+
+
+def by_the_call(tokenizer, text, add_special_tokens):
+    encoding = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    return encoding["input_ids"], encoding["offset_mapping"]
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_prompt_becomes_the_ids_that_a_call_of_the_tokenizer_gives(family, monkeypatch):
+    """Also after calls that left the Rust tokenizer padding, cutting, or splitting control tokens."""
+    processor = TINY_FAMILIES[family].processor(default_corpus(100), TINY_FAMILIES[family].template)
+    tokenizer, spans = processor.tokenizer, SpanProcessor(processor)
+    offsets = []
+    monkeypatch.setattr(
+        spans_module, "on_tokens", lambda p, found: offsets.append(found) or on_tokens(p, found)
+    )
+
+    def check(text, special, only_wraps):
+        assert _only_wraps(tokenizer) == only_wraps
+        ids = spans.tokenize(Prompt(text, [], [], [], special)).input_ids
+        assert (ids.tolist(), offsets[-1]) == by_the_call(tokenizer, text, special)
+        assert ids.dtype == np.int64
+
+    for text, special in itertools.product(TEXTS, [True, False]):
+        check(text, special, only_wraps=True)
+        tokenizer([text, "a"], padding="max_length", max_length=20, truncation=True)
+        check(text, special, only_wraps=False)
+        tokenizer(text, split_special_tokens=True)
+        check(text, special, only_wraps=False)
+        tokenizer.split_special_tokens = True
+        check(text, special, only_wraps=False)
+        tokenizer.split_special_tokens = False
+        tokenizer(text)
+
+
+def test_a_tokenizer_with_a_call_of_its_own_is_called(processor, monkeypatch):
+    class Shouting(type(processor.tokenizer)):
+        def __call__(self, text, **kwargs):
+            return super().__call__(text.upper(), **kwargs)
+
+    spans = SpanProcessor(processor)
+    quiet = spans.tokenize(Prompt("ab", [], [], [])).input_ids
+    monkeypatch.setattr(processor.tokenizer, "__class__", Shouting)
+    assert spans.tokenize(Prompt("ab", [], [], [])).input_ids.tolist() != quiet.tolist()
+    assert spans.tokenize(Prompt("AB", [], [], [])).input_ids.tolist() == processor.tokenizer("ab").input_ids
+
+
+def test_media_are_written_in_place_and_spans_follow():
+    prompt = Prompt("aIIbIcVd", [(0, 1), (3, 4), (5, 6), (7, 8)], [(1, 3), (4, 5)], [(6, 7)], False)
+    written = prompt.with_media(["", "xyz", "vw"])
+    assert written == Prompt("abxyzcvwd", [(0, 1), (1, 2), (5, 6), (8, 9)], [(1, 1), (2, 5)], [(6, 8)], False)
+
+
+def test_tokens_on_the_edge_of_a_reply_are_of_it_and_empty_ones_are_not():
+    offsets = [(0, 0), (0, 2), (2, 4), (4, 4), (4, 6), (6, 9), (6, 9), (9, 10)]
+    prompt = Prompt("0123456789", [(3, 5), (6, 7)], [(1, 4)], [(6, 10)])
+    mask, images, videos = on_tokens(prompt, offsets)
+    assert mask.tolist() == [False, False, True, False, True, True, True, False]
+    assert (images, videos) == ([(2, 3)], [(5, 8)])

@@ -5,7 +5,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-from tables import REPORTS, TABLES, parity, replaced  # noqa: E402
+from tables import REPORTS, TABLES, data, parity, replaced  # noqa: E402
 
 
 def row(layout: str, kind: str, logits: float, passed: bool = True) -> dict:
@@ -30,6 +30,23 @@ def test_a_family_is_one_line_with_the_worst_of_its_cells():
 
 def test_a_failed_row_is_marked():
     assert "| gemma3 **failed** | TP2 |" in parity([row("TP2", "text", 1.0, passed=False)])
+
+
+def test_data_is_shown_over_the_floor_and_over_the_floor_with_text_where_measured():
+    rows = [
+        {
+            "path": path,
+            "samples_per_second": rate,
+            "ratio_to_floor": rate / 800,
+            "ratio_to_floor_and_text": rate / 500,
+        }
+        | {"family": "gemma3", "image": "448x448", "turns": 8}
+        for path, rate in {"floor": 800, "floor_and_text": 500, "megatron_vlm": 400}.items()
+    ]
+    report = {"rows": rows, "versions": {}, "workers": {"scaling": 1.8}, "date": "2026-11-21"}
+    assert data(report).splitlines()[2] == "| gemma3 | 448x448 | 8 | 800 | 0.62 | 0.50 | 0.80 |"
+    report["rows"] = [rows[0], rows[2]]
+    assert data(report).splitlines()[2] == "| gemma3 | 448x448 | 8 | 800 | 0.50 |"
 
 
 def test_every_report_has_its_table_in_its_page():

@@ -113,8 +113,12 @@ def packing(report: dict) -> str:
 
 
 def data(report: dict) -> str:
-    """A line for each family, image and number of turns: the floor, and every path over it."""
+    """A line for each family, image and number of turns: the floor, every path over it, and ours over the
+    floor with text, where that was measured."""
     paths = list(dict.fromkeys(row["path"] for row in report["rows"] if row["path"] != "floor"))
+    ratios = {f"{path} / floor": (path, "ratio_to_floor") for path in paths}
+    if "floor_and_text" in paths:
+        ratios["megatron_vlm / floor_and_text"] = ("megatron_vlm", "ratio_to_floor_and_text")
     cells: dict[tuple, dict[str, dict]] = {}
     for row in report["rows"]:
         cells.setdefault((row["family"], row["image"], row["turns"]), {})[row["path"]] = row
@@ -122,11 +126,11 @@ def data(report: dict) -> str:
         (
             *case,
             f"{found['floor']['samples_per_second']:.0f}",
-            *(f"{found[path]['ratio_to_floor']:.2f}" if path in found else "–" for path in paths),
+            *(f"{found[path][to]:.2f}" if path in found else "–" for path, to in ratios.values()),
         )
         for case, found in cells.items()
     )
-    heads = ("family", "image", "turns", "floor, samples/s", *(f"{path} / floor" for path in paths))
+    heads = ("family", "image", "turns", "floor, samples/s", *ratios)
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     scaling = report["workers"]["scaling"]
     return (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
@@ -24,8 +25,9 @@ from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.fast import fast_processor
 from megatron_vlm.data.images import decode_image, decode_pixels, image_size
 from megatron_vlm.data.lengths import Layout, Measure
+from megatron_vlm.data.marks import Span
 from megatron_vlm.data.packing import pack_buffer
-from megatron_vlm.data.spans import EncodedText, Span, SpanProcessor, most_characters
+from megatron_vlm.data.spans import EncodedText, SpanProcessor, most_characters
 from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
 
 # What processors return about the text. We make our own masks, and models find images by token id.
@@ -213,16 +215,20 @@ class HFEncoderVLMTaskEncoder(
         """`layout` spares reading the text again where it is known."""
         text = self._encoded_text(sample, layout)
         document = self._fit(_Document(text, self._visual_inputs(text)))
-        labels = _labels(document.text)
-        if not (labels != IGNORE_INDEX).any():
-            raise BadSample("no_trained_tokens", f"{len(labels)} tokens, none of a reply")
+        ids, replies = document.text.input_ids, document.text.reply_mask
+        labels, loss_mask = np.full(len(ids), IGNORE_INDEX), np.zeros(len(ids), np.float32)
+        np.copyto(labels[:-1], ids[1:], where=replies[1:])  # the last position predicts nothing
+        loss_mask[:-1] = replies[1:]
+        if not loss_mask.any():
+            raise BadSample("no_trained_tokens", f"{len(ids)} tokens, none of a reply")
+        input_ids = torch.from_numpy(ids)
         return HFEncoderTaskSample.derive_from(
             sample,
-            input_ids=document.text.input_ids,
-            labels=labels,
-            loss_mask=(labels != IGNORE_INDEX).float(),
-            position_ids=self.position_ids(document.text.input_ids, document.visual_inputs),
-            attention_mask=torch.ones(len(labels), dtype=torch.int32),
+            input_ids=input_ids,
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(loss_mask),
+            position_ids=self.position_ids(input_ids, document.visual_inputs),
+            attention_mask=torch.from_numpy(np.ones(len(ids), np.int32)),
             visual_inputs=document.visual_inputs,
             document_keys=[sample.__key__],
         )
@@ -230,11 +236,11 @@ class HFEncoderVLMTaskEncoder(
     def _encoded_text(self, sample: ChatMLSample, layout: Layout | None) -> EncodedText:
         messages, tools = (None, None) if layout and self._fast else self._read(sample)
         decode = decode_pixels if self._fast else decode_image
-        images = [decode(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
+        images = (decode(data, self.max_pixels, self.min_pixels) for data in sample.imgs or [])
         videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
         if self._fast:
             return self._fast(messages, tools, images, videos, layout)
-        return self._encode_text(messages, tools, images, videos)
+        return self._encode_text(messages, tools, list(images), videos)
 
     def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
         messages, tools = self._read(sample)
@@ -270,7 +276,7 @@ class HFEncoderVLMTaskEncoder(
                 f"visual_keys = {self.visual_keys}; add those that the model takes"
             )
         tensors = {key: text.outputs[key] for key in self.visual_keys if key in text.outputs}
-        return GenericVisualInputs.from_mapping(tensors) if tensors else None
+        return GenericVisualInputs(**tensors) if tensors else None
 
     def _fit(self, document: _Document) -> _Document:
         length = len(document.text.input_ids)
@@ -417,13 +423,6 @@ def _cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int,
         if start < length < stop:
             length = start
     return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
-
-
-def _labels(text: EncodedText) -> Tensor:
-    """The next token where it belongs to a reply; the document's last position predicts nothing."""
-    labels = torch.full_like(text.input_ids, IGNORE_INDEX)
-    labels[:-1] = text.input_ids[1:].where(text.reply_mask[1:], labels[1:])
-    return labels
 
 
 def _count_up(input_ids: Tensor, visual_inputs: GenericVisualInputs | None) -> Tensor:

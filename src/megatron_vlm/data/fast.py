@@ -10,7 +10,7 @@ is called itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class FastProcessor:
         self,
         messages: list[dict],
         tools: list[dict] | None,
-        images: list[ImageArray],
+        images: Iterable[ImageArray],
         videos: list[tuple[np.ndarray, VideoPlan]] = (),
         layout: Layout | None = None,
     ) -> EncodedText:
@@ -85,19 +85,16 @@ class FastProcessor:
 
         Raises BadSample as `SpanProcessor`.
         """
+        tensors, sizes = [], []
+        for image in images:  # each cut right after it was decoded: its pixels are still in the caches
+            tensors.append(self._known.tensors(self._processor, self._resized(image)))
+            sizes.append(image.shape[1::-1])
         if layout is None:
-            sizes = [image.shape[1::-1] for image in images]
             layout = self.measure(messages, tools, sizes, [plan for _, plan in videos])
-        tensors = [self._known.tensors(self._processor, self._resized(image)) for image in images]
         tensors += [self._video(*video, grid) for video, grid in zip(videos, layout.video_grids, strict=True)]
         visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
-        return EncodedText(
-            torch.from_numpy(layout.input_ids),
-            torch.from_numpy(layout.reply_mask),
-            layout.images,
-            layout.videos,
-            visual.as_model_kwargs() if visual else {},
-        )
+        outputs = visual.as_model_kwargs() if visual else {}
+        return EncodedText(layout.input_ids, layout.reply_mask, layout.images, layout.videos, outputs)
 
     def _resized(self, image: ImageArray) -> ImageArray:
         size = self._target(*image.shape[:2])
@@ -136,7 +133,7 @@ def fast_processor(
         ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
     except BadSample as bad:
         return None, f"the chat template refuses a question about an image: {bad}"
-    if not ours.input_ids.equal(theirs.input_ids):
+    if not np.array_equal(ours.input_ids, theirs.input_ids):
         return None, f"{type(processor).__name__} writes other tokens for an image than its known version"
     return fast, None
 
@@ -186,7 +183,7 @@ def _whole(processor: Any, image: ImageArray) -> dict[str, Tensor]:
 
 
 def _whole_of_any_size(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    return _whole(processor, image) | {"image_sizes": torch.tensor([image.shape[:2]])}
+    return _whole(processor, image) | {"image_sizes": torch.from_numpy(np.array([image.shape[:2]]))}
 
 
 def _gemma_ids(processor: Any, height: int, width: int) -> np.ndarray:
@@ -229,8 +226,11 @@ def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
 
 def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
     side = processor.image_processor.patch_size
-    grid = torch.tensor([[1, image.shape[0] // side, image.shape[1] // side]])
-    return {"pixel_values": _patches(processor.image_processor, image[None]), "image_grid_thw": grid}
+    grid = np.array([[1, image.shape[0] // side, image.shape[1] // side]])
+    return {
+        "pixel_values": _patches(processor.image_processor, image[None]),
+        "image_grid_thw": torch.from_numpy(grid),
+    }
 
 
 def _patches(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:

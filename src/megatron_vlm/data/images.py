@@ -26,6 +26,8 @@ MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 # Of these, the header gives the size of the decoded image; TIFF is turned by its decoder.
 HEADER_FORMATS = {"JPEG", "MPO", "PNG", "WEBP"}
+# JFIF and Adobe headers, comments, frames and tables; not APP1, where EXIF and XMP data are, nor any other.
+BARE_SEGMENTS = {bytes([0xFF, kind]) for kind in (0xE0, 0xEE, 0xFE, 0xC0, 0xC2, 0xC4, 0xDB, 0xDD)}
 # What Pillow's decoders raise on damaged files.
 DECODE_ERRORS = (
     OSError,
@@ -60,12 +62,12 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
 
 def decode_pixels(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> np.ndarray:
     """`decode_image` as (height, width, 3) uint8."""
-    with _bad_samples(data):
-        image, size = _opened(data, max_pixels, min_pixels)
-        usual = image.format == "JPEG" and image.mode == "RGB" and image.size == size
-        if usual and image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
-            with contextlib.suppress(ValueError):  # damaged: what can be read of it, Pillow knows
-                return simplejpeg.decode_jpeg(data)  # Pillow's bits in three quarters of its time
+    with contextlib.suppress(ValueError):  # damaged, or no JPEG: what can be read of it, Pillow knows
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        _check_size((width, height))
+        usual = colours in ("YCbCr", "RGB") and target_size((width, height), max_pixels, min_pixels)
+        if usual == (width, height) and (_is_bare(data) or _is_upright(data)):
+            return simplejpeg.decode_jpeg(data)  # Pillow's bits in three quarters of its time
     return np.array(decode_image(data, max_pixels, min_pixels))
 
 
@@ -103,6 +105,20 @@ def _bad_samples(data: bytes) -> Iterator[None]:
     except DECODE_ERRORS as error:
         reason = "image_truncated" if "truncated" in str(error).lower() else "image_undecodable"
         raise BadSample(reason, f"{type(error).__name__}: {error}") from error
+
+
+def _is_bare(jpeg: bytes) -> bool:
+    """Whether there is nothing before the pixels that could tell a rotation, or of a second picture."""
+    at = 2
+    while jpeg[at : at + 2] in BARE_SEGMENTS:
+        at += 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+    return jpeg[at : at + 2] == b"\xff\xda"  # start of scan
+
+
+def _is_upright(jpeg: bytes) -> bool:
+    with _bad_samples(jpeg):
+        image, _ = _opened(jpeg, None, None)
+        return image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
 def _swaps_axes(image: Image.Image) -> bool:

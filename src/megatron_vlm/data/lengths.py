@@ -8,7 +8,6 @@ grown to the processor's own count of tokens for its size (`_get_num_multimodal_
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +20,8 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.spans import (
-    IMAGE_START,
-    IMAGE_STOP,
-    Span,
-    SpanProcessor,
-    placeholder_tokens,
-    video_options,
-)
+from megatron_vlm.data.marks import Span
+from megatron_vlm.data.spans import SpanProcessor, placeholder_tokens, video_options
 from megatron_vlm.data.videos import VideoPlan
 
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
@@ -40,7 +33,6 @@ PROBE_MESSAGES = [
 ]
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
-MARKED_IMAGE = re.compile(f"{IMAGE_START}.*?{IMAGE_STOP}", re.DOTALL)
 
 
 @dataclass
@@ -99,19 +91,23 @@ class Measure:
     ) -> Layout:
         """Raises BadSample when the template or the processor refuses the conversation."""
         plans = plans or []
-        marked, options = self._encode_text.marked(messages, tools, len(sizes), len(plans))
+        prompt = self._encode_text.prompt(messages, tools, len(sizes), len(plans))
         images, videos = [self._image_tokens(size) for size in sizes], [self._video(plan) for plan in plans]
-        marked = self._write_videos(marked, [text for text, _, _ in videos])
-        ids, mask, image_spans, video_spans = self._tokenize(marked, options, self._short_image)
+        texts = [self._short_image] * len(images)
+        texts += [
+            prompt.text[slice(*span)].replace(self._processor.video_token, text)
+            for span, (text, _, _) in zip(prompt.videos, videos, strict=True)
+        ]
+        short = self._encode_text.tokenize(prompt.with_media(texts))
         grown = [
-            self._with_image(ids[slice(*span)], image_ids)
-            for span, (image_ids, _) in zip(image_spans, images, strict=True)
+            self._with_image(short.input_ids[slice(*span)], image_ids)
+            for span, (image_ids, _) in zip(short.images, images, strict=True)
         ]
         grown += [
-            self._with_runs(ids[slice(*span)], runs)
-            for span, (_, runs, _) in zip(video_spans, videos, strict=True)
+            self._with_runs(short.input_ids[slice(*span)], runs)
+            for span, (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
-        ids, mask, spans = _grown(ids, mask, [*image_spans, *video_spans], grown)
+        ids, mask, spans = _grown(short.input_ids, short.reply_mask, [*short.images, *short.videos], grown)
         count = len(sizes)
         patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
         return Layout(ids, mask, spans[:count], spans[count:], patches, grids)
@@ -130,25 +126,18 @@ class Measure:
         return images * (height // self.patch_size) * (width // self.patch_size)
 
     def _probe(self) -> tuple[str, int, int]:
-        """The shortest text of an image, marks included, the id that an image is mostly made of, and how many
+        """The shortest text of an image, the id that an image is mostly made of, and how many
         tokens of the text the processor counts, that id's the first."""
         expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
-        image_id = int(expanded.input_ids[slice(*expanded.images[0])].mode().values)
-        short_image = MARKED_IMAGE.search(self._encode_text.marked_tokenizer.text)[0]
+        image_id = int(np.bincount(expanded.input_ids[slice(*expanded.images[0])]).argmax())
+        processed = self._encode_text.marked_tokenizer.prompt
+        short_image = processed.text[slice(*processed.images[0])]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        marked, options = self._encode_text.marked(PROBE_MESSAGES, None, images=1)
-        short_ids, *_ = self._tokenize(marked, options, short_image)
+        prompt = self._encode_text.prompt(PROBE_MESSAGES, None, images=1)
+        short = self._encode_text.tokenize(prompt.with_media([short_image]))
         told, _ = self._count(PROBE_SIZE)
-        return short_image, image_id, told - (len(expanded.input_ids) - len(short_ids))
-
-    def _tokenize(
-        self, marked: str, options: dict, short_image: str
-    ) -> tuple[np.ndarray, np.ndarray, list[Span], list[Span]]:
-        """Ids, reply mask, and the spans of images and of videos."""
-        tokenizer = self._encode_text.marked_tokenizer
-        encoding = tokenizer(MARKED_IMAGE.sub(lambda _: short_image, marked), **options)
-        return np.asarray(encoding["input_ids"]), tokenizer.reply_mask, tokenizer.images, tokenizer.videos
+        return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
 
     def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
@@ -184,13 +173,6 @@ class Measure:
         ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
         repeats[np.isin(short_ids, ids)] = runs
         return np.repeat(short_ids, repeats)
-
-    def _write_videos(self, marked: str, texts: list[str]) -> str:
-        """`marked` with what the processor writes for each video in place of its placeholder."""
-        if not texts:
-            return marked
-        pieces = marked.split(self._processor.video_token)  # which record text cannot hold
-        return "".join(itertools.chain.from_iterable(itertools.zip_longest(pieces, texts, fillvalue="")))
 
     def _counted_tokens(self, size: tuple[int, int]) -> ImageTokens:
         tokens, patches = self._count(size)

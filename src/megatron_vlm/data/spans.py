@@ -7,6 +7,8 @@
 3. The processor expands placeholders and calls its tokenizer: here a stand-in that takes the marks out,
    notes where they were, and tokenizes the clean text with offsets.
 
+Where the expanded text is known without the processor, 2 and 3 are a call of the tokenizer (`tokenize`).
+
 So ids are the ones the processor makes without us, and spans are exact at any expansion, without searching
 ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.)
 """
@@ -17,38 +19,28 @@ import copy
 import functools
 import re
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from jinja2 import TemplateError
 from PIL import Image
-from torch import Tensor
-from transformers import BatchEncoding, ProcessorMixin
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import DOCUMENT, BadSample
 from megatron_vlm.data.documents import DocumentText
+from megatron_vlm.data.marks import RESERVED, MarkedTokenizer, Prompt, Span, on_tokens, with_marks
 from megatron_vlm.data.videos import VideoPlan
 
-REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
-    chr, range(0x10FF00, 0x10FF06)
-)
-MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
-# Ours, and the two characters with which transformers >= 5.23 marks control tokens.
-RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}\U000f0000\U000f0001]")
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the first of its two
 
-Span = tuple[int, int]
-
 
 @dataclass
 class EncodedText:
-    input_ids: Tensor  # (T,) int64
-    reply_mask: Tensor  # (T,) bool: tokens of the assistant's replies
+    input_ids: np.ndarray  # (T,) int64
+    reply_mask: np.ndarray  # (T,) bool: tokens of the assistant's replies
     images: list[Span]  # the tokens that stand for each image, its markers included
     videos: list[Span]  # likewise, with the begin and end of a video around them
     outputs: dict[str, Any]  # everything else the processor returned, its batch axis of one left on
@@ -70,13 +62,14 @@ class SpanProcessor:
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self.marked_tokenizer = _MarkedTokenizer(self.tokenizer)
+        self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
         self.template = chat_template or _template_of(processor)
         self._placeholder_tokens = placeholder_tokens(processor)
         self._control_tokens = _control_tokens(processor)
-        if not GENERATION_TAG.search(self.template):
+        self._tells_replies = bool(GENERATION_TAG.search(self.template))
+        if not self._tells_replies:
             self._probe_template()
         self._next_turn = self._token_that_ends_replies()
         self.max_characters: int | None = None
@@ -92,50 +85,55 @@ class SpanProcessor:
 
         Raises BadSample when the template or the processor refuses the conversation.
         """
-        marked, options = self.marked(messages, tools, len(images or []), len(videos or []))
+        prompt = self.prompt(messages, tools, len(images or []), len(videos or []))
+        options = {}
         if videos:
             options |= {"videos": [frames for frames, _ in videos]}
             options |= {"videos_kwargs": video_options([plan for _, plan in videos])}
         try:
             outputs = self._processor(
-                text=[marked],
+                text=[with_marks(prompt)],
                 images=images or None,  # an empty list is an error in every version
                 return_tensors="pt",
+                add_special_tokens=prompt.add_special_tokens,
                 **options,
             )
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         outputs = dict(outputs)
-        input_ids = outputs.pop("input_ids")[0]
-        read = self.marked_tokenizer
-        assert len(read.reply_mask) == len(input_ids), "the processor changed the ids after tokenizing"
+        input_ids = outputs.pop("input_ids")[0].numpy()
+        mask, *media = self.marked_tokenizer.found
+        assert len(mask) == len(input_ids), "the processor changed the ids after tokenizing"
         outputs.pop("video_metadata", None)
-        mask = torch.from_numpy(read.reply_mask)
-        return EncodedText(input_ids, mask, read.images, read.videos, outputs)
+        return EncodedText(input_ids, mask, *media, outputs)
 
-    def marked(
-        self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
-    ) -> tuple[str, dict]:
-        """The rendered conversation with marks around replies and placeholders, and the tokenizer's options.
+    def tokenize(self, prompt: Prompt) -> EncodedText:
+        """The prompt as it stands, in the ids that a call of the tokenizer gives."""
+        tokenizer, text, special = self.tokenizer, prompt.text, prompt.add_special_tokens
+        if _only_wraps(tokenizer):
+            encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
+            ids, offsets = encoding.ids, encoding.offsets
+        else:
+            encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets), {})
 
-        Raises BadSample when the template refuses the conversation or writes another number of images or
-        videos.
-        """
-        prompt, replies = self.render(messages, tools)
-        if self.max_characters is not None and len(prompt) > self.max_characters:
+    def prompt(self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0) -> Prompt:
+        """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
+        another number of images or videos."""
+        text, replies = self.render(messages, tools)
+        if self.max_characters is not None and len(text) > self.max_characters:
             raise BadSample(
-                "over_length", f"{len(prompt)} characters; more than {self.max_characters} never fit"
+                "over_length", f"{len(text)} characters; more than {self.max_characters} never fit"
             )
-        bos = self.tokenizer.bos_token
-        options = {
-            "add_special_tokens": not (bos and prompt.startswith(bos))
-        }  # one BOS, as HF's own templates
-        spans = {
-            (REPLY_START, REPLY_STOP): replies,
-            (IMAGE_START, IMAGE_STOP): self._placeholders(prompt, images),
-            (VIDEO_START, VIDEO_STOP): self._video_placeholders(prompt, videos),
-        }
-        return _insert_marks(prompt, spans), options
+        bos = self.tokenizer.bos_token  # one of them, as in HF's own templates
+        return Prompt(
+            text,
+            replies,
+            self._placeholders(text, images),
+            self._video_placeholders(text, videos),
+            add_special_tokens=not (bos and text.startswith(bos)),
+        )
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
         """The rendered conversation and the character spans of its replies, record text made harmless."""
@@ -143,7 +141,7 @@ class SpanProcessor:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
                 return self._documents(messages)
-            if GENERATION_TAG.search(self.template):
+            if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
                 prompt, spans = self._render_beginnings(messages, tools)
@@ -226,7 +224,8 @@ class SpanProcessor:
     def _harmless(self, value: Any) -> Any:
         """A copy of nested record data in which no text holds a control token or a reserved character."""
         if isinstance(value, str):
-            return self._control_tokens.sub(_broken, RESERVED.sub("", value))
+            text = value if value.isascii() else RESERVED.sub("", value)
+            return self._control_tokens.sub(_broken, text)
         if isinstance(value, dict):
             return {self._harmless(key): self._harmless(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
@@ -260,81 +259,15 @@ class SpanProcessor:
         return found
 
 
-class _MarkedTokenizer:
-    """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self.text = ""  # as it came, with marks
-        self.reply_mask = np.zeros(0, bool)
-        self.images: list[Span] = []
-        self.videos: list[Span] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_tokenizer":  # asked for before __init__ ran, as when copied
-            raise AttributeError(name)
-        return getattr(self._tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def __call__(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
-        marked = [text] if isinstance(text, str) else text
-        assert len(marked) == 1, "one conversation per processor call"
-        self.text = marked[0]
-        plain, replies, images, videos = _remove_marks(self.text)
-        plain_text = plain if isinstance(text, str) else [plain]
-        encoding = self._tokenizer(plain_text, return_offsets_mapping=True, **kwargs)
-        offsets = encoding.pop("offset_mapping")
-        offsets = offsets if isinstance(text, str) else offsets[0]
-        offsets = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
-        self.reply_mask = np.zeros(len(offsets), bool)
-        for span in replies:
-            self.reply_mask |= _overlapping(offsets, span)
-        self.images, self.videos = (
-            [_extent(_inside(offsets, span)) for span in spans] for spans in (images, videos)
-        )
-        return encoding
-
-
-def _insert_marks(prompt: str, spans: dict[tuple[str, str], list[Span]]) -> str:
-    """`spans` by the marks that go at their start and stop; they never overlap, but may touch."""
-    placed = sorted((span, pair) for pair, found in spans.items() for span in found)
-    marks = [mark for span, pair in placed for mark in zip(span, pair, strict=True)]
-    pieces, last = [], 0
-    for position, mark in marks:
-        pieces += [prompt[last:position], mark]
-        last = position
-    return "".join([*pieces, prompt[last:]])
-
-
-def _remove_marks(text: str) -> tuple[str, list[Span], list[Span], list[Span]]:
-    """The text without marks, and the spans of replies, of images and of videos in it."""
-    pairs = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
-    found: dict[str, list[int]] = {mark: [] for pair in pairs for mark in pair}
-    for removed, match in enumerate(MARKS.finditer(text)):
-        found[match[0]].append(match.start() - removed)
-    for start, stop in pairs:
-        assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
-    spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in pairs)
-    return MARKS.sub("", text), *spans
-
-
-def _overlapping(offsets: np.ndarray, span: Span) -> np.ndarray:
-    """Tokens with a character inside the span; one that straddles its edge counts."""
-    starts, stops = offsets.T
-    return (stops > span[0]) & (starts < span[1]) & (stops > starts)
-
-
-def _inside(offsets: np.ndarray, span: Span) -> np.ndarray:
-    """Tokens wholly inside the span: a newline token may reach from one image's end into the next's start."""
-    starts, stops = offsets.T
-    return (starts >= span[0]) & (stops <= span[1]) & (stops > starts)
-
-
-def _extent(tokens: np.ndarray) -> Span:
-    where = np.flatnonzero(tokens)
-    return int(where[0]), int(where[-1]) + 1
+def _only_wraps(tokenizer: Any) -> bool:
+    """Whether a call is one of the Rust tokenizer, as that is now, and nothing else; a call makes it so again
+    after one that padded or cut."""
+    base, cls, backend = PreTrainedTokenizerFast, type(tokenizer), tokenizer.backend_tokenizer
+    return (
+        (cls.__call__, cls._encode_plus) == (base.__call__, base._encode_plus)
+        and not (backend.padding or backend.truncation)
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    )
 
 
 def _template_of(processor: ProcessorMixin) -> str:

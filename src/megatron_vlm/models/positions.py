@@ -17,7 +17,8 @@ from megatron_vlm.batch import GenericVisualInputs
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
-Kinds = Callable[[Tensor], Tensor]  # token ids of any shape -> TEXT, IMAGE or VIDEO for each
+# Token ids of any shape -> TEXT, IMAGE or VIDEO for each; both are tensors, or both numpy's arrays.
+Kinds = Callable[[Any], Any]
 
 
 def kinds_by_token(hf_config: Any) -> Kinds:
@@ -25,9 +26,9 @@ def kinds_by_token(hf_config: Any) -> Kinds:
     return partial(_kinds, image=hf_config.image_token_id, video=getattr(hf_config, "video_token_id", None))
 
 
-def _kinds(input_ids: Tensor, image: int, video: int | None) -> Tensor:
-    kinds = (input_ids == image).int() * IMAGE
-    return kinds if video is None else kinds + (input_ids == video).int() * VIDEO
+def _kinds(input_ids: Any, image: int, video: int | None) -> Any:
+    kinds = (input_ids == image) * IMAGE
+    return kinds if video is None else kinds + (input_ids == video) * VIDEO
 
 
 def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
@@ -56,7 +57,7 @@ def mrope_positions(
     Raises ValueError when placeholders and grids do not match.
     """
     items = _items(visual, merge_size, tokens_per_second)
-    kinds_T = kinds(input_ids_T).numpy()
+    kinds_T = kinds(input_ids_T.numpy())  # in the workers, a torch operation costs several of numpy's
     where = np.flatnonzero(kinds_T)
     out, end, start, seen = np.empty((3, len(kinds_T)), np.int64), 0, 0, 0
     while seen < len(where):  # tokens done: end; next position: start; placeholders done: seen
@@ -107,7 +108,8 @@ def _items(
 
 def _grid(grid: list[int], merge_size: int, interval: float) -> np.ndarray:
     t, h, w = grid[0], grid[1] // merge_size, grid[2] // merge_size
-    positions = np.indices((t, h, w)).reshape(3, -1)
-    if t > 1:
-        positions[0] = positions[0].astype(np.float32) * np.float32(interval)  # cut to whole positions
-    return positions
+    positions = np.empty((3, t, h, w), np.int64)
+    times = np.arange(t, dtype=np.float32) * np.float32(interval) if t > 1 else np.zeros(1)
+    positions[0] = times[:, None, None]  # cut to whole positions
+    positions[1], positions[2] = np.arange(h)[:, None], np.arange(w)
+    return positions.reshape(3, -1)

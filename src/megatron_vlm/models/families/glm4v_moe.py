@@ -83,9 +83,9 @@ def visual_kinds(hf_config: Any) -> Kinds:
     )
 
 
-def _kinds(input_ids: Tensor, image: int, begin: int, end: int) -> Tensor:
-    opened = (input_ids == begin).int().cumsum(-1) > (input_ids == end).int().cumsum(-1)
-    return (input_ids == image) * torch.where(opened, VIDEO, IMAGE)
+def _kinds(input_ids: Any, image: int, begin: int, end: int) -> Any:
+    opened = (input_ids == begin).cumsum(-1) > (input_ids == end).cumsum(-1)
+    return (input_ids == image) * (IMAGE + (VIDEO - IMAGE) * opened)
 
 
 def position_ids(hf_config: Any) -> partial:

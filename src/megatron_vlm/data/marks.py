@@ -1,0 +1,119 @@
+"""Where things lie in a rendered conversation: in its characters, through a processor, in its tokens."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from transformers import BatchEncoding
+
+REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
+    chr, range(0x10FF00, 0x10FF06)
+)
+MARK_PAIRS = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
+MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
+# Ours, and the two characters with which transformers >= 5.23 marks control tokens.
+RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}\U000f0000\U000f0001]")
+
+Span = tuple[int, int]
+
+
+@dataclass
+class Prompt:
+    """A rendered conversation and where things lie in it, in characters; spans may touch, none overlap."""
+
+    text: str
+    replies: list[Span]
+    images: list[Span]
+    videos: list[Span]
+    add_special_tokens: bool = True  # False where the template wrote the BOS token
+
+    def with_media(self, texts: list[str]) -> Prompt:
+        """`texts` in the places of the images and then of the videos."""
+        pieces, read, stops, shifts = [], 0, [], [0]
+        for (start, stop), text in sorted(zip([*self.images, *self.videos], texts, strict=True)):
+            pieces += [self.text[read:start], text]
+            read = stop
+            stops.append(stop)
+            shifts.append(shifts[-1] + len(text) - (stop - start))
+
+        def moved(spans: list[Span]) -> list[Span]:
+            return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
+
+        text = "".join([*pieces, self.text[read:]])
+        return Prompt(text, *map(moved, (self.replies, self.images, self.videos)), self.add_special_tokens)
+
+
+class MarkedTokenizer:
+    """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_tokenizer":  # asked for before __init__ ran, as when copied
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
+        marked = [text] if isinstance(text, str) else text
+        assert len(marked) == 1, "one conversation per processor call"
+        self.prompt = without_marks(marked[0])
+        plain = self.prompt.text if isinstance(text, str) else [self.prompt.text]
+        encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
+        offsets = encoding.pop("offset_mapping")
+        self.found = on_tokens(self.prompt, offsets if isinstance(text, str) else offsets[0])
+        return encoding
+
+
+def with_marks(prompt: Prompt) -> str:
+    """The text with a mark at the start and at the stop of every span."""
+    placed = [
+        (span, marks)
+        for spans, marks in zip((prompt.replies, prompt.images, prompt.videos), MARK_PAIRS, strict=True)
+        for span in spans
+    ]
+    pieces, last = [], 0
+    for (start, stop), (first, second) in sorted(placed):
+        pieces += [prompt.text[last:start], first, prompt.text[start:stop], second]
+        last = stop
+    return "".join([*pieces, prompt.text[last:]])
+
+
+def without_marks(text: str) -> Prompt:
+    """What `with_marks` marked, and what a processor wrote between its marks."""
+    found: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
+    for removed, match in enumerate(MARKS.finditer(text)):
+        found[match[0]].append(match.start() - removed)
+    for start, stop in MARK_PAIRS:
+        assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
+    spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
+    return Prompt(MARKS.sub("", text), *spans)
+
+
+def on_tokens(prompt: Prompt, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
+    """The mask of the replies' tokens, the spans of images and of videos, from the characters of each token.
+
+    A token that straddles a reply's edge is of the reply. One that straddles a placeholder's is not of it: a
+    newline token may reach from one image's end into the next's start.
+    """
+    edges = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+    starts, stops = edges.T
+    trained = np.zeros(len(prompt.text) + 1, np.int64)
+    for start, stop in prompt.replies:
+        trained[start + 1 : stop + 1] = 1
+    trained = trained.cumsum()  # characters of replies before each character
+
+    def tokens(span: Span) -> Span:
+        inside = np.flatnonzero((starts >= span[0]) & (stops <= span[1]) & (stops > starts))
+        return int(inside[0]), int(inside[-1]) + 1
+
+    images, videos = ([tokens(span) for span in spans] for spans in (prompt.images, prompt.videos))
+    return trained[stops] > trained[starts], images, videos
