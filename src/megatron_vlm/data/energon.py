@@ -179,6 +179,14 @@ class EnergonTrainLoader:
                 for worker in saved.worker_states
             ]
 
+    def load_states(self, states: list[dict]) -> None:
+        """Continue where the ranks of a run stopped, given their states in order.
+
+        Raises ValueError as `load_state_dict`: also when the number of ranks changed, on which it depends
+        what each worker reads.
+        """
+        self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
+
     def replay(self, restore_key: Any) -> dict:
         """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
 
