@@ -1,6 +1,8 @@
 """Another number of ranks goes on where some stopped: every sample of the epoch once, or a refusal."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.data.batch_log import read_step
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
@@ -172,3 +175,24 @@ def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worl
     for loader in open_ranks(worlds[1]):
         with pytest.raises(ValueError, match=refusal):
             loader.load_states(states)
+
+
+def train(run_dir, checkpoint, folder, ranks, steps, *settings):
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command += ["--nproc", str(ranks), "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "tp=1"]
+    command += ["--dataset_type", "hf", "--train_data_path", str(folder / "rows"), f"steps={steps}"]
+    command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_a_run_goes_on_with_fewer_ranks_through_the_rest_of_its_epoch(folder, tiny_gemma3, tmp_path):
+    """Two steps of two ranks and four of one; then one of data begun anew, as is asked for."""
+    train(tmp_path, tiny_gemma3, folder, 2, 2)
+    train(tmp_path, tiny_gemma3, folder, 1, 6)
+    train(tmp_path, tiny_gemma3, folder, 1, 7, "data.restart=true")
+    steps = [read_step(tmp_path, step) for step in range(1, 8)]
+    assert [{row["rank"] for row in rows} for rows in steps] == [{0, 1}] * 2 + [{0}] * 5
+    keys = [sorted(key for row in rows for [key] in row["keys"]) for rows in steps]
+    assert sorted(sum(keys[:6], [])) == [f"{n:09d}" for n in range(48)]
+    assert keys[6] == keys[0]
