@@ -110,7 +110,7 @@ def kinds(dataset, tmp_path_factory):
 
 
 def in_turn(*cells):
-    """Of each kind, packed and not, one of the cells, and twice the first, which costs most; others are long."""
+    """Of each kind, packed and not, one of the cells, twice the first, which costs most; others are long."""
     kinds = itertools.product(["records", "blend", "documents", "in_lmdb"], ["none", "stream"])
     for number, (kind, packing) in enumerate(kinds):
         for place, cell in enumerate(cells):
