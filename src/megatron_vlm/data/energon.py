@@ -42,7 +42,7 @@ from megatron_vlm.data.loaders import (
     with_limited_drops,
 )
 
-CHECKPOINT_SECONDS = 10  # a restore replays in the workers what came after their last checkpoint
+CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
 
 
