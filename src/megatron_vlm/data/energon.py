@@ -37,6 +37,7 @@ from megatron_vlm.data.loader_state import (
 from megatron_vlm.data.loaders import (
     Provider,
     close_loader,
+    encoder_settings,
     equal_length,
     next_or_too_many_drops,
     with_limited_drops,
@@ -143,7 +144,8 @@ class EnergonTrainLoader:
             self._loader.dataset.get_checkpoint = partial(_checkpoint_of_worker, self._loader.dataset)
         self._drops = encoder.drops
         self._batches: Iterator[dict] | None = None
-        self.fingerprint = energon_fingerprint(self._loader.config(), workers, encoder) | settings
+        config = self._loader.config()
+        self.fingerprint = energon_fingerprint(config, workers) | encoder_settings(encoder) | settings
 
     def __iter__(self) -> EnergonTrainLoader:
         return self

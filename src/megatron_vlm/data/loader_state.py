@@ -25,8 +25,6 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
-from megatron_vlm.data.loaders import encoder_settings
-
 FORMAT = 1
 UNKNOWN = "unknown"  # a part of a fingerprint that equals any other
 _CLASSES = {
@@ -130,7 +128,7 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
-def energon_fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
+def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:
     """JSON data; says which dataset in a way that does not change when its folder moves."""
     shards = sorted(_shards(config))
     config = _without_paths(config)
@@ -142,7 +140,6 @@ def energon_fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
         "world_size": workers.world_size,
         "num_workers": workers.num_workers,
         "pipeline": digest(config),
-        **encoder_settings(encoder),
     }
 
 
