@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -106,6 +107,42 @@ def test_training_resumes_exactly_without_workers(dataset, encoder):
     resumed = train_loader(dataset, encoder)
     resumed.load_state_dict(json.loads(state))
     assert take(resumed, 5) == expected
+
+
+class SlowToBegin(threading.Thread):
+    """Of a worker: it takes commands, and begins to read a second after the worker before it."""
+
+    def start(self):
+        super().start()
+        worker = torch.utils.data.get_worker_info()
+        time.sleep(worker.id if worker and self.name == "command_thread" else 0)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_state_saved_before_all_workers_began_is_exact(dataset, encoder, monkeypatch, restored):
+    state = None
+    if restored:
+        loader = train_loader(dataset, encoder, num_workers=3)
+        take(loader, 7)
+        state = loader.state_dict()
+        loader.close()
+
+    def open_loader():
+        loader = train_loader(dataset, encoder, num_workers=3)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return loader
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", SlowToBegin)
+        loader = open_loader()
+        take(loader, 1)
+        state = loader.state_dict()
+    expected = take(loader, 6)
+    loader.close()
+    resumed = open_loader()
+    assert take(resumed, 6) == expected
+    resumed.close()
 
 
 @pytest.fixture(scope="module")

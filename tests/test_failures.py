@@ -192,3 +192,38 @@ def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, 
         write_hf_folder(tmp_path / "other", source)
     with pytest.raises(ValueError, match="(dataset|shards): saved .* now "):
         train_loader(tmp_path / "other", encoder).load_state_dict(state)
+
+
+# -- time
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(
+    tmp_path, processor, kind, packed
+):
+    """400 records, three workers, stopped when nine of ten are done; the seconds are printed."""
+    source = write_sharegpt(tmp_path / "source", 400)
+    if kind == "energon":
+        prepare_energon_dataset(source, tmp_path / "data", splits={"train": 400}, workers=1, progress=False)
+    else:
+        write_hf_folder(tmp_path / "data", source)
+    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(processor, 256)
+
+    def first_batch(state) -> tuple[float, object]:
+        loader, began = train_loader(tmp_path / "data", encoder, num_workers=3), time.monotonic()
+        if state:
+            loader.load_state_dict(state)
+        next(loader)
+        return time.monotonic() - began, loader
+
+    cold, loader = first_batch(None)
+    documents = 1
+    while documents < 360:
+        documents += sum(map(len, next(loader)["__key__"]))
+    state = loader.state_dict()
+    loader.close()
+    restored, loader = first_batch(state)
+    loader.close()
+    print(f"{kind}, packed {packed}: first batch after {cold:.2f} s, after a restore {restored:.2f} s")
+    assert restored < cold + 5

@@ -18,6 +18,7 @@ from broken import (
     wild_records,
     write_energon,
     write_hf,
+    write_videos,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,9 @@ from megatron_vlm.data.drops import REASONS, DropReport
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.hf import MEASURED_AT_ONCE, HFProvider
+from megatron_vlm.data.loaders import close_loader
+from megatron_vlm.models.families import load
+from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 SEQ_LENGTH = 256
 ALONE = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
@@ -45,31 +49,39 @@ def make_encoder(processor, packed: bool, max_pixels: int = 10_000):
     return kind(processor, SEQ_LENGTH, max_pixels=max_pixels, drops=DropReport(examples_per_reason=10**6))
 
 
-def energon_batches(path, encoder, packed: bool, rows: int):
+def energon_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1, num_workers=0):
     if not packed:
         provider = EnergonProvider(str(path), num_workers=0, max_drop_share=1.0)
-        return iter(provider.valid_loader(encoder, **ALONE))
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=_raise_with_key)
+        yield from provider.valid_loader(encoder, **ALONE)
+        return
+    workers = WorkerConfig(
+        rank=rank, world_size=world_size, num_workers=num_workers, global_error_handler=_raise_with_key
+    )
     options = {"worker_config": workers, "batch_size": 1, "packing_buffer_size": 50}
-    return iter(get_loader(get_val_dataset(path, split_part="val", task_encoder=encoder, **options)))
+    loader = get_loader(get_val_dataset(path, split_part="val", task_encoder=encoder, **options))
+    loader.pin_memory = False
+    yield from loader
+    close_loader(loader)
 
 
-def hf_batches(path, encoder, packed: bool, rows: int):
-    """One epoch."""
+def hf_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1, num_workers=0):
+    """One epoch, packed in one buffer."""
     provider = HFProvider(
         str(path),
         str(path),
-        num_workers=0,
+        num_workers=num_workers,
         max_drop_share=1.0,
         packing="stream" if packed else "none",
-        packing_buffer_size=rows,
+        packing_buffer_size=len(range(rank, rows, world_size)),
     )
     if not packed:
         yield from provider.valid_loader(encoder, **ALONE)
         return
-    loader = provider.train_loader(encoder, seed=0, **ALONE)
+    place = {"rank": rank, "world_size": world_size}
+    loader = provider.train_loader(encoder, seed=0, micro_batch_size=1, **place)
     while loader.state_dict()["place"][:2] == [0, 0]:  # where the buffer began
         yield next(loader)
+    loader.close()
 
 
 BATCHES = {"energon": energon_batches, "hf": hf_batches}
@@ -167,6 +179,37 @@ def test_workers_and_ranks_share_them_without_loss(written, processor, source, n
         seen += [int(key) for batch in loader for row in batch["__key__"] for key in row]
     seen += [int(drop["key"]) for drop in encoder.drops.examples()]
     assert sorted(seen) == list(range(len(records)))
+
+
+@pytest.mark.parametrize("source", ["energon", "hf"])
+def test_workers_and_ranks_share_packed_rows_without_loss(written, processor, source):
+    path, records, _, _ = written[source]
+    trained, dropped = Counter(), set()
+    for rank in range(3):
+        encoder = make_encoder(processor, packed=True)
+        for batch in BATCHES[source](path, encoder, True, len(records), rank, 3, 3):
+            trained.update(int(key) for row in batch["__key__"] for key in row)
+        dropped |= {int(drop["key"]) for drop in encoder.drops.examples()}  # of hf, the next epoch's, too
+    assert len(trained) > 100 and set(trained.values()) == {1}
+    assert sorted([*trained, *dropped]) == list(range(len(records)))
+
+
+@pytest.mark.parametrize("packing", ["none", "stream"])
+def test_broken_videos_are_dropped_for_a_reason_and_the_others_train(tmp_path, packing):
+    processor = AutoProcessor.from_pretrained(build_tiny_checkpoint("qwen2_5_vl", tmp_path / "tiny"))
+    kinds = write_videos(tmp_path / "videos")
+    path, rows = str(tmp_path / "videos/data.jsonl"), len(kinds)
+    cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
+    encoder = cls(processor, 2048, load("qwen2_5_vl").visual_keys, video_max_frames=6)
+    seen = Counter()
+    for batch in hf_batches(path, encoder, packing == "stream", rows):
+        seen.update(int(key) for row in batch["__key__"] for key in row)
+    reasons = {int(drop["key"]): drop["reason"] for drop in encoder.drops.examples()}
+    assert rows > 70 and set(seen.values()) == {1}
+    assert sorted([*seen, *reasons]) == list(range(rows))
+    outcomes = [(kind, expected, reasons.get(n, TRAINED)) for n, (kind, expected) in enumerate(kinds)]
+    wrong = [row for row in outcomes if not fits(Wild(row[0], None, expected=row[1]), row[2])]
+    assert not wrong
 
 
 def fits(record: Wild, outcome: str) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.data import drops
 from megatron_vlm.data.batch_log import read_step
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.loaders import LimitedDrops
@@ -95,6 +99,23 @@ def test_drops_of_other_ranks_count(tmp_path):
     report.tell_others([100, 50])
     with pytest.raises(TooManyDrops, match=r"50 \(0 of them here\) of 250 samples were dropped \(20.0%\)"):
         report.check(MAX_SHARE)
+
+
+def test_a_worker_killed_amid_counting_is_an_error(monkeypatch):
+    """It holds the lock that all others count under."""
+    monkeypatch.setattr(drops, "LOCK_SECONDS", 0.2)
+    report = DropReport()
+
+    def die():
+        report._counts.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    worker = multiprocessing.get_context("fork").Process(target=die)
+    worker.start()
+    worker.join()
+    for count in (report.keep, report.counted, lambda: report.drop("a", "bad_json")):
+        with pytest.raises(RuntimeError, match="ended while it counted"):
+            count()
 
 
 # -- whole runs of two ranks

@@ -1,12 +1,15 @@
 """Packed rows out of Energon: whole documents at a fixed length, each once, resumed exactly."""
 
+import itertools
 import json
+import re
 from collections import Counter
 
 import pytest
+import test_sources
 import torch
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
-from sources import reply_numbers, write_sharegpt
+from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
@@ -86,23 +89,57 @@ def test_text_documents_bring_no_image_into_a_row(dataset, encoder):
         assert image_tokens == 16 * images
 
 
-@pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("batches", [1, 4])
-def test_training_resumes_exactly_amid_a_buffer(dataset, encoder, num_workers, batches):
-    """And from a state saved right after the restore, and one batch later."""
-    loader = train_loader(dataset, encoder, num_workers)
-    take(loader, batches)
-    state = json.dumps(loader.state_dict())
-    expected = take(loader, 9)
-    loader.close()
-    resumed = []
-    for steps in (0, 1, 8):
-        loader = train_loader(dataset, encoder, num_workers)
-        loader.load_state_dict(json.loads(state))
-        resumed += take(loader, steps)
-        state = json.dumps(loader.state_dict())
-        loader.close()
-    assert resumed == expected
+@pytest.fixture(scope="module")
+def kinds(dataset, tmp_path_factory):
+    """Datasets by kind, with the numbers of their samples."""
+    folder, out = tmp_path_factory.mktemp("kinds"), {"records": (dataset, Counter(range(SAMPLES)))}
+    for write in (test_sources.documents, test_sources.in_lmdb):
+        (folder / write.__name__).mkdir()
+        source = write(folder / write.__name__)["train_data_path"]
+        target = folder / f"{write.__name__}_prepared"
+        prepare_energon_dataset({"train": source}, target, samples_per_shard=5, workers=1, progress=False)
+        out[write.__name__] = target, test_sources.GOOD
+    blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+    for name, weight in (("records", 3), ("documents", 1)):
+        blend += f"      - {{weight: {weight}, path: {out[name][0]}}}\n"
+    (folder / "blend.yaml").write_text(blend)
+    once = re.sub(r"weight: \d", "repetitions: 1", blend.replace("blend:", "blend_epochized:"))
+    (folder / "once.yaml").write_text(once)
+    out["blend"] = folder / "blend.yaml", out["records"][1] + out["documents"][1]
+    return out
+
+
+def in_turn(*cells):
+    """Of each kind, packed and not, one of the cells, twice the first, which costs most; others are long."""
+    kinds = itertools.product(["records", "blend", "documents", "in_lmdb"], ["none", "stream"])
+    for number, (kind, packing) in enumerate(kinds):
+        for place, cell in enumerate(cells):
+            often = (number in (1, 2) and place == 0) or place == 1 + number % (len(cells) - 1)
+            yield pytest.param(kind, packing, *cell, marks=() if often else pytest.mark.long)
+
+
+@pytest.mark.parametrize("kind, packing, num_workers", in_turn((3,), (0,)))
+def test_every_kind_resumes_exactly(kinds, processor, kind, packing, num_workers):
+    """Amid a buffer, and around an epoch's end; saved again right after the restore, and a batch later."""
+
+    def open_loader():
+        cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
+        return train_loader(kinds[kind][0], cls(processor, SEQ_LENGTH), num_workers, packing=packing)
+
+    reference, states, expected = open_loader(), [], []
+    for _ in range(kinds[kind][1].total() // 2 + 6):
+        states.append(json.dumps(reference.state_dict()))
+        expected += take(reference, 1)
+    reference.close()
+    for at in (1, 4, len(states) - 6):
+        state, resumed = states[at], []
+        for steps in (0, 1, 4):
+            loader = open_loader()
+            loader.load_state_dict(json.loads(state))
+            resumed += take(loader, steps)
+            state = json.dumps(loader.state_dict())
+            loader.close()
+        assert resumed == expected[at : at + 5]
 
 
 def test_a_packed_batch_can_be_replayed_by_its_key(dataset, encoder):
@@ -143,18 +180,22 @@ def test_the_patch_budget_holds_in_every_row(dataset, processor):
     assert most_images(max_patches=3 * 64) == 3
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_epoch_trains_or_drops_each_sample_once(dataset, processor, num_workers, world_size):
+@pytest.mark.parametrize(
+    "kind, packing, world_size, num_workers", in_turn((3, 3), (1, 0), (1, 1), (1, 3), (3, 0), (3, 1))
+)
+def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packing, world_size, num_workers):
+    path, expected = kinds[kind]
+    path = path.with_name("once.yaml") if kind == "blend" else path
     seen, dropped = Counter(), Counter()
     for rank in range(world_size):
-        encoder = PackingVLMTaskEncoder(processor, 50)  # two images are too long
+        cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
+        encoder = cls(processor, 50)  # two images are too long
         workers = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
         epoch = get_train_dataset(
-            str(dataset),
+            str(path),
             worker_config=workers,
             batch_size=2,
-            packing_buffer_size=8,
+            packing_buffer_size=None if packing == "none" else 8,
             shuffle_buffer_size=8,
             max_samples_per_sequence=5,
             task_encoder=encoder,
@@ -163,12 +204,15 @@ def test_an_epoch_trains_or_drops_each_sample_once(dataset, processor, num_worke
         loader = get_loader(epoch)
         loader.pin_memory = False
         for batch in loader:
-            seen.update(reply_numbers(batch["__key__"]))
+            seen += test_sources.numbers_of([batch], processor)
         close_loader(loader)
         encoder.drops.check(1.0)
         dropped.update(int(example["key"].split("-")[-1]) for example in encoder.drops.examples())
-    assert len(seen) > SAMPLES / 2 and len(dropped) > 3
-    assert seen + dropped == Counter(range(SAMPLES))
+    assert len(seen) > len(expected) / 2 and len(dropped) > 3
+    assert seen.total() + dropped.total() == expected.total()
+    if kind == "records":
+        assert seen + dropped == expected
+    assert seen <= expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -178,18 +222,3 @@ def test_loading_leaves_the_random_numbers_of_the_run_alone(dataset, encoder, nu
     next(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_packed_blend_resumes_exactly(tmp_path, dataset, encoder):
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{weight: 3, path: {dataset}}}\n      - {{weight: 1, path: {dataset}}}\n"
-    )
-    loader = train_loader(blend, encoder)
-    take(loader, 3)
-    state = json.dumps(loader.state_dict())
-    expected = take(loader, 8)
-    resumed = train_loader(blend, encoder)
-    resumed.load_state_dict(json.loads(state))
-    assert take(resumed, 8) == expected

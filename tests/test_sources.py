@@ -1,5 +1,7 @@
 """Every source that the Hugging Face loaders read: over an epoch, trained and dropped are the dataset."""
 
+import copy
+import itertools
 import json
 import re
 import sys
@@ -18,12 +20,14 @@ from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEnc
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.layouts import COLUMNS, Layout
 from megatron_vlm.data.media import read_media
+from megatron_vlm.data.orders import BufferedPacking
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.tables import open_table
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
-ROWS = 23
+ROWS = 24  # whole buffers on 1 and on 3 ranks
+BUFFER = 4
 BAD = [5, 17]  # records that name an image that is not there
 SEED = 3
 
@@ -66,6 +70,9 @@ def openai_messages(folder):
     return {"train_data_path": folder / "openai.jsonl"}
 
 
+COLUMNS_OF_PARQUET = {"images": "picture", "question": "asked", "answer": "said"}
+
+
 def parquet(folder, shards=4):
     """Plain columns under names of their own, in several files."""
     write_images(folder)
@@ -89,8 +96,7 @@ def parquet(folder, shards=4):
     table = table.cast_column("picture", datasets.List(datasets.Image()))
     for shard in range(shards):
         table.shard(shards, shard).to_parquet(folder / f"parquet/train-{shard}.parquet")
-    columns = {"images": "picture", "question": "asked", "answer": "said"}
-    return {"train_data_path": folder / "parquet", "columns": columns}
+    return {"train_data_path": folder / "parquet", "columns": COLUMNS_OF_PARQUET}
 
 
 def _bytes(path):
@@ -157,9 +163,30 @@ def documents(folder):
     return {"train_data_path": folder / "documents.jsonl"}
 
 
+def saved(folder):
+    """A folder as `datasets` saves it."""
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(parquet(folder)["train_data_path"] / "*.parquet")
+    )
+    loaded["train"].save_to_disk(folder / "saved")
+    return {"train_data_path": folder / "saved", "columns": COLUMNS_OF_PARQUET}
+
+
 SOURCES = [
-    *(json_lines, json_array, openai_messages, parquet, streamed, streamed_shards, meta, in_lmdb, documents)
+    *(json_lines, json_array, openai_messages, parquet, saved, streamed, streamed_shards, meta, in_lmdb),
+    documents,
 ]
+PACKED = ["none", "stream", "global"]
+
+
+def every_source(cells):
+    """Of each source and packing the first cell and one of the others in turn; the rest take long."""
+    for number, (write, packing) in enumerate(itertools.product(SOURCES, PACKED)):
+        if packing == "global" and write in (streamed, streamed_shards):
+            continue
+        for place, cell in enumerate(cells):
+            often = place in (0, 1 + number % (len(cells) - 1))
+            yield pytest.param(write, packing, *cell, marks=() if often else pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +210,11 @@ def source(tmp_path_factory):
 
 def open_loader(settings, processor, rank=0, world_size=1, num_workers=0, packing="none"):
     cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-    encoder = cls(processor, 256)
-    settings = settings | {"train_data_path": str(settings["train_data_path"]), "num_workers": num_workers}
-    provider = HFProvider(**settings, max_drop_share=1.0, packing=packing, packing_buffer_size=6)
+    encoder = cls(processor, 256 if packing == "none" else 100)
+    path = settings["train_data_path"]
+    settings = {"lengths_cache": str(path.parent / "lengths"), "num_workers": num_workers} | settings
+    settings |= {"train_data_path": str(path), "packing_buffer_size": BUFFER}
+    provider = HFProvider(**settings, max_drop_share=1.0, packing=packing)
     return provider.train_loader(
         encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=SEED
     ), encoder
@@ -193,7 +222,13 @@ def open_loader(settings, processor, rank=0, world_size=1, num_workers=0, packin
 
 def take_epoch(loader):
     """The batches of the first epoch; the state after each says which epoch it is of."""
-    batches = []
+    batches, order = [], loader._order
+    if isinstance(order, BufferedPacking):  # its buffers end with the epoch, and begin in it
+        places = (place for place, _ in copy.copy(order.order))
+        *_, end = itertools.takewhile(lambda place: place[0] == 0, places)
+        while loader.state_dict()["place"] != [*end, 0]:
+            batches.append(next(loader))
+        return batches
     while loader.state_dict()["place"][0] == 0:
         batches.append(next(loader))
     return batches[:-1]
@@ -221,12 +256,14 @@ def numbers_of(batches, processor):
 GOOD = Counter(set(range(ROWS)) - set(BAD))
 
 
-@pytest.mark.parametrize("write", SOURCES)
-@pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 3), (3, 0), (3, 1)])
-def test_trained_and_dropped_are_the_dataset(source, processor, write, world_size, num_workers):
+@pytest.mark.parametrize(
+    "write, packing, world_size, num_workers",
+    every_source([(1, 0), (1, 3), (3, 0), (3, 1), (3, 3), (1, 1)]),
+)
+def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, world_size, num_workers):
     trained, lost = Counter(), Counter()
     for rank in range(world_size):
-        loader, encoder = open_loader(source(write), processor, rank, world_size, num_workers)
+        loader, encoder = open_loader(source(write), processor, rank, world_size, num_workers, packing)
         batches = take_epoch(loader)
         trained += numbers_of(batches, processor)
         loader.close()
@@ -235,20 +272,30 @@ def test_trained_and_dropped_are_the_dataset(source, processor, write, world_siz
     assert len(lost) == len(BAD)  # keys; workers read ahead, into the next epoch
 
 
-@pytest.mark.parametrize("write", [json_lines, parquet, streamed, streamed_shards, meta, documents])
-@pytest.mark.parametrize("packing", ["none", "stream"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("write, packing, num_workers", every_source([(0,), (3,)]))
 def test_every_source_resumes_exactly(source, processor, write, packing, num_workers):
-    """From three places, the last in a later epoch, into another number of workers."""
-    for before in (0, 4, 27):
-        loader, _ = open_loader(source(write), processor, 1, 3, num_workers, packing)
-        take(loader, before)
-        state = json.dumps(loader.state_dict())
-        expected = take(loader, 6)
-        loader.close()
-        resumed, _ = open_loader(source(write), processor, 1, 3, 0, packing)
-        resumed.load_state_dict(json.loads(state))
-        assert take(resumed, 6) == expected
+    """At the beginning, amid an epoch, at its end and in the next; saved again at once, and after a batch."""
+
+    def open_rank(workers):
+        return open_loader(source(write), processor, 1, 3, workers, packing)[0]
+
+    reference, states, expected = open_rank(num_workers), [], []
+    for _ in range(20):
+        states.append(json.dumps(reference.state_dict()))
+        expected += take(reference, 1)
+    reference.close()
+    epochs = [json.loads(state)["place"][0] for state in states]
+    end = epochs.index(1)
+    assert 3 < end < 13
+    for at in (0, 2, end - 1, end, end + 2):
+        state, resumed = states[at], []
+        for count, workers in ((0, 0), (1, num_workers), (3, 0)):
+            loader = open_rank(workers)
+            loader.load_state_dict(json.loads(state))
+            resumed += take(loader, count)
+            state = json.dumps(loader.state_dict())
+            loader.close()
+        assert resumed == expected[at : at + 4]
 
 
 # -- meta files

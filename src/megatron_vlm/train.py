@@ -52,16 +52,16 @@ def train(config: RunConfig) -> None:
             world_size,
             images_or_videos=family.images_or_videos,
         )
-        if resumed and resumed.loader_state is not None:
-            data.train_loader.load_state_dict(resumed.loader_state)
+        if resumed and not config.data.restart:
+            data.train_loader.load_states(resumed.loader_states)
         batch_log = BatchLog(config.run_dir, rank, world_size, start + 1)
     batches = data and data.train_batches()
 
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
     if resumed:
         log.message(f"resumed after step {start} from {resumed.path}")
-        if resumed.loader_note:
-            log.message(resumed.loader_note)
+        if config.data.restart:
+            log.message("data.restart: the data begins anew from here")
 
     if data and data.hf_because:
         log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.hf_because}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Every reason a sample can be dropped for, and what to do about it.
@@ -32,6 +35,9 @@ REASONS = {
 }
 
 
+LOCK_SECONDS = 20  # counting takes microseconds
+
+
 class TooManyDrops(RuntimeError):
     """A larger share of the samples was dropped than the run allows."""
 
@@ -53,6 +59,7 @@ class DropReport:
         self._examples_per_reason = examples_per_reason
         if path is None:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # which Python leaves out
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b", buffering=0)
@@ -60,13 +67,13 @@ class DropReport:
 
     def keep(self) -> None:
         """One more sample was encoded."""
-        with self._counts:
+        with _locked(self._counts):
             self._counts[0] += 1
 
     def drop(self, key: str, reason: str, detail: str = "") -> None:
         """One more sample was dropped. `reason` is one of REASONS."""
         slot = self._slots[reason]
-        with self._counts:
+        with _locked(self._counts):
             self._counts[slot] += 1
             count = self._counts[slot]
         if count <= self._examples_per_reason:
@@ -75,7 +82,7 @@ class DropReport:
 
     def summary(self) -> dict:
         """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, reasons that occurred only."""
-        with self._counts:
+        with _locked(self._counts):
             encoded, *counts = self._counts
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
@@ -88,7 +95,7 @@ class DropReport:
     def tell_others(self, counted: list[int]) -> None:
         """[encoded, dropped] on all other ranks until now."""
         own = self.counted()
-        with self._others:
+        with _locked(self._others):
             self._others[:] = counted + own
 
     def share(self) -> float:
@@ -98,7 +105,7 @@ class DropReport:
 
     def on_all_ranks(self) -> list[int]:
         """[encoded, dropped]: this rank's now, the others' as they were last told."""
-        with self._others:
+        with _locked(self._others):
             others = self._others[:2]
         return [sum(both) for both in zip(self.counted(), others, strict=True)]
 
@@ -106,7 +113,7 @@ class DropReport:
         """[encoded, dropped] on all ranks when others were last told; or with this rank's as they are now,
         when it has seen `patience` samples since: it may be dropping all it reads and have no batch."""
         now = self.counted()
-        with self._others:
+        with _locked(self._others):
             *others, encoded, dropped = self._others
         own = [encoded, dropped] if sum(now) - encoded - dropped < patience else now
         return [sum(both) for both in zip(own, others, strict=True)]
@@ -141,3 +148,17 @@ class DropReport:
             f"  {count} {reason}: {REASONS[reason]} (such as {', '.join(keys.get(reason, [])[:3])})"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
         ]
+
+
+@contextlib.contextmanager
+def _locked(counts) -> Iterator[None]:
+    """Raises RuntimeError where a worker was killed amid counting: it would hold the lock for ever."""
+    if not counts.get_lock().acquire(timeout=LOCK_SECONDS):
+        raise RuntimeError(
+            "data: a DataLoader worker was ended while it counted, most often for want of memory; lower "
+            "data.num_workers or the buffers, and start again from the last checkpoint."
+        )
+    try:
+        yield
+    finally:
+        counts.get_lock().release()

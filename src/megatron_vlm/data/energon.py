@@ -8,12 +8,10 @@ equal length on every rank.
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +23,14 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
+from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
 
 from megatron_vlm.data.description import check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.loader_state import (
     FORMAT,
-    UNKNOWN,
     check_fingerprint,
-    digest,
+    energon_fingerprint,
     from_json_data,
     to_json_data,
 )
@@ -45,7 +43,7 @@ from megatron_vlm.data.loaders import (
     with_limited_drops,
 )
 
-CHECKPOINT_SECONDS = 10  # a restore replays in the workers what came after their last checkpoint
+CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
 
 
@@ -142,9 +140,12 @@ class EnergonTrainLoader:
                 watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS,
             )
         )
+        if workers.num_workers > 0:
+            self._loader.dataset.get_checkpoint = partial(_checkpoint_of_worker, self._loader.dataset)
         self._drops = encoder.drops
         self._batches: Iterator[dict] | None = None
-        self.fingerprint = _fingerprint(self._loader.config(), workers, encoder) | settings
+        config = self._loader.config()
+        self.fingerprint = energon_fingerprint(config, workers) | encoder_settings(encoder) | settings
 
     def __iter__(self) -> EnergonTrainLoader:
         return self
@@ -175,9 +176,17 @@ class EnergonTrainLoader:
             # Energon 7.4.1 forgets the offset into a worker's checkpoint here, so that saving again before
             # every worker has yielded would repeat samples.
             self._loader._worker_sample_counters = [
-                -1 if worker.state is None else worker.state.sample_index - 1 + worker.offset
+                (0 if worker.state is None else worker.state.sample_index) - 1 + worker.offset
                 for worker in saved.worker_states
             ]
+
+    def load_states(self, states: list[dict]) -> None:
+        """Continue where the ranks of a run stopped, given their states in order.
+
+        Raises ValueError as `load_state_dict`: also when the number of ranks changed, on which it depends
+        what each worker reads.
+        """
+        self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
 
     def replay(self, restore_key: Any) -> dict:
         """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
@@ -272,6 +281,16 @@ def _check_restorable(dataset) -> None:
         raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
 
 
+def _checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:
+    """Energon 7.4.1 counts one sample too many for a worker that is asked before it began, as a slow one may
+    be when a state is saved within a few batches of the start: it is where it was restored to."""
+    if worker._last_checkpoints[-1].sample_index >= 0:
+        return SavableDatasetWrapper.get_checkpoint(worker, last_sample_indexes)
+    number = worker._worker_id
+    skipped = worker._workers_skip_samples[number]
+    return SavableDatasetCheckpoint(state=worker._workers_restore_from[number], offset=skipped)
+
+
 def _as_restored(restore_key: Any) -> Any:
     """Energon 7.4.1 reads twice the part of a document's key that `postencode_sample` adds: it is doubled."""
     if not isinstance(restore_key, list | tuple):
@@ -330,44 +349,6 @@ def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerCon
         seed_offset=workers.seed_offset,
         global_error_handler=workers.global_error_handler,
     )
-
-
-def _fingerprint(config: dict, workers: WorkerConfig, encoder) -> dict:
-    """JSON data; says which dataset in a way that does not change when its folder moves."""
-    shards = sorted(_shards(config))
-    config = _without_paths(config)
-    counts, indices = [shard[:2] for shard in shards], [shard[2] for shard in shards]
-    return {
-        "dataset": f"{len(shards)} shards, {sum(n for _, n in counts)} samples, {digest(counts)}",
-        "shards": UNKNOWN if UNKNOWN in indices else digest(indices),
-        "rank": workers.rank,
-        "world_size": workers.world_size,
-        "num_workers": workers.num_workers,
-        "pipeline": digest(config),
-        **encoder_settings(encoder),
-    }
-
-
-def _without_paths(config: Any) -> Any:
-    """Energon marks with a leading underscore what may change between runs."""
-    if isinstance(config, dict):
-        return {key: _without_paths(item) for key, item in config.items() if not key.startswith("_")}
-    return [_without_paths(item) for item in config] if isinstance(config, list | tuple) else config
-
-
-def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
-    """(name, samples, digest of where they begin) of every shard."""
-    if isinstance(config, dict):
-        for shard in config.get("shards", ()):
-            yield shard["name"], shard["count"], _index_digest(Path(str(shard["_path"]) + ".idx"))
-    if isinstance(config, dict | list):
-        for item in config.values() if isinstance(config, dict) else config:
-            yield from _shards(item)
-
-
-def _index_digest(index: Path) -> str:
-    """Of a shard's index, which holds where each sample begins; an object store's is not fetched for this."""
-    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN
 
 
 def _undisturbing(loader):

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.energon import SkipSample
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.layouts import Layout
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 from megatron_vlm.data.loaders import (
@@ -40,12 +36,11 @@ from megatron_vlm.data.orders import (
     RandomOrder,
     pieces,
 )
-from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.rows import EncodedRows
 from megatron_vlm.data.streams import StreamedRows, StreamOrder
-from megatron_vlm.data.tables import Table, open_table, source_splits
+from megatron_vlm.data.tables import open_table, source_splits
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
-FINGERPRINT_ROWS = 16
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 
@@ -154,88 +149,6 @@ class HFProvider(Provider):
         return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
 
 
-class EncodedRows(Dataset):
-    """(place, rows) → (place, their documents as one encoded sample, None when all were dropped).
-
-    A row is its number in the table, or, of a stream, what the stream gave.
-    """
-
-    def __init__(self, table: Table | StreamedRows, encoder) -> None:
-        self.table, self.encoder = table, encoder
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any]:
-        place, indices = item
-        encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
-        if not encoded:
-            return place, None
-        row = self._row(encoded)
-        row.__restore_key__ = indices
-        return place, row
-
-    def measured(self, index: int) -> tuple[int, int] | None:
-        """(tokens, patches) of a row's encoding, None when it is dropped."""
-        return self._kept(self.encoder.measure, index)
-
-    def _encode(self, sample: ChatMLSample):
-        if isinstance(self.encoder, PackingVLMTaskEncoder):
-            return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
-        return self.encoder.encode_sample(sample)
-
-    def _row(self, documents: list):
-        if isinstance(self.encoder, PackingVLMTaskEncoder):
-            return self.encoder.pack_selected_samples(documents)
-        (document,) = documents
-        return document
-
-    def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
-        try:
-            return encode(self.sample(index))
-        except SkipSample:
-            return None
-        except TooManyDrops:
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"data: sample {self.table.key(index)}: {type(error).__name__}: {error}"
-            ) from error
-
-    def sample(self, index: int) -> ChatMLSample:
-        """As Energon's cooker gives it; what is wrong with the row travels in `problem` to the encoder."""
-        try:
-            record, root = self.table.record(index)
-            fields = {
-                "conversation": conversation_json(conversation_of(record)).decode(),
-                "imgs": images_of(record, root) or None,
-                "videos": videos_of(record, root) or None,
-            }
-        except BadSample as bad:
-            source, number = self.table.origin(index)
-            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
-            fields = {"conversation": "", "problem": problem}
-        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
-
-    def batch(self, samples: list) -> dict:
-        return self.encoder.encode_batch(self.encoder.batch(samples))
-
-    def fingerprint(self) -> str:
-        """Of the rows themselves, so that a dataset may move."""
-        if isinstance(self.table, StreamedRows):
-            return self.table.fingerprint()
-        picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
-        epoch = self.table.rows_of(0, 0)
-        parts = [*map(self._conversation, picked.tolist()), len(epoch), int(epoch.sum())]
-        return f"{len(self)} rows, {digest(parts)}"
-
-    def _conversation(self, index: int) -> dict | str:
-        try:
-            return conversation_of(self.table.record(index)[0])
-        except BadSample as bad:
-            return bad.reason
-
-
 class _Measuring(Dataset):
     """Called with an order, what its rows cost, measured by workers up to a buffer ahead."""
 
@@ -245,6 +158,7 @@ class _Measuring(Dataset):
         self._loader: DataLoader | None = None
 
     def __call__(self, order: RandomOrder) -> Iterator[Measured]:
+        self.close()
         self._loader = _loader(self, pieces(order, MEASURED_AT_ONCE), self._num_workers, self._ahead)
         return itertools.chain.from_iterable(self._loader)
 
@@ -288,19 +202,37 @@ class HFTrainLoader:
 
     def state_dict(self) -> dict:
         """JSON data."""
-        return {"format": FORMAT, "fingerprint": self.fingerprint, "place": list(self._place)}
+        place = {"place": list(self._place), "moves": self._order.moves}
+        return {"format": FORMAT, "fingerprint": self.fingerprint, **place}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue after the batch that `state` was saved behind; only before the first batch.
 
         Raises ValueError that names the difference when the state is of another dataset, rank or setting.
         """
+        self._accept(state)
+        self._place = self._order.place = tuple(state["place"])
+
+    def load_states(self, states: list[dict]) -> None:
+        """Continue where the ranks of a run stopped, given their states in order; also with another number of
+        ranks, which then share what those had left of their epochs.
+
+        Raises ValueError as `load_state_dict`, and for a stream when the number of ranks changed.
+        """
+        place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
+        if len(states) == place["world_size"]:
+            return self.load_state_dict(states[place["rank"]])
+        self._accept(states[0], **({} if isinstance(self._rows.table, StreamedRows) else place))
+        self._order.move([state["place"] for state in states])
+        self._place = self._order.place
+
+    def _accept(self, state: dict, **instead: int) -> None:
         if self._batches is not None:
             raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
         if state.get("format") != FORMAT:
             raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
-        check_fingerprint(state["fingerprint"], self.fingerprint)
-        self._place = self._order.place = tuple(state["place"])
+        check_fingerprint(state["fingerprint"] | instead, self.fingerprint)
+        self._order.moves = state.get("moves", ())
 
     def replay(self, restore_key: list[list[int]]) -> dict:
         """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""

@@ -9,11 +9,13 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.energon import WorkerConfig
 from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.rng import SystemRngState
 from megatron.energon.savable_loader import (
@@ -122,5 +124,42 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         raise ValueError(
             "loader state belongs to another data configuration: "
             + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
-            + ". Resume with the settings of the saved run, or start the data from its beginning."
+            + ". Resume with the settings of the saved run, or begin the data anew with data.restart=true."
         )
+
+
+def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:
+    """JSON data; says which dataset in a way that does not change when its folder moves."""
+    shards = sorted(_shards(config))
+    config = _without_paths(config)
+    counts, indices = [shard[:2] for shard in shards], [shard[2] for shard in shards]
+    return {
+        "dataset": f"{len(shards)} shards, {sum(n for _, n in counts)} samples, {digest(counts)}",
+        "shards": UNKNOWN if UNKNOWN in indices else digest(indices),
+        "rank": workers.rank,
+        "world_size": workers.world_size,
+        "num_workers": workers.num_workers,
+        "pipeline": digest(config),
+    }
+
+
+def _without_paths(config: Any) -> Any:
+    """Energon marks with a leading underscore what may change between runs."""
+    if isinstance(config, dict):
+        return {key: _without_paths(item) for key, item in config.items() if not key.startswith("_")}
+    return [_without_paths(item) for item in config] if isinstance(config, list | tuple) else config
+
+
+def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
+    """(name, samples, digest of where they begin) of every shard."""
+    if isinstance(config, dict):
+        for shard in config.get("shards", ()):
+            yield shard["name"], shard["count"], _index_digest(Path(str(shard["_path"]) + ".idx"))
+    if isinstance(config, dict | list):
+        for item in config.values() if isinstance(config, dict) else config:
+            yield from _shards(item)
+
+
+def _index_digest(index: Path) -> str:
+    """Of a shard's index, which holds where each sample begins; an object store's is not fetched for this."""
+    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN

@@ -7,7 +7,7 @@ a block began, so resuming reads the shard again up to there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class StreamOrder:
     seed: int
     buffer_size: int
     place: Place = (0, 0, 0, 0)
+    moves: Sequence = ()  # none: what is read of a shard depends on the number of ranks
 
     def __iter__(self) -> Iterator[tuple[Place, list[Row]]]:
         *begin, done = self.place

@@ -52,8 +52,7 @@ class CheckpointState:
 
     step: int
     path: Path
-    loader_state: Any  # as this data-parallel rank saved it; None when there is none or it is of no use
-    loader_note: str | None  # why a saved loader state is of no use here
+    loader_states: list[Any]  # as the data-parallel ranks saved them, in order, however many they are now
     rng_restored: bool  # only under the layout that saved
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -115,9 +114,8 @@ def load_latest(
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, under whatever layout saved
     them; the learning rate, its schedule and weight decay stay as configured now. Generators are restored
-    when the layout is the same, a loader state is returned when the number of data-parallel ranks is. Without
-    an optimizer only the model is read. Raises ValueError for a folder that is damaged or unsafe to read,
-    `CheckpointingException` when tensors are missing from it.
+    when the layout is the same. Without an optimizer only the model is read. Raises ValueError for a folder
+    that is damaged or unsafe to read, `CheckpointingException` when tensors are missing from it.
     """
     folder = Path(run_dir) / "checkpoints"
     name = _latest_name(folder)
@@ -136,8 +134,7 @@ def load_latest(
     same_layout = state["layout"] == _layout()
     if same_layout:
         _restore_rng(state["ranks"][dist.get_rank()]["rng"])
-    loader_state, note = _loader_state(state)
-    return CheckpointState(state["step"], path, loader_state, note, same_layout, state["extra"])
+    return CheckpointState(state["step"], path, _loader_states(state), same_layout, state["extra"])
 
 
 # ---- tensors, by Megatron ---------------------------------------------------------------------------------
@@ -245,15 +242,9 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
     return {"dp_rank": parallel_state.get_data_parallel_rank(), "rng": _rng(), "loader": loader_state}
 
 
-def _loader_state(state: dict[str, Any]) -> tuple[Any, str | None]:
+def _loader_states(state: dict[str, Any]) -> list[Any]:
     saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
-    dp, saved_dp = parallel_state.get_data_parallel_world_size(), state["layout"]["dp"]
-    if saved and dp != saved_dp:
-        return None, (
-            f"the data position of {saved_dp} data-parallel ranks cannot be used by {dp}; "
-            "the data starts anew from here."
-        )
-    return saved.get(parallel_state.get_data_parallel_rank()), None
+    return [saved[rank] for rank in sorted(saved)]
 
 
 def _rng() -> dict[str, Any]:

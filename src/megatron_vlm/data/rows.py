@@ -1,0 +1,102 @@
+"""Rows of a table or a stream, encoded by the encoder that Energon uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from megatron.energon import SkipSample
+from torch.utils.data import Dataset
+
+from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.loader_state import digest
+from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.streams import StreamedRows
+from megatron_vlm.data.tables import Table
+
+FINGERPRINT_ROWS = 16
+
+
+class EncodedRows(Dataset):
+    """(place, rows) → (place, their documents as one encoded sample, None when all were dropped).
+
+    A row is its number in the table, or, of a stream, what the stream gave.
+    """
+
+    def __init__(self, table: Table | StreamedRows, encoder) -> None:
+        self.table, self.encoder = table, encoder
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any]:
+        place, indices = item
+        encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
+        if not encoded:
+            return place, None
+        row = self._row(encoded)
+        row.__restore_key__ = indices
+        return place, row
+
+    def measured(self, index: int) -> tuple[int, int] | None:
+        """(tokens, patches) of a row's encoding, None when it is dropped."""
+        return self._kept(self.encoder.measure, index)
+
+    def _encode(self, sample: ChatMLSample):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
+        return self.encoder.encode_sample(sample)
+
+    def _row(self, documents: list):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.pack_selected_samples(documents)
+        (document,) = documents
+        return document
+
+    def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
+        try:
+            return encode(self.sample(index))
+        except SkipSample:
+            return None
+        except TooManyDrops:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"data: sample {self.table.key(index)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def sample(self, index: int) -> ChatMLSample:
+        """As Energon's cooker gives it; what is wrong with the row travels in `problem` to the encoder."""
+        try:
+            record, root = self.table.record(index)
+            fields = {
+                "conversation": conversation_json(conversation_of(record)).decode(),
+                "imgs": images_of(record, root) or None,
+                "videos": videos_of(record, root) or None,
+            }
+        except BadSample as bad:
+            source, number = self.table.origin(index)
+            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+            fields = {"conversation": "", "problem": problem}
+        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
+
+    def batch(self, samples: list) -> dict:
+        return self.encoder.encode_batch(self.encoder.batch(samples))
+
+    def fingerprint(self) -> str:
+        """Of the rows themselves, so that a dataset may move."""
+        if isinstance(self.table, StreamedRows):
+            return self.table.fingerprint()
+        picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
+        epoch = self.table.rows_of(0, 0)
+        parts = [*map(self._conversation, picked.tolist()), len(epoch), int(epoch.sum())]
+        return f"{len(self)} rows, {digest(parts)}"
+
+    def _conversation(self, index: int) -> dict | str:
+        try:
+            return conversation_of(self.table.record(index)[0])
+        except BadSample as bad:
+            return bad.reason
