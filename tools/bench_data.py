@@ -435,7 +435,7 @@ def show(rows: list[dict], workers: dict) -> None:
         f"\n{'samples per second':<32}" + "".join(f"{name:>16}" for name in PATHS) + "  ours over the others"
     )
     for (family, image, turns), rates in cases.items():
-        cells = "".join(f"{rates.get(name, float('nan')):>16.1f}" for name in PATHS)
+        cells = "".join(f"{rates.get(name, '-'):>16}" for name in PATHS)
         over = {name: rates["megatron_vlm"] / rate for name, rate in rates.items() if name != "megatron_vlm"}
         told = "  ".join(f"{name} {ratio:.2f}" for name, ratio in over.items())
         missed = [name for name, ratio in over.items() if ratio < limit(name, turns)]

@@ -24,22 +24,22 @@ from megatron.energon import (
     get_val_dataset,
 )
 from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
+from torch.utils.data import DataLoader
 
+from megatron_vlm.data.arena import through_arenas
 from megatron_vlm.data.description import check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.loader_state import (
-    FORMAT,
-    check_fingerprint,
     energon_fingerprint,
     from_json_data,
     to_json_data,
 )
 from megatron_vlm.data.loaders import (
     Provider,
+    TrainLoader,
+    ValidLoader,
     close_loader,
     encoder_settings,
-    equal_length,
-    next_or_too_many_drops,
     with_limited_drops,
 )
 
@@ -128,8 +128,8 @@ class EnergonProvider(Provider):
         )
 
 
-class EnergonTrainLoader:
-    """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
+class EnergonTrainLoader(TrainLoader):
+    """See the base; on the number of ranks and of workers it depends what each worker reads."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
         _name_broken_shards(dataset)
@@ -142,34 +142,17 @@ class EnergonTrainLoader:
         )
         if workers.num_workers > 0:
             self._loader.dataset.get_checkpoint = partial(_checkpoint_of_worker, self._loader.dataset)
-        self._drops = encoder.drops
-        self._batches: Iterator[dict] | None = None
-        config = self._loader.config()
-        self.fingerprint = energon_fingerprint(config, workers) | encoder_settings(encoder) | settings
+        source = energon_fingerprint(self._loader.config(), workers)
+        super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
 
-    def __iter__(self) -> EnergonTrainLoader:
-        return self
-
-    def __next__(self) -> dict:
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        return next_or_too_many_drops(self._batches, self._drops)
+    def _make_batches(self) -> Iterator[dict]:
+        return iter(self._loader)
 
     def state_dict(self) -> dict:
-        """JSON data."""
-        state = to_json_data(self._loader.save_state_rank())
-        return {"format": FORMAT, "fingerprint": self.fingerprint, "energon": state}
+        return self._state(energon=to_json_data(self._loader.save_state_rank()))
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue after the batch that `state` was saved behind; only before the first batch.
-
-        Raises ValueError that names the difference when the state is of another dataset, rank or setting.
-        """
-        if self._batches is not None:
-            raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
-        if state.get("format") != FORMAT:
-            raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
-        check_fingerprint(state["fingerprint"], self.fingerprint)
+        self._check(state)
         saved = from_json_data(state["energon"])
         self._loader.restore_state_rank(saved)
         if saved is not None and self._loader.num_workers > 0:
@@ -181,67 +164,31 @@ class EnergonTrainLoader:
             ]
 
     def load_states(self, states: list[dict]) -> None:
-        """Continue where the ranks of a run stopped, given their states in order.
-
-        Raises ValueError as `load_state_dict`: also when the number of ranks changed, on which it depends
-        what each worker reads.
-        """
         self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
 
     def replay(self, restore_key: Any) -> dict:
-        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
-
-        It may come from any rank and any number of workers.
-        """
         _, *place = _as_restored(restore_key)  # its first part says whether there were workers
         return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
 
     def close(self) -> None:
-        """End the workers at once."""
         close_loader(self._loader)
 
 
-class EnergonValidLoader:
-    """Each `for` is one pass over the split, with workers of its own that end with it.
-
-    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys), so that
-    every rank yields `len(self)` batches.
-    """
+class EnergonValidLoader(ValidLoader):
+    """See the base; a share is the workers that read it."""
 
     def __init__(self, path: str, workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
-        self._path, self._workers, self._encoder = path, workers, encoder
-        self._micro_batch_size = micro_batch_size
-        self._loader = None
-        self._length = self._most_batches_of_a_rank()
+        self.name = f"the 'val' split of {path}"
+        self._path, self._encoder, self._micro_batch_size = path, encoder, micro_batch_size
+        self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
+        super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
-    def __len__(self) -> int:
-        return self._length
+    def _open(self, share: WorkerConfig) -> DataLoader:
+        dataset = self._dataset(share)
+        return _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
 
-    def __iter__(self) -> Iterator[dict]:
-        return equal_length(self._batches(self._workers), len(self), self._first_batch)
-
-    def close(self) -> None:
-        """End the workers of a pass under way at once."""
-        if self._loader is not None:
-            close_loader(self._loader)
-
-    def _batches(self, workers: WorkerConfig) -> Iterator[dict]:
-        loader = self._loader = _undisturbing(
-            get_loader(self._dataset(workers), watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
-        )
-        try:
-            batches = iter(loader)
-            while (batch := next_or_too_many_drops(batches, self._encoder.drops)) is not None:
-                yield batch
-        finally:
-            close_loader(loader)
-
-    def _first_batch(self) -> dict:
-        """Of the whole split, for a rank that has no sample of its own."""
-        alone = _with_ranks_as_workers(self._workers, 0)
-        for batch in self._batches(alone):
-            return batch
-        raise ValueError(f"data: the 'val' split of {self._path} gives no sample; all were dropped.")
+    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+        return iter(loader)
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
@@ -256,8 +203,8 @@ class EnergonValidLoader:
 
     def _most_batches_of_a_rank(self) -> int:
         """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
-        per_rank, world_size = max(1, self._workers.num_workers), self._workers.world_size
-        dataset = self._dataset(_with_ranks_as_workers(self._workers, per_rank * world_size))
+        per_rank, world_size = max(1, self._mine.num_workers), self._mine.world_size
+        dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
 
@@ -355,4 +302,4 @@ def _undisturbing(loader):
     """Starting it leaves the run's random numbers alone and does not warn where nothing can be pinned."""
     loader.generator = torch.Generator()
     loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
-    return loader
+    return through_arenas(loader)

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_vlm.data.arena import through_arenas
 from megatron_vlm.data.layouts import Layout
-from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
+from megatron_vlm.data.loader_state import digest
 from megatron_vlm.data.loaders import (
     Provider,
+    TrainLoader,
+    ValidLoader,
     close_loader,
     encoder_settings,
-    equal_length,
-    next_or_too_many_drops,
     with_limited_drops,
 )
 from megatron_vlm.data.measured import measure_dataset
@@ -170,25 +171,17 @@ class _Measuring(Dataset):
             close_loader(self._loader)
 
 
-class HFTrainLoader:
-    """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
+class HFTrainLoader(TrainLoader):
+    """See the base; with another number of ranks, these share what the others had left of their epochs. Only
+    a stream cannot."""
 
     def __init__(
         self, rows: EncodedRows, order, micro_batch_size: int, num_workers: int, settings: dict
     ) -> None:
+        super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
         self._loader = _loader(rows, order, num_workers)
-        self._batches: Iterator[dict] | None = None
         self._place = order.place
-        self.fingerprint = settings | encoder_settings(rows.encoder)
-
-    def __iter__(self) -> HFTrainLoader:
-        return self
-
-    def __next__(self) -> dict:
-        if self._batches is None:
-            self._batches = self._make_batches()
-        return next_or_too_many_drops(self._batches, self._rows.encoder.drops)
 
     def _make_batches(self) -> Iterator[dict]:
         samples = []
@@ -201,56 +194,35 @@ class HFTrainLoader:
                 samples = []
 
     def state_dict(self) -> dict:
-        """JSON data."""
-        place = {"place": list(self._place), "moves": self._order.moves}
-        return {"format": FORMAT, "fingerprint": self.fingerprint, **place}
+        return self._state(place=list(self._place), moves=self._order.moves)
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue after the batch that `state` was saved behind; only before the first batch.
-
-        Raises ValueError that names the difference when the state is of another dataset, rank or setting.
-        """
-        self._accept(state)
+        self._check(state)
+        self._order.moves = state.get("moves", ())
         self._place = self._order.place = tuple(state["place"])
 
     def load_states(self, states: list[dict]) -> None:
-        """Continue where the ranks of a run stopped, given their states in order; also with another number of
-        ranks, which then share what those had left of their epochs.
-
-        Raises ValueError as `load_state_dict`, and for a stream when the number of ranks changed.
-        """
         place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
-        self._accept(states[0], **({} if isinstance(self._rows.table, StreamedRows) else place))
+        self._check(states[0], **({} if isinstance(self._rows.table, StreamedRows) else place))
+        self._order.moves = states[0].get("moves", ())
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 
-    def _accept(self, state: dict, **instead: int) -> None:
-        if self._batches is not None:
-            raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
-        if state.get("format") != FORMAT:
-            raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
-        check_fingerprint(state["fingerprint"] | instead, self.fingerprint)
-        self._order.moves = state.get("moves", ())
-
     def replay(self, restore_key: list[list[int]]) -> dict:
-        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process."""
         return self._rows.batch([self._rows[None, indices][1] for indices in restore_key])
 
     def close(self) -> None:
-        """End the workers at once."""
         close_loader(self._loader)
         if isinstance(self._order, BufferedPacking):
             self._order.measure.close()
 
 
-class HFValidLoader:
-    """Each `for` is one pass over the rows, with workers of its own that end with it.
+class HFValidLoader(ValidLoader):
+    """See the base; a share is the numbers of its rows."""
 
-    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys), so that
-    every rank yields `len(self)` batches.
-    """
+    name = "the validation data"
 
     def __init__(
         self, rows: EncodedRows, rank: int, world_size: int, micro_batch_size: int, num_workers: int
@@ -259,43 +231,19 @@ class HFValidLoader:
         self._mine = self._all[rank::world_size]
         self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
         most_rows = -(-len(self._all) // world_size)
-        self._length = -(-most_rows // micro_batch_size)
-        self._loader: DataLoader | None = None
+        super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
 
-    def __len__(self) -> int:
-        return self._length
+    def _open(self, share: list[int]) -> DataLoader:
+        return _loader(self._rows, [(None, [index]) for index in share], self._num_workers)
 
-    def __iter__(self) -> Iterator[dict]:
-        return equal_length(self._checked(self._mine), len(self), self._first_batch)
-
-    def close(self) -> None:
-        """End the workers of a pass under way at once."""
-        if self._loader is not None:
-            close_loader(self._loader)
-
-    def _checked(self, indices: list[int]) -> Iterator[dict]:
-        batches = self._make_batches(indices)
-        while (batch := next_or_too_many_drops(batches, self._rows.encoder.drops)) is not None:
-            yield batch
-
-    def _make_batches(self, indices: list[int]) -> Iterator[dict]:
-        loader = self._loader = _loader(self._rows, [(None, [index]) for index in indices], self._num_workers)
-        try:
-            encoded = (sample for _, sample in loader if sample is not None)
-            while samples := list(itertools.islice(encoded, self._micro_batch_size)):
-                yield self._rows.batch(samples)
-        finally:
-            close_loader(loader)
-
-    def _first_batch(self) -> dict:
-        """Of all rows, for a rank that has none of its own."""
-        for batch in self._make_batches(self._all):
-            return batch
-        raise ValueError("data: the validation rows give no sample; all were dropped.")
+    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+        encoded = (sample for _, sample in loader if sample is not None)
+        while samples := list(itertools.islice(encoded, self._micro_batch_size)):
+            yield self._rows.batch(samples)
 
 
 def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
-    return DataLoader(
+    loader = DataLoader(
         rows,
         batch_size=None,
         sampler=order,
@@ -306,6 +254,7 @@ def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) ->
         generator=torch.Generator(),  # the run's own random numbers stay as they are
         multiprocessing_context="fork" if num_workers else None,
     )
+    return through_arenas(loader)
 
 
 def _unchanged(item: Any) -> Any:

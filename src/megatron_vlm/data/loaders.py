@@ -6,7 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.utils.data import DataLoader
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from megatron_vlm.batch import fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.loader_state import digest
+from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
 IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
@@ -29,21 +30,119 @@ class Provider:
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(cls)})
 
 
-def equal_length(batches: Iterable[dict], count: int, spare: Callable[[], dict]) -> Iterator[dict]:
-    """`batches` and then fully masked copies of the last one, `count` in all.
+class TrainLoader(ABC):
+    """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
 
-    Ranks that run short keep taking part in every collective and add nothing to a token mean.
-    A rank without any batch of its own repeats the one that `spare` returns.
+    def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
+        self._drops, self.fingerprint = drops, fingerprint
+        self._batches: Iterator[dict] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> dict:
+        if self._batches is None:
+            self._batches = self._make_batches()
+        return next_or_too_many_drops(self._batches, self._drops)
+
+    @abstractmethod
+    def _make_batches(self) -> Iterator[dict]: ...
+
+    @abstractmethod
+    def state_dict(self) -> dict:
+        """JSON data."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict) -> None:
+        """Continue after the batch that `state` was saved behind; only before the first batch.
+
+        Raises ValueError that names the difference when the state is of another dataset, rank or setting.
+        """
+
+    @abstractmethod
+    def load_states(self, states: list[dict]) -> None:
+        """Continue where the ranks of a run stopped, given their states in order, however many there are now.
+
+        Raises ValueError as `load_state_dict`, also where a source cannot go on with another number of ranks.
+        """
+
+    @abstractmethod
+    def replay(self, restore_key: Any) -> dict:
+        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
+
+        It may come from any rank and any number of workers.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers at once."""
+
+    def _state(self, **content: Any) -> dict:
+        return {"format": FORMAT, "fingerprint": self.fingerprint, **content}
+
+    def _check(self, state: dict, **instead: Any) -> None:
+        """That `state`, with some of its fingerprint replaced, fits this loader."""
+        if self._batches is not None:
+            raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
+        if state.get("format") != FORMAT:
+            raise ValueError(f"loader state: format {state.get('format')}, this version reads {FORMAT}.")
+        check_fingerprint(state["fingerprint"] | instead, self.fingerprint)
+
+
+class ValidLoader(ABC):
+    """Each `for` is one pass, with workers of its own that end with it.
+
+    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys), so that
+    every rank yields `len(self)` batches, takes part in every collective and adds nothing to a token mean.
+    One without any batch of its own repeats the first of all.
     """
-    last, yielded = None, 0
-    for batch in batches:
-        yield batch
-        last, yielded = batch, yielded + 1
-    assert yielded <= count, f"{yielded} batches where at most {count} were expected"
-    while yielded < count:
-        last = fully_masked(spare() if last is None else last)
-        yield last
-        yielded += 1
+
+    name: str  # what is read, for messages
+    _mine: Any  # what `_open` takes for this rank's share, and for all of it
+    _all: Any
+    _loader: DataLoader | None = None  # of the pass under way
+
+    def __init__(self, drops: LimitedDrops, length: int) -> None:
+        self._drops, self._length = drops, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict]:
+        last, yielded = None, 0
+        for last in self._checked(self._mine):
+            yield last
+            yielded += 1
+        assert yielded <= len(self), f"{yielded} batches where at most {len(self)} were expected"
+        while yielded < len(self):
+            last = fully_masked(last or self._first_batch())
+            yield last
+            yielded += 1
+
+    def close(self) -> None:
+        """End the workers of a pass under way at once."""
+        if self._loader is not None:
+            close_loader(self._loader)
+
+    @abstractmethod
+    def _open(self, share: Any) -> DataLoader: ...
+
+    @abstractmethod
+    def _batches(self, loader: DataLoader) -> Iterator[dict]: ...
+
+    def _checked(self, share: Any) -> Iterator[dict]:
+        loader = self._loader = self._open(share)
+        try:
+            batches = self._batches(loader)
+            while (batch := next_or_too_many_drops(batches, self._drops)) is not None:
+                yield batch
+        finally:
+            close_loader(loader)
+
+    def _first_batch(self) -> dict:
+        for batch in self._checked(self._all):
+            return batch
+        raise ValueError(f"data: {self.name} gives no sample; all were dropped.")
 
 
 def encoder_settings(encoder) -> dict:

@@ -1,0 +1,100 @@
+"""Tensors from data workers to the main process through memory that is used again.
+
+PyTorch sends each tensor in a new piece of shared memory, and the kernel hands that out page by page: for the
+pixels of a few images this takes longer than to write them several times. Here a worker has places of its own
+that it fills again when the main process has let go of the tensor in them; where none is free, and for small
+tensors, it sends the tensor as PyTorch does or by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import weakref
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.data import DataLoader
+
+PLACES = 16  # of a worker; those that were never needed take no memory
+PLACE = 1 << 27  # most bytes of a tensor in one
+SMALL = 1 << 14  # bytes; sent by value
+MAP_NORESERVE = 0x4000  # of Linux; Python 3.12 has no name for it
+
+_numbers = itertools.count()
+_arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+
+
+class Arena:
+    """The places of one worker, mapped before it is forked."""
+
+    def __init__(self) -> None:
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._memory = np.frombuffer(mmap.mmap(-1, PLACES * PLACE, flags=flags), np.uint8)
+        self._taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)
+        self._number = next(_numbers)
+        _arenas[self._number] = self
+
+    @property
+    def taken(self) -> int:
+        """Places in use."""
+        return int(self._taken.sum())
+
+    def reduce(self, tensor: Tensor) -> tuple[Callable, tuple]:
+        """How the worker sends a tensor, for its pickler."""
+        if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
+            return reduce_tensor(tensor)
+        size, about = tensor.nbytes, (tensor.dtype, tuple(tensor.shape))
+        data = tensor.view(-1).view(torch.uint8).numpy() if size else np.zeros(0, np.uint8)
+        if size <= SMALL:
+            return _from_bytes, (data.tobytes(), *about)
+        free = np.flatnonzero(self._taken == 0)
+        if size > PLACE or len(free) == 0:
+            return reduce_tensor(tensor)
+        place = int(free[0])
+        self._bytes(place, size)[:] = data
+        self._taken[place] = 1
+        return _from_place, (self._number, place, size, *about)
+
+    def tensor(self, place: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """In the main process: the tensor at a place, which is free again when nothing refers to it."""
+        data = self._bytes(place, size)
+        weakref.finalize(data, self._taken.__setitem__, place, 0).atexit = False
+        return torch.from_numpy(data).view(dtype).view(shape)
+
+    def _bytes(self, place: int, size: int) -> np.ndarray:
+        return self._memory[place * PLACE :][:size]
+
+
+def through_arenas(loader: DataLoader) -> DataLoader:
+    """The loader; its workers will send their tensors so, unless the system counts memory before its use."""
+    if loader.num_workers:
+        with contextlib.suppress(OSError):
+            arenas = [Arena() for _ in range(loader.num_workers)]
+            loader.worker_init_fn = partial(_begin, arenas, loader.worker_init_fn)
+    return loader
+
+
+def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int) -> None:
+    ForkingPickler.register(Tensor, arenas[worker].reduce)
+    if then is not None:
+        then(worker)
+
+
+def _from_place(arena: int, *place: Any) -> Tensor:
+    return _arenas[arena].tensor(*place)
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )

@@ -1,0 +1,91 @@
+"""Tensors out of data workers through memory that is used again."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_vlm.data.arena import PLACES, SMALL, through_arenas
+
+COUNT = 5 * PLACES
+
+
+def numbered(number):
+    """Large and small, of several types and shapes; each element says whose it is."""
+    large = torch.full((3, SMALL), number, dtype=torch.uint8)
+    return {
+        "large": large,
+        "transposed": large.t(),
+        "floats": torch.full((SMALL,), number / 3).bfloat16(),
+        "small": torch.tensor([[number]]),
+        "empty": torch.zeros(0, 3, dtype=torch.int32),
+        "part": torch.arange(4 * SMALL)[number:],
+        "text": str(number),
+    }
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, number):
+        return numbered(number)
+
+
+@pytest.fixture
+def loader():
+    return through_arenas(
+        DataLoader(Numbered(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    )
+
+
+def arenas(loader):
+    return loader.worker_init_fn.args[0]
+
+
+def equal(sample, number):
+    expected = numbered(number)
+    assert sample.keys() == expected.keys() and sample["text"] == expected["text"]
+    for name, tensor in expected.items():
+        if name != "text":
+            assert sample[name].dtype == tensor.dtype and sample[name].equal(tensor), name
+    return True
+
+
+def test_what_is_still_used_is_never_written_over(loader):
+    """More than there are places for; a view is enough to keep one."""
+    samples = list(loader)
+    views = [(number, sample["large"][1, 5:]) for number, sample in enumerate(samples)]
+    assert all(equal(sample, number) for number, sample in enumerate(samples))
+    assert all(arena.taken == PLACES for arena in arenas(loader))
+    del samples
+    assert all(view.equal(torch.full_like(view, number)) for number, view in views)
+    del views
+    gc.collect()
+    assert all(arena.taken == 0 for arena in arenas(loader))
+
+
+def test_places_are_used_again(loader):
+    most = 0
+    for number, sample in enumerate(loader):
+        assert equal(sample, number)
+        del sample
+        most = max([most, *(arena.taken for arena in arenas(loader))])
+    assert 0 < most < PLACES
+    (arena, _) = arenas(loader)
+    used = torch.from_numpy(arena._memory.reshape(PLACES, -1)[:, 0].copy())
+    assert arena.taken == 0 and (used > 0).sum() < PLACES
+
+
+def test_a_tensor_outlives_its_loader(loader):
+    sample = next(iter(loader))
+    del loader
+    gc.collect()
+    assert equal(sample, 0)
+
+
+def test_without_workers_nothing_changes():
+    loader = through_arenas(DataLoader(Numbered(), batch_size=None))
+    assert loader.worker_init_fn is None
+    assert all(equal(sample, number) for number, sample in enumerate(loader))
