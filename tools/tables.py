@@ -126,7 +126,7 @@ def data(report: dict) -> str:
         (
             *case,
             f"{found['floor']['samples_per_second']:.0f}",
-            *(f"{found[path][to]:.2f}" if path in found else "–" for path, to in ratios.values()),
+            *(f"{found[path][to]:.2f}" if to in found.get(path, ()) else "–" for path, to in ratios.values()),
         )
         for case, found in cells.items()
     )
