@@ -118,7 +118,7 @@ def in_turn(*cells):
             yield pytest.param(kind, packing, *cell, marks=() if often else pytest.mark.long)
 
 
-@pytest.mark.parametrize("kind, packing, num_workers", in_turn((3,), (0,)))
+@pytest.mark.parametrize("kind, packing, num_workers", list(in_turn((3,), (0,))))
 def test_every_kind_resumes_exactly(kinds, processor, kind, packing, num_workers):
     """Amid a buffer, and around an epoch's end; saved again right after the restore, and a batch later."""
 
@@ -181,7 +181,7 @@ def test_the_patch_budget_holds_in_every_row(dataset, processor):
 
 
 @pytest.mark.parametrize(
-    "kind, packing, world_size, num_workers", in_turn((3, 3), (1, 0), (1, 1), (1, 3), (3, 0), (3, 1))
+    "kind, packing, world_size, num_workers", list(in_turn((3, 3), (1, 0), (1, 1), (1, 3), (3, 0), (3, 1)))
 )
 def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packing, world_size, num_workers):
     path, expected = kinds[kind]

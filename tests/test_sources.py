@@ -258,7 +258,7 @@ GOOD = Counter(set(range(ROWS)) - set(BAD))
 
 @pytest.mark.parametrize(
     "write, packing, world_size, num_workers",
-    every_source([(1, 0), (1, 3), (3, 0), (3, 1), (3, 3), (1, 1)]),
+    list(every_source([(1, 0), (1, 3), (3, 0), (3, 1), (3, 3), (1, 1)])),
 )
 def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, world_size, num_workers):
     trained, lost = Counter(), Counter()
@@ -272,7 +272,7 @@ def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, 
     assert len(lost) == len(BAD)  # keys; workers read ahead, into the next epoch
 
 
-@pytest.mark.parametrize("write, packing, num_workers", every_source([(0,), (3,)]))
+@pytest.mark.parametrize("write, packing, num_workers", list(every_source([(0,), (3,)])))
 def test_every_source_resumes_exactly(source, processor, write, packing, num_workers):
     """At the beginning, amid an epoch, at its end and in the next; saved again at once, and after a batch."""
 
