@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY)
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not long"
 
-# Every further family under every layout.
+# Every further family, source and layout.
 test-long: $(READY)
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m long
 

@@ -357,7 +357,7 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", [pytest.param("mistral3", marks=pytest.mark.long), "qwen2_5_vl"])
 def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(family, tmp_path):
     path = build_tiny_checkpoint(family, tmp_path / family)
     [[raw, ready]] = run_distributed(1, losses, str(path), family)

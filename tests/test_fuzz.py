@@ -165,7 +165,7 @@ def test_every_record_is_trained_or_dropped_and_once(result):
     assert {reason for reasons in dropped.values() for reason in reasons} <= set(REASONS)
 
 
-@pytest.mark.parametrize("num_workers, ranks", [(1, 1), (3, 3)])
+@pytest.mark.parametrize("num_workers, ranks", [(1, 1), pytest.param(3, 3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("source", ["energon", "hf"])
 def test_workers_and_ranks_share_them_without_loss(written, processor, source, num_workers, ranks):
     path, records, _, _ = written[source]
