@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import DropReport, TooManyDrops
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, _first_images, join_documents
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, _first_images
+from megatron_vlm.data.packing_encoder import join_documents
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 

@@ -15,9 +15,10 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.testing.distributed import run_distributed
 

@@ -18,9 +18,10 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.fast import KNOWN
 from megatron_vlm.data.images import decode_image, decode_pixels
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.testing.corpus import default_corpus

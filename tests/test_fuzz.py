@@ -28,10 +28,11 @@ from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.drops import REASONS, DropReport
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.data.loaders import close_loader
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 

@@ -9,9 +9,9 @@ import psutil
 import pytest
 from test_fast import film, picture
 
-from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.corpus import default_corpus

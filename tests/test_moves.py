@@ -11,11 +11,12 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.batch_log import read_step
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.orders import BalancedRows, BufferedPacking, RandomOrder
 from megatron_vlm.data.packing import pack_buffer
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
 
 COUNT, EPOCHS = 61, 40

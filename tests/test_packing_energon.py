@@ -12,9 +12,10 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.loaders import close_loader
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
 
 SEQ_LENGTH = 160

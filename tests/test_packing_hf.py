@@ -9,10 +9,11 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.measured import DROPPED, measure_dataset
 from megatron_vlm.data.orders import BalancedRows
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 
 SEQ_LENGTH = 160
 ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks

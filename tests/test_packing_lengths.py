@@ -10,8 +10,9 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.images import decode_image, image_size
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 

@@ -16,11 +16,12 @@ from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.layouts import COLUMNS, Layout
 from megatron_vlm.data.media import read_media
 from megatron_vlm.data.orders import BufferedPacking
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.tables import open_table
 from megatron_vlm.models.families import load

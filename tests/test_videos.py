@@ -23,9 +23,10 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.cookers import cook_record
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.data.spans import SpanProcessor
 from megatron_vlm.data.videos import VideoRules, choose_frames, decode_video, plan_video

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.loader_state import digest
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
 from megatron_vlm.data.streams import StreamedRows
 from megatron_vlm.data.tables import Table

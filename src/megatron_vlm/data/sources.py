@@ -11,7 +11,8 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, PositionIds
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, PositionIds
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 
 # dataset_type -> provider with `from_config(DataConfig)`, `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
