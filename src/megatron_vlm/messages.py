@@ -1,0 +1,34 @@
+"""Text of strangers on a terminal: keys, paths and messages out of archives, shown and not obeyed."""
+
+from __future__ import annotations
+
+LONGEST = 200  # characters of a key or a path that are shown
+
+
+def printable(text: object, longest: int = LONGEST) -> str:
+    """`text` on one line that no terminal obeys: for keys, paths, and whatever a user or an archive wrote.
+
+    Escapes, newlines, bidirectional marks and all else that Unicode does not call printable are shown as
+    Python writes them (`\\x1b`, `\\n`, `\\u202e`), lone surrogates too, so that any encoding can write it.
+    More than `longest` characters are cut in the middle: both ends of a path say something.
+    """
+    shown = "".join(_shown(character) for character in _cut(str(text), longest))
+    return _cut(shown, 3 * longest)  # an escape takes up to ten characters
+
+
+def printable_lines(text: object) -> str:
+    """A whole message: as `printable`, but its own newlines are kept and nothing is cut."""
+    return "\n".join(printable(line, len(line)) for line in str(text).expandtabs().split("\n"))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = (longest - 1) // 2
+    return f"{text[: longest - 1 - half]}…{text[len(text) - half :]}"

@@ -1,0 +1,43 @@
+"""No terminal obeys what is printed: keys, paths and texts of strangers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from megatron_vlm.messages import printable, printable_lines
+
+HOSTILE = {
+    "\x1b[2J\x1b]0;owned\x07": r"\x1b[2J\x1b]0;owned\x07",
+    "a\nmegatron-vlm: all is well\r": r"a\nmegatron-vlm: all is well\r",
+    "txt\u202egpj.exe\u2066": r"txt\u202egpj.exe\u2066",
+    "\x9b31m\x00\x7f": r"\x9b31m\x00\x7f",
+    "a\u2028b\u200bc\ufeff": r"a\u2028b\u200bc\ufeff",
+    "\udcff": r"\udcff",
+    "\U000e0041": r"\U000e0041",
+    "größe/图 1.jpg": "größe/图 1.jpg",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_terminal_would_obey_is_shown_escaped(text):
+    assert printable(text) == HOSTILE[text]
+
+
+def test_no_character_of_unicode_gets_through_that_is_not_printable():
+    everything = "".join(map(chr, range(sys.maxunicode + 1)))
+    shown = printable(everything, 10 * len(everything))
+    assert shown.isprintable() and len(shown) > len(everything)
+    shown.encode("utf-8")
+
+
+def test_a_long_text_keeps_both_ends():
+    shown = printable("first" + "\x1b" * 10_000 + "last")
+    assert shown.startswith("first") and shown.endswith("last") and "…" in shown and len(shown) <= 600
+    assert printable("x" * 200) == "x" * 200
+
+
+def test_a_message_keeps_its_own_lines():
+    assert printable_lines("one\ntwo \x1b[31m" + "y" * 500) == "one\ntwo \\x1b[31m" + "y" * 500
+    assert printable(ValueError("a\nb")) == r"a\nb"
