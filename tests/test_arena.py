@@ -1,6 +1,7 @@
 """Tensors out of data workers through memory that is used again."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_a_tensor_outlives_its_loader(loader):
     sample = next(iter(loader))
     del loader
     gc.collect()
+    assert equal(sample, 0)
+
+
+def test_a_forked_process_lets_go_of_nothing(loader):
+    """As a worker of another loader does, which was forked while a batch was trained on."""
+    sample = next(iter(loader))
+    taken = [arena.taken for arena in arenas(loader)]
+    if not (child := os.fork()):
+        del sample
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert any(taken)
+    assert all(arena.taken >= before for arena, before in zip(arenas(loader), taken, strict=True))
     assert equal(sample, 0)
 
 

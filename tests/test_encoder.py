@@ -2,6 +2,7 @@ import io
 import json
 import multiprocessing
 import tarfile
+from collections import Counter
 
 import pytest
 import torch
@@ -289,7 +290,7 @@ def _drop_some(report, worker):
 @pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
 def test_drops_are_counted_over_forked_workers(tmp_path):
     path = tmp_path / "run" / "drops.jsonl"
-    report = DropReport(path, examples_per_reason=5)
+    report = DropReport(path, details_per_reason=5)
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=_drop_some, args=(report, number)) for number in range(4)]
     for worker in workers:
@@ -303,7 +304,11 @@ def test_drops_are_counted_over_forked_workers(tmp_path):
     }
     assert report.share() == 0.5
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == report.examples() and len(lines) == 10
+    assert lines == report.examples()
+    assert Counter(line["key"] for line in lines) == Counter(
+        f"w{worker}/{number}" for worker in range(4) for number in range(50)
+    )
+    assert 10 <= sum("detail" in line for line in lines) <= 10 + 2 * 3  # of each reason, one more a worker
 
 
 def test_a_report_continues_its_file_and_starts_its_counts(tmp_path):

@@ -47,7 +47,7 @@ def processor(tiny_gemma3):
 
 def make_encoder(processor, packed: bool, max_pixels: int = 10_000):
     kind = PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder
-    return kind(processor, SEQ_LENGTH, max_pixels=max_pixels, drops=DropReport(examples_per_reason=10**6))
+    return kind(processor, SEQ_LENGTH, max_pixels=max_pixels, drops=DropReport())
 
 
 def energon_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1, num_workers=0):

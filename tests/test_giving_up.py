@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.data import drops
 from megatron_vlm.data.batch_log import read_step
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.loaders import LimitedDrops
@@ -101,21 +101,58 @@ def test_drops_of_other_ranks_count(tmp_path):
         report.check(MAX_SHARE)
 
 
-def test_a_worker_killed_amid_counting_is_an_error(monkeypatch):
-    """It holds the lock that all others count under."""
-    monkeypatch.setattr(drops, "LOCK_SECONDS", 0.2)
+def counting_worker(report: DropReport, ends: signal.Signals) -> int:
+    """The id of a worker that got this signal while it held the lock that all count under."""
+    holds, told = os.pipe()
+    if not (worker := os.fork()):
+        with report._locked():
+            report._counts[0] += 1
+            os.write(told, b"!")
+            os.kill(os.getpid(), ends)
+        os._exit(0)
+    os.read(holds, 1)
+    os.waitpid(worker, os.WUNTRACED)
+    return worker
+
+
+def test_a_worker_killed_amid_counting_leaves_counting_to_the_others():
     report = DropReport()
+    counting_worker(report, signal.SIGKILL)
+    report.keep()
+    report.drop("a", "bad_json")
+    assert report.counted() == [2, 1]
 
-    def die():
-        report._counts.get_lock().acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    worker = multiprocessing.get_context("fork").Process(target=die)
-    worker.start()
-    worker.join()
-    for count in (report.keep, report.counted, lambda: report.drop("a", "bad_json")):
-        with pytest.raises(RuntimeError, match="ended while it counted"):
-            count()
+def test_a_worker_stopped_amid_counting_only_delays_the_others():
+    report = DropReport()
+    worker = counting_worker(report, signal.SIGSTOP)
+    wake = threading.Timer(1, os.kill, (worker, signal.SIGCONT))
+    wake.start()
+    began = time.monotonic()
+    report.keep()
+    assert time.monotonic() - began > 0.5
+    os.waitpid(worker, 0)
+    assert report.counted() == [2, 0]
+
+
+def test_a_drop_that_cannot_be_named_is_not_counted(tmp_path):
+    """On a full disk, which takes the first bytes of a line; the next report begins a line of its own."""
+    path = tmp_path / "drops.jsonl"
+    report = DropReport(path)
+    report.drop("first", "bad_json")
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cut short.*drops.jsonl"):
+            report.drop("second", "bad_json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert report.counted() == [0, 1]
+    assert [example["key"] for example in report.examples()] == ["first"]
+    following = DropReport(path)
+    following.drop("third", "bad_json")
+    assert [example["key"] for example in following.examples()] == ["third"]
 
 
 # -- whole runs of two ranks

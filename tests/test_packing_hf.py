@@ -195,6 +195,8 @@ def test_a_document_that_grew_after_it_was_measured_is_an_error(open_loader, enc
     with pytest.raises(RuntimeError, match="tokens, seq_length = 160: they changed after"):
         for _ in range(20):
             next(loader)
+    with pytest.raises(RuntimeError, match="an earlier error ended it"):
+        next(loader)
 
 
 def test_samples_of_about_one_length_share_a_step(open_loader, processor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -66,8 +67,13 @@ class Arena:
     def tensor(self, place: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """In the main process: the tensor at a place, which is free again when nothing refers to it."""
         data = self._bytes(place, size)
-        weakref.finalize(data, self._taken.__setitem__, place, 0).atexit = False
+        weakref.finalize(data, self._let_go, place, os.getpid()).atexit = False
         return torch.from_numpy(data).view(dtype).view(shape)
+
+    def _let_go(self, place: int, process: int) -> None:
+        """A process forked meanwhile lets go of a copy of its own: this one may still read."""
+        if os.getpid() == process:
+            self._taken[place] = 0
 
     def _bytes(self, place: int, size: int) -> np.ndarray:
         return self._memory[place * PLACE :][:size]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
-import multiprocessing
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
@@ -35,9 +38,6 @@ REASONS = {
 }
 
 
-LOCK_SECONDS = 20  # counting takes microseconds
-
-
 class TooManyDrops(RuntimeError):
     """A larger share of the samples was dropped than the run allows."""
 
@@ -45,45 +45,65 @@ class TooManyDrops(RuntimeError):
 class DropReport:
     """Counts of encoded samples and of drops per reason, shared with worker processes forked later.
 
-    The first `examples_per_reason` drops of each reason are written, with key and detail, as JSON lines to
-    `path` (appended; None: a temporary file). Samples that a resumed loader encodes again count again.
-    What the others of `ranks` counted is known here when `tell_others` says it, in all workers.
+    Every drop is written, with key and reason, as a JSON line to `path` (appended; None: a temporary file);
+    the first `details_per_reason` of each reason with their detail. Samples that a resumed loader encodes
+    again count again. What the others of `ranks` counted is known here when `tell_others` says it, in all
+    workers.
     """
 
-    def __init__(self, path: str | Path | None = None, examples_per_reason: int = 100_000, ranks: int = 1):
-        self._counts = multiprocessing.get_context("fork").Array("q", 1 + len(REASONS))
-        # [encoded, dropped] elsewhere, and here when told of them
-        self._others = multiprocessing.get_context("fork").Array("q", 4)
+    def __init__(self, path: str | Path | None = None, details_per_reason: int = 100_000, ranks: int = 1):
+        numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 5)), np.int64)  # shared with forked workers
+        self._counts = numbers[: 1 + len(REASONS)]
+        self._others = numbers[1 + len(REASONS) :]  # [encoded, dropped] elsewhere, and here when told of them
+        self._lock = tempfile.TemporaryFile(buffering=0)
         self._ranks = ranks
         self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
-        self._examples_per_reason = examples_per_reason
+        self._details_per_reason = details_per_reason
         if path is None:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # which Python leaves out
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # a full disk cut the last line
+            self._write(b"\n")
         self._start = os.fstat(self._file.fileno()).st_size
 
     def keep(self) -> None:
         """One more sample was encoded."""
-        with _locked(self._counts):
+        with self._locked():
             self._counts[0] += 1
 
     def drop(self, key: str, reason: str, detail: str = "") -> None:
         """One more sample was dropped. `reason` is one of REASONS."""
         slot = self._slots[reason]
-        with _locked(self._counts):
+        line = {"key": key, "reason": reason}
+        if self._counts[slot] < self._details_per_reason:
+            line["detail"] = detail[:500]
+        self._write(json.dumps(line).encode() + b"\n")  # first, so that all that is counted is named
+        with self._locked():
             self._counts[slot] += 1
-            count = self._counts[slot]
-        if count <= self._examples_per_reason:
-            line = json.dumps({"key": key, "reason": reason, "detail": detail[:500]})
-            self._file.write(line.encode() + b"\n")  # unbuffered and appending: whole lines from any process
+
+    def _write(self, line: bytes) -> None:
+        """Unbuffered and appending: whole lines from any process."""
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "the report of dropped samples is cut short", self._file.name)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among all processes. The kernel unlocks for one that is killed; one that is stopped delays
+        the others."""
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def summary(self) -> dict:
         """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, reasons that occurred only."""
-        with _locked(self._counts):
-            encoded, *counts = self._counts
+        with self._locked():
+            encoded, *counts = self._counts.tolist()
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
 
@@ -95,7 +115,7 @@ class DropReport:
     def tell_others(self, counted: list[int]) -> None:
         """[encoded, dropped] on all other ranks until now."""
         own = self.counted()
-        with _locked(self._others):
+        with self._locked():
             self._others[:] = counted + own
 
     def share(self) -> float:
@@ -105,24 +125,24 @@ class DropReport:
 
     def on_all_ranks(self) -> list[int]:
         """[encoded, dropped]: this rank's now, the others' as they were last told."""
-        with _locked(self._others):
-            others = self._others[:2]
+        with self._locked():
+            others = self._others[:2].tolist()
         return [sum(both) for both in zip(self.counted(), others, strict=True)]
 
     def _at_one_time(self, patience: int) -> list[int]:
         """[encoded, dropped] on all ranks when others were last told; or with this rank's as they are now,
         when it has seen `patience` samples since: it may be dropping all it reads and have no batch."""
         now = self.counted()
-        with _locked(self._others):
-            *others, encoded, dropped = self._others
+        with self._locked():
+            *others, encoded, dropped = self._others.tolist()
         own = [encoded, dropped] if sum(now) - encoded - dropped < patience else now
         return [sum(both) for both in zip(own, others, strict=True)]
 
     def examples(self) -> list[dict]:
-        """The drops written down by this report: `key`, `reason`, `detail` each."""
+        """The drops written down by this report: `key`, `reason` and perhaps `detail` each."""
         size = os.fstat(self._file.fileno()).st_size
-        lines = os.pread(self._file.fileno(), size - self._start, self._start).splitlines()
-        return [json.loads(line) for line in lines]
+        *lines, _ = os.pread(self._file.fileno(), size - self._start, self._start).split(b"\n")
+        return [json.loads(line) for line in lines]  # not what a worker is writing just now
 
     def check(self, max_share: float, min_samples: int = 100) -> None:
         """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped.
@@ -148,17 +168,3 @@ class DropReport:
             f"  {count} {reason}: {REASONS[reason]} (such as {', '.join(keys.get(reason, [])[:3])})"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
         ]
-
-
-@contextlib.contextmanager
-def _locked(counts) -> Iterator[None]:
-    """Raises RuntimeError where a worker was killed amid counting: it would hold the lock for ever."""
-    if not counts.get_lock().acquire(timeout=LOCK_SECONDS):
-        raise RuntimeError(
-            "data: a DataLoader worker was ended while it counted, most often for want of memory; lower "
-            "data.num_workers or the buffers, and start again from the last checkpoint."
-        )
-    try:
-        yield
-    finally:
-        counts.get_lock().release()

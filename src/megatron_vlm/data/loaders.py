@@ -43,7 +43,12 @@ class TrainLoader(ABC):
     def __next__(self) -> dict:
         if self._batches is None:
             self._batches = self._make_batches()
-        return next_or_too_many_drops(self._batches, self._drops)
+        batches, self._batches = self._batches, iter(())  # for good when there is an error
+        batch = next_or_too_many_drops(batches, self._drops)
+        if batch is None:
+            raise RuntimeError("loader: an earlier error ended it; load the last saved state into a new one.")
+        self._batches = batches
+        return batch
 
     @abstractmethod
     def _make_batches(self) -> Iterator[dict]: ...
