@@ -192,8 +192,24 @@ def _conversations(rng: random.Random) -> Iterator[Wild]:
         yield Wild(f"bytes {text[:8]!r}", text, expected="bad_*")
     yield Wild("deep", b'{"a":' * 5_000 + b"1" + b"}" * 5_000, expected="bad_*")
     yield Wild("huge number", b'[{"role": "user", "content": ' + b"9" * 5_000 + b"}]", expected="bad_*")
-    for answer in ("", " ", "\n"):
-        yield Wild(f"empty reply {answer!r}", _turns("a", answer), expected=None)
+    for nothing in ("", " ", "\n", "\u200b\t", None, [], [""], [{"type": "text", "text": " "}]):
+        alone, system = _turns("a", nothing), {"role": "system", "content": nothing}
+        yield Wild(f"empty reply {nothing!r}", alone, expected="no_trained_tokens")
+        yield Wild(f"two empty replies {nothing!r}", alone * 2, expected="no_trained_tokens")
+        yield Wild(f"empty reply {nothing!r} before another", alone + _turns("a", "b"), expected=TRAINED)
+        yield Wild(f"empty reply {nothing!r} after another", _turns("a", "b") + alone, expected=TRAINED)
+        yield Wild(f"empty system {nothing!r}", [system, *_turns("a", "b")], expected=TRAINED)
+        yield Wild(f"empty question {nothing!r}", _turns(nothing, "b"), expected=TRAINED)
+        document = [{"role": "document", "content": nothing}]
+        yield Wild(f"empty document {nothing!r}", document, expected="no_trained_tokens")
+    yield Wild("empty system alone", [{"role": "system", "content": ""}], expected="bad_conversation")
+    image = [{"role": "document", "content": [{"type": "image"}]}]
+    yield Wild("document of an image", image, [picture()], "no_trained_tokens")
+    call = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [{"a": "b"}]},
+    ]
+    yield Wild("tool call that the template leaves out", call, expected="no_trained_tokens")
     yield Wild("no reply", [{"role": "user", "content": "a"}], expected="no_trained_tokens")
     yield Wild("reply alone", [{"role": "assistant", "content": "a"}], expected=None)
     yield Wild(

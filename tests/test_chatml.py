@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media, training_conversation
 
 
 def text(value):
@@ -111,3 +111,45 @@ def test_images_without_placeholder_go_before_the_first_user_text():
 def test_placeholders_and_images_must_agree(images):
     with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):
         place_media(cook_chatml_sample(SHAREGPT)[0], images=images)
+
+
+NOTHING = ["", " \n\t", "\u200b\ufeff", None, [], [""], [text("")], [text(" "), text("\n")]]
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
+def test_a_reply_without_content_is_no_reply(nothing):
+    empty = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": nothing}]
+    with pytest.raises(BadSample, match="no_trained_tokens: 2 replies, all without content"):
+        training_conversation(empty * 2)
+    with pytest.raises(BadSample, match="no_trained_tokens"):
+        training_conversation([{"role": "document", "content": nothing}])
+    assert len(training_conversation(empty + SHAREGPT, images=1)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{"content": "a"}, {"content": " é "}, {"content": None, "tool_calls": [{"function": {"name": "look"}}]}],
+    ids=str,
+)
+def test_text_or_a_tool_call_is_a_reply(reply):
+    training_conversation([{"role": "user", "content": "Hi"}, {"role": "assistant"} | reply])
+
+
+def test_a_document_of_images_alone_has_no_text_to_train():
+    with pytest.raises(BadSample, match="no_trained_tokens"):
+        training_conversation([{"role": "document", "content": [IMAGE]}], images=1)
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
+def test_a_system_turn_without_content_is_no_turn(nothing):
+    assert cook_chatml_sample([{"role": "system", "content": nothing}, *SHAREGPT]) == (EXPECTED, None)
+    beside = {"messages": [{"role": "system", "content": nothing}, *SHAREGPT], "system": "Be brief."}
+    assert cook_chatml_sample(beside)[0][0]["content"] == [text("Be brief.")]
+    with pytest.raises(BadSample, match="bad_conversation"):
+        cook_chatml_sample([{"role": "system", "content": nothing}])
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+@pytest.mark.parametrize("nothing", ["", None, [], [text("")]], ids=repr)
+def test_templates_find_a_first_part_in_an_empty_turn(role, nothing):
+    assert cook_chatml_sample([{"role": role, "content": nothing}])[0][0]["content"] == [text("")]

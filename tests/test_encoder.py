@@ -231,7 +231,8 @@ def test_a_layout_that_cannot_be_cut_is_a_drop():
 def nested(depth):
     """A conversation with a tool call that holds lists in lists."""
     call = "[" * depth + "]" * depth
-    return '[{"role": "user", "content": "x", "tool_calls": ' + call + "}]"
+    reply = '{"role": "assistant", "content": "y"}'
+    return '[{"role": "user", "content": "x", "tool_calls": ' + call + "}, " + reply + "]"
 
 
 def raw(**fields):

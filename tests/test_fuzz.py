@@ -26,12 +26,13 @@ from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from transformers import AutoProcessor
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, is_blank, place_media
 from megatron_vlm.data.drops import REASONS, DropReport
 from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.data.loaders import close_loader
+from megatron_vlm.data.marks import RESERVED as MARKS
 from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
@@ -305,7 +306,8 @@ def any_encoder(processor):
 def said(messages: list[dict]) -> str:
     """What the tiny template writes of replies."""
     turns = [message["content"] for message in messages if message["role"] == "assistant"]
-    return "".join("".join(p["text"].strip() for p in parts) + "<end_of_turn>" for parts in turns)
+    texts = ["".join(p["text"].strip() for p in parts) for parts in turns]
+    return "".join(text + "<end_of_turn>" for text in texts if not is_blank(MARKS.sub("", text)))
 
 
 def letters(text: str) -> str:

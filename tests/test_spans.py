@@ -26,6 +26,15 @@ def spans(request, processor):
     return SpanProcessor(processor, chat_template=TEMPLATES[request.param])
 
 
+@pytest.fixture(scope="module", params=[(f, t) for f in TINY_FAMILIES for t in (True, False)], ids=str)
+def family_spans(request):
+    """Of every family, with and without marked replies."""
+    family, tags = request.param
+    parts = TINY_FAMILIES[family]
+    template = parts.template if tags else without_generation_tags(parts.template)
+    return SpanProcessor(parts.processor(default_corpus(), template), template)
+
+
 def picture(index):
     return Image.new("RGB", (30 + 20 * index, 50), (80 * index, 0, 0))
 
@@ -59,6 +68,35 @@ def test_the_mask_is_every_reply_with_its_end_of_turn(spans, turns, images):
     encoded = encode(spans, *conversation, images=images)
     assert replies(spans, encoded) == [f"The answer is {turn}.{END}" for turn in range(turns)]
     assert len(encoded.images) == images
+
+
+@pytest.mark.parametrize("nothing", ["", " \n ", "\u200b"], ids=ascii)
+def test_an_empty_reply_among_others_is_not_trained_nor_its_end(family_spans, nothing):
+    """Whatever the template writes around it; a template's own words within replies are no content."""
+    full = [("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
+    expected = replies(family_spans, encode(family_spans, *full))
+    assert len(expected) == 2 and all(str(n) in text for n, text in zip((1, 2), expected, strict=True))
+    empty = [("user", "None?"), ("assistant", nothing)]
+    for turns in (empty + full, full[:2] + empty + full[2:], full + empty):
+        assert replies(family_spans, encode(family_spans, *turns)) == expected
+    assert replies(family_spans, encode(family_spans, *empty)) == []
+
+
+def test_blocks_that_touch_are_one_reply(processor):
+    ends = TEMPLATE.replace("body(message['content']) + '<end_of_turn>' }}", "body(message['content']) }}")
+    ends = ends.replace(
+        "{%- endgeneration -%}", "{% endgeneration %}{% generation %}<end_of_turn>{% endgeneration %}"
+    )
+    spans = SpanProcessor(processor, ends)
+    turns = [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", ""),
+        ("user", "d"),
+        ("assistant", "e"),
+    ]
+    assert replies(spans, encode(spans, *turns)) == ["b" + END, "e" + END]
 
 
 def test_images_in_later_turns_shift_only_later_replies(spans):

@@ -30,6 +30,11 @@ PART_TYPES = {
     "video_url": "video",
 }
 PLACEHOLDER = re.compile(r"<(image|video)>")
+TRAINED = ("assistant", DOCUMENT)
+# What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
+INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+BLANK = re.compile(f"{INVISIBLE}*+")
+BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
 
 
 class BadSample(Exception):
@@ -67,13 +72,51 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
     Content comes out as a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}` and
     `{"type": "video"}`. `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a
     list that already names its media. Adjacent texts are joined as they stand; other keys of a turn
-    (`tool_calls`, `name`, ...) pass through. The argument is not changed. Raises BadSample.
+    (`tool_calls`, `name`, ...) pass through. A system turn without content is no turn; any other holds one
+    empty text, as templates may look at its first part. The argument is not changed. Raises BadSample.
     """
     turns, system, tools = _unwrap(_parse(conversation))
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
-    if system and messages[0]["role"] != "system":
+    messages = [message for message in messages if message["role"] != "system" or has_content(message)]
+    if not messages:
+        raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
+    if system and not is_blank(system) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
     return messages, tools
+
+
+def training_conversation(
+    conversation: str | dict | list, images: int = 0, videos: int = 0
+) -> tuple[list[dict], list[dict] | None]:
+    """`cook_chatml_sample` and `place_media` of a conversation that is to be trained on, on every path.
+
+    Raises BadSample as they do, and `no_trained_tokens` for one in which no reply has content.
+    """
+    messages, tools = cook_chatml_sample(conversation)
+    messages = place_media(messages, images, videos)
+    replies = [message for message in messages if message["role"] in TRAINED]
+    if not any(map(has_content, replies)):
+        found = f"{len(replies)} replies, all without content" if replies else "no reply"
+        raise BadSample("no_trained_tokens", f"{found}; roles are {[m['role'] for m in messages]}")
+    return messages, tools
+
+
+def has_content(message: dict) -> bool:
+    """Whether a turn says anything: text that can be seen, tool calls or reasoning; a system turn, media too.
+
+    What a template writes of a reply without any is not trained, its end-of-turn token included.
+    """
+    if any(part["type"] != "text" for part in message["content"]) and message["role"] not in TRAINED:
+        return True
+    if any(not is_blank(part["text"]) for part in message["content"] if part["type"] == "text"):
+        return True
+    beside = (message.get(key) for key in BESIDE_TEXT)
+    return any(not is_blank(value) if isinstance(value, str) else bool(value) for value in beside)
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to see in it."""
+    return BLANK.match(text).end() == len(text)
 
 
 def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[dict]:
@@ -137,7 +180,10 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get("content", turn.get("value"))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    return others | {"role": role, "content": _parts(content, role, index)}
+    parts = _parts(content, role, index)
+    if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
+        parts = [{"type": "text", "text": ""}]
+    return others | {"role": role, "content": parts}
 
 
 def _parts(content: Any, role: str, index: int) -> list[dict]:

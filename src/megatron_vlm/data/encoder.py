@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.cookers import COOKERS
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.fast import fast_processor
@@ -263,8 +263,7 @@ class HFEncoderVLMTaskEncoder(
             raise BadSample("video_unsupported", f"{videos} videos")
         if images and videos and self.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
-        messages, tools = cook_chatml_sample(sample.conversation)
-        return place_media(messages, images, videos), tools
+        return training_conversation(sample.conversation, images, videos)
 
     def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
         unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))

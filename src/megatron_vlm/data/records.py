@@ -17,13 +17,12 @@ from typing import Any
 
 from PIL import Image
 
-from megatron_vlm.data.chatml import DOCUMENT, BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, training_conversation
 from megatron_vlm.data.images import decode_image
 from megatron_vlm.data.layouts import IMAGES, TURNS, VIDEOS
 from megatron_vlm.data.media import read_media
 from megatron_vlm.data.videos import VideoRules, file_extension, plan_video
 
-TRAINED = ("assistant", DOCUMENT)
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
 EXTENSIONS = {
@@ -142,10 +141,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
     Raises BadSample where every encoder would drop the sample.
     """
-    messages, _ = cook_chatml_sample(conversation)
-    place_media(messages, len(images), len(videos))
-    if not any(message["role"] in TRAINED and message["content"] for message in messages):
-        raise BadSample("no_trained_tokens", f"no reply; roles are {[m['role'] for m in messages]}")
+    training_conversation(conversation, len(images), len(videos))
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation | ({"images": list(files)} if files else {})
     if videos:

@@ -27,7 +27,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import DOCUMENT, BadSample
+from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample
 from megatron_vlm.data.documents import DocumentText
 from megatron_vlm.data.marks import RESERVED, MarkedTokenizer, Prompt, Span, on_tokens, with_marks
 from megatron_vlm.data.videos import VideoPlan
@@ -52,6 +52,8 @@ class SpanProcessor:
     Special tokens typed in record text are broken by a word joiner after their first character, so that no
     record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
 
+    A reply of which the template writes no more than of an empty one is not in the mask, nor is its end.
+
     Raises ValueError when the tokenizer has no offsets (only fast tokenizers do), or when the template marks
     no replies and they cannot be found by rendering beginnings of the conversation.
 
@@ -71,6 +73,8 @@ class SpanProcessor:
         self._tells_replies = bool(GENERATION_TAG.search(self.template))
         if not self._tells_replies:
             self._probe_template()
+        self._next_turn: str | None = None
+        self._no_content = self._what_is_no_content()
         self._next_turn = self._token_that_ends_replies()
         self.max_characters: int | None = None
 
@@ -152,7 +156,33 @@ class SpanProcessor:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
+        turns = sum(message["role"] == "assistant" for message in messages)
+        spans = self._with_content(prompt, spans, turns)
         return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
+
+    def _with_content(self, prompt: str, replies: list[Span], turns: int) -> list[Span]:
+        """Without those that are as the template writes an empty reply. Where it marks more blocks than there
+        are `turns` of the assistant, those that touch are one reply."""
+        whole: list[Span] = []
+        for start, stop in replies:
+            if len(replies) != turns and whole and whole[-1][1] == start:
+                start = whole.pop()[0]
+            whole.append((start, stop))
+        return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
+
+    def _what_is_no_content(self) -> re.Pattern[str]:
+        """Control tokens, what cannot be seen, and what the template writes into an empty reply by itself,
+        such as `<think></think>`."""
+        one = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
+        self._no_content = re.compile(f"{one}*+")
+        empty = [_text_message("user", "a"), _text_message("assistant", "")]
+        try:
+            prompt, spans = self.render(empty + empty)
+        except (BadSample, ValueError):  # a template that refuses an empty reply
+            return self._no_content
+        written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans}
+        own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in sorted(written))
+        return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
 
     def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
         """Replies that only the next turn's marker ends, and it with them: the model learns to stop by it.
@@ -173,7 +203,6 @@ class SpanProcessor:
             _text_message("assistant", "b"),
             _text_message("user", "c"),
         ]
-        self._next_turn = None
         try:
             prompt, ((start, stop), *_) = self.render(conversation)
         except (BadSample, ValueError):  # a template that wants more than this; its replies stay as they are
