@@ -29,6 +29,25 @@ IN_MEMORY = [
 ]  # whose keys are others in Transformers' memory than on the hub
 EXACT += [("TP2", f"{family} as in memory") for family in IN_MEMORY] + [("PP2", "sharded")]
 ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
+# how the output layer is stored, what config.json says of it: whether it is the embedding
+HEADS = {
+    ("equal", True): True,
+    ("alone", True): True,
+    ("different", True): False,
+    ("equal", False): False,
+    ("absent", None): True,
+    ("equal", None): True,
+    ("different", None): False,
+}
+TIED = {
+    f"{family} head {stored}, flag {flag}": tied
+    for family in ("gemma3", "mistral3")  # whose default is to tie
+    for (stored, flag), tied in HEADS.items()
+} | {
+    "qwen3_vl head different, flag True": False,
+    "qwen2_5_vl head alone, flag True": True,
+    "qwen2_5_vl head equal, flag in text": True,
+}
 EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
 # how checkpoints hold experts, apart from what Transformers writes
@@ -38,10 +57,8 @@ EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_F
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     """(layout, source, output) one after the other: import, export."""
-    from transformers import AutoConfig
-
     from megatron_vlm.models import weights
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
@@ -49,8 +66,8 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
         setup.reset_layout(layout, seed=1)
-        hf_config = AutoConfig.from_pretrained(source)
-        family = family_for(hf_config)
+        opened = open_source(source)
+        hf_config, family = opened.hf_config, opened.family
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
         chunks = build_model(run, family, hf_config, setup.device())
         weights.import_hf(chunks, source, family, hf_config)
@@ -88,6 +105,9 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         model.save_pretrained(folder / name, save_original_format=False)
         assert not all_tensors(folder / name).keys() & all_tensors(plain[family]).keys()
         others[name] = folder / name
+    for kind in TIED:
+        family, how = kind.split(" head ")
+        others[kind] = with_head(plain[family], folder / kind, *how.split(", flag "))
     others["sharded"] = sharded(plain["qwen3_vl"], folder / "sharded")
     experts = zip(EXPERT_SOURCES, expert_sources(folder, plain), strict=True)
     return plain | others | dict(experts)
@@ -124,6 +144,32 @@ def untied(tensors):
     tensors["language_model.lm_head.weight"] = embedding.flip(0).contiguous()
 
 
+def with_head(source: Path, target: Path, stored: str, flag: str) -> Path:
+    """A copy of a tied checkpoint with an output layer in it, and other flags in its config.json."""
+
+    def change(tensors):
+        [name] = [key for key in tensors if key.endswith("embed_tokens.weight")]
+        head = "language_model.lm_head.weight" if name.startswith("language_model.") else "lm_head.weight"
+        assert head not in tensors
+        if stored != "absent":
+            tensors[head] = tensors[name].clone()
+        if stored == "different":
+            tensors[head][-1, -1] += 1
+        if stored == "alone":
+            del tensors[name]
+
+    rewritten(source, target, change)
+    config = json.loads((target / "config.json").read_text())
+    for level in (config, config["text_config"]):
+        level.pop("tie_word_embeddings", None)
+    if flag in ("True", "False"):
+        config["tie_word_embeddings"] = flag == "True"
+    if flag == "in text":
+        config["text_config"]["tie_word_embeddings"] = True
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
 def quantise(tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> None:
     """The language model's linears as FP8 with a scale each, or one per block of a grid."""
     for key in [key for key in tensors if key.endswith("_proj.weight") and "language_model" in key]:
@@ -153,7 +199,7 @@ def expert_sources(folder: Path, plain: dict[str, Path]) -> list[Path]:
 def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("exports")
     wanted = {(layout, family): LAYOUTS[layout].tp * LAYOUTS[layout].pp for layout, family in ROUND_TRIPS}
-    wanted |= dict.fromkeys(EXPERT_CELLS, 2)
+    wanted |= dict.fromkeys(EXPERT_CELLS + [(layout, kind) for layout in ("TP2", "PP2") for kind in TIED], 2)
     for processes in (1, 2):
         keys = [key for key, count in wanted.items() if count == processes]
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
@@ -183,6 +229,53 @@ def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
 @pytest.mark.parametrize(("layout", "kind"), EXACT)
 def test_round_trip_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
+
+
+# ---- tied or not ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_tied_is_what_transformers_makes_of_flag_and_weights(sources, kind):
+    from megatron_vlm.models.hf import look_at, open_source
+
+    model = loaded_by_transformers(sources[kind])
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == TIED[kind]
+    assert open_source(sources[kind]).hf_config.tie_word_embeddings == TIED[kind]
+    assert look_at(sources[kind])[0].tie_word_embeddings == TIED[kind]
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+@pytest.mark.parametrize("kind", TIED)
+def test_an_export_holds_the_output_layer_as_its_source_does(exports, sources, layout, kind):
+    check_equal(exports[layout, kind], sources[kind])
+    model = loaded_by_transformers(exports[layout, kind])
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == TIED[kind]
+    flags = [
+        json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+        for folder in (exports[layout, kind], sources[kind])
+    ]
+    assert flags[0] == (flags[1] if TIED[kind] else False)
+
+
+def imported_then_without_weights(source: str, run_dir: str) -> list[torch.Tensor]:
+    """The output layer of a run that was imported from `source`, whose weights are gone since."""
+    from megatron_vlm.runs import import_run, open_run
+
+    config = RunConfig(run_dir=run_dir, model=ModelConfig(hf_path=source, dtype="fp32"))
+    import_run(config)
+    for file in Path(source).glob("*.safetensors"):
+        file.unlink()
+    [chunk] = open_run(config).chunks
+    return [weight.detach() for name, weight in chunk.named_parameters() if "output_layer" in name]
+
+
+@pytest.mark.parametrize("kind", ["mistral3 head different, flag None", "mistral3 head equal, flag None"])
+def test_a_run_stays_as_it_was_imported(sources, tmp_path, kind):
+    shutil.copytree(sources[kind], tmp_path / "source")
+    paths = str(tmp_path / "source"), str(tmp_path / "run")
+    [held] = run_distributed(1, imported_then_without_weights, *paths)
+    head = all_tensors(sources[kind])["language_model.lm_head.weight"]
+    assert len(held) == (not TIED[kind]) and all(torch.equal(weight, head) for weight in held)
 
 
 @pytest.mark.parametrize("kind", ["fp8 per tensor", "fp8 per block"])

@@ -52,7 +52,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
-from transformers import AutoConfig, ProcessorMixin
+from transformers import ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
@@ -62,6 +62,7 @@ from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.fast import KNOWN, RESAMPLE
 from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
+from megatron_vlm.models.hf import load_config
 from megatron_vlm.testing.corpus import default_corpus
 from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -208,7 +209,7 @@ def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 def encoder_of(family: str, processor: ProcessorMixin, fast: bool = True) -> HFEncoderVLMTaskEncoder:
     with tempfile.TemporaryDirectory() as folder:
-        hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(family, folder))
+        hf_config = load_config(build_tiny_checkpoint(family, folder))
     parts = load(family)
     return HFEncoderVLMTaskEncoder(
         processor, 100_000, parts.visual_keys, position_ids=parts.position_ids(hf_config), fast=fast

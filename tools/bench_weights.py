@@ -121,8 +121,9 @@ def seconds(work: Callable[[], object]) -> float:
 def generate(folder: Path, layers: int) -> None:
     """Qwen3-VL-30B-A3B with fewer layers and random bits, its experts turned as in the published files."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
+    from megatron_vlm.models.hf import load_config
     from megatron_vlm.models.weights.shards import ShardFile, Stored, split
 
     stored = json.loads(CONFIG.read_text())
@@ -130,7 +131,7 @@ def generate(folder: Path, layers: int) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(stored))
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForImageTextToText.from_config(load_config(folder), trust_remote_code=False)
     shapes = {name: (t.mT if ".experts." in name else t).shape for name, t in model.state_dict().items()}
     tensors = [Stored(name, torch.bfloat16, tuple(shape)) for name, shape in shapes.items()]
     weight_map = {}
@@ -183,13 +184,13 @@ def processes(size: int) -> Iterator:
 def empty_model(run, folder: Path):
     """(chunks, family, hf_config): weights have their places and no values, no memory is touched."""
     import torch
-    from transformers import AutoConfig
 
     from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.hf import load_config
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    hf_config = AutoConfig.from_pretrained(folder)
+    hf_config = load_config(folder)
     family = family_for(hf_config)
     with torch.device("meta"):
         chunks = build_model(run, family, hf_config, torch.device("meta"))

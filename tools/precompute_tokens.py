@@ -27,12 +27,11 @@ def main(
     part: Annotated[str, typer.Option(help="2/8: begin with the second eighth of the work.")] = "1/1",
 ) -> None:
     """Measure the training samples of a run."""
-    from transformers import AutoConfig, AutoProcessor
-
     from megatron_vlm.data.hf import HFProvider
     from megatron_vlm.data.measured import DROPPED, measure_dataset
     from megatron_vlm.data.sources import train_encoder
     from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.hf import load_config, load_processor
 
     run = compose(recipe, config, settings or ())
     data = run.data
@@ -42,9 +41,9 @@ def main(
         )
     number, _, parts = part.partition("/")
     path = run.model.hf_path
-    family = family_for(AutoConfig.from_pretrained(path))
+    family = family_for(load_config(path))
     parts_of_family = {"visual_keys": family.visual_keys, "images_or_videos": family.images_or_videos}
-    encoder = train_encoder(data, AutoProcessor.from_pretrained(path), **parts_of_family)
+    encoder = train_encoder(data, load_processor(path), **parts_of_family)
     rows = HFProvider.from_config(data).train_rows(encoder)
     place = {"rank": int(number) - 1, "world_size": int(parts)}
     tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, **place)

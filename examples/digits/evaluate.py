@@ -48,12 +48,12 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
 
 def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
     """Plain Transformers: what anyone does with the exported folder."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils.logging import disable_progress_bar
 
+    from megatron_vlm.models.hf import load_model, load_processor
+
     disable_progress_bar()  # the folder is read in a moment
-    processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor, model = load_processor(folder), load_model(folder)
     answers = [""] * len(questions)
     for batch in batches(questions, BATCH):
         texts = answer_batch(model, processor, [questions[index] for index in batch])

@@ -9,6 +9,7 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
+from megatron_vlm.checkpoints import refuse
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.validation import validate, validate_paths
@@ -105,20 +106,16 @@ def plan(
     run_config = configs.apply_overrides(run_config, dict.fromkeys(missing, "given later"))
     validate(run_config, gpus)
 
-    from transformers import AutoConfig
+    refuse(run_config.model.hf_path)
 
     from megatron_vlm import planning
+    from megatron_vlm.models.hf import look_at
 
-    hf_path = run_config.model.hf_path
-    try:
-        hf_config = AutoConfig.from_pretrained(hf_path)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.hf_path: {hf_path}: no config.json to be had ({reason}); give a folder."
-        ) from error
+    hf_config, assumed = look_at(run_config.model.hf_path)
     made = planning.make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
     typer.echo(planning.describe(made))
+    if assumed:
+        typer.echo(assumed)
     for line in planning.advice(made, hf_config, gpu_memory * 1e9):
         typer.echo(line)
 

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoProcessor
-
 from megatron_vlm.config import RunConfig, to_yaml
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.prompt import encode_prompt
-from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.hf import load_processor, open_source
 from megatron_vlm.models.vlm import VLMModel, build_model
-from megatron_vlm.models.weights import export_hf, import_hf, resolve
+from megatron_vlm.models.weights import export_hf, import_hf
 from megatron_vlm.parallel import setup
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.generate import generate
@@ -42,12 +40,11 @@ def open_run(config: RunConfig) -> TrainedModel:
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
     setup.init_distributed(config.parallel, config.train.seed)
-    source = resolve(config.model.hf_path)
-    hf_config = AutoConfig.from_pretrained(source)
-    family = family_for(hf_config)
-    chunks = build_model(config, family, hf_config, setup.device())
+    source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
+    chunks = build_model(config, source.family, source.hf_config, setup.device())
     checkpoint.load_latest(config.run_dir, chunks)
-    return TrainedModel(chunks, family, hf_config, AutoProcessor.from_pretrained(source), source)
+    processor = load_processor(source.folder)
+    return TrainedModel(chunks, source.family, source.hf_config, processor, source.folder)
 
 
 def import_run(config: RunConfig) -> None:
@@ -55,11 +52,9 @@ def import_run(config: RunConfig) -> None:
     if checkpoint.exists(config.run_dir):
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     setup.init_distributed(config.parallel, config.train.seed)
-    source = resolve(config.model.hf_path)
-    hf_config = AutoConfig.from_pretrained(source)
-    family = family_for(hf_config)
-    chunks = build_model(config, family, hf_config, setup.device())
-    import_hf(chunks, source, family, hf_config)
+    source = open_source(config.model.hf_path)
+    chunks = build_model(config, source.family, source.hf_config, setup.device())
+    import_hf(chunks, source.folder, source.family, source.hf_config)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as training does: export and the like go by it

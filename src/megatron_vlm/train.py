@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 
-from transformers import AutoConfig, AutoProcessor
-
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.batch_log import BatchLog, naming_samples
 from megatron_vlm.data.sources import RunData
 from megatron_vlm.metrics import RunLogger
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.hf import load_processor, open_source
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import import_hf, resolve
+from megatron_vlm.models.weights import import_hf
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
 from megatron_vlm.training import checkpoint
@@ -27,13 +25,12 @@ def train(config: RunConfig) -> None:
     Called by every process of the layout. The run folder then holds checkpoints, metrics and pictures.
     """
     setup.init_distributed(config.parallel, config.train.seed)
-    source = resolve(config.model.hf_path)
-    hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
-    family = family_for(hf_config)
+    source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
+    hf_config, family, processor = source.hf_config, source.family, load_processor(source.folder)
 
     model = build_model(config, family, hf_config, setup.device(), processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
-        import_hf(model, source, family, hf_config)
+        import_hf(model, source.folder, family, hf_config)
     model = data_parallel(model, config)
     optimizer, scheduler = build_optimizer(model, config)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+from transformers import ProcessorMixin
 
+from megatron_vlm.checkpoints import CONFIG_FILE, refuse, resolve
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.prompt import encode_prompt, processor_outputs
 from megatron_vlm.models.families import family_for
-from megatron_vlm.models.weights import HFCheckpoint, resolve
-from megatron_vlm.models.weights.files import CONFIG_FILE
+from megatron_vlm.models.hf import load_config, load_model, load_processor
+from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.runs import open_run
 from megatron_vlm.training.generate import logits_step
@@ -76,7 +77,7 @@ def difference(mine_SV: Tensor, theirs_SV: Tensor) -> Difference:
 def worst_tensors(checked: str, source: str, count: int = 3) -> list[str]:
     """The weights that differ most between two HF checkpoints, one line each, the worst first."""
     folders = [resolve(path) for path in (checked, source)]
-    renames = family_for(AutoConfig.from_pretrained(folders[1])).renames
+    renames = family_for(load_config(folders[1])).renames
     mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
     for key in theirs.files.keys() & mine.files.keys():
@@ -101,14 +102,12 @@ def _folder(path: str) -> Path:
         raise FileNotFoundError(
             f"{folder}: neither {CONFIG_FILE} of a checkpoint nor config.yaml of a run; give one of these"
         )
+    refuse(folder)
     return folder
 
 
 def _processor(folder: Path) -> ProcessorMixin:
-    try:
-        processor = AutoProcessor.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{folder}: no processor to make a prompt with ({error})") from error
+    processor = load_processor(folder)
     if not getattr(processor, "chat_template", None):
         raise FileNotFoundError(f"{folder}: no chat template; put chat_template.jinja there")
     return processor
@@ -125,7 +124,7 @@ def picture() -> bytes:
 @torch.no_grad()
 def _logits_of_folder(folder: Path, prompt: Prompt) -> Tensor:
     """(S, V) by Transformers."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder, torch.float32)
     inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
     return model(**inputs, use_cache=False).logits[0]
 

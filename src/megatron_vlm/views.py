@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig, apply_overrides, to_yaml
 from megatron_vlm.data.packing import pack_buffer
 from megatron_vlm.data.preview import RowReader, page
 from megatron_vlm.data.sources import RunData
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.weights import resolve
+from megatron_vlm.models.hf import load_processor, open_source
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1)
 ANY_LENGTH = 2**20  # tokens; as seq_length: no sample is too long
@@ -79,9 +77,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
     with tempfile.TemporaryDirectory() as folder:
         alone = {"run_dir": folder, "data.num_workers": 0, "train.micro_batch_size": 1}
         config = apply_overrides(config, alone)
-        source = resolve(config.model.hf_path)
-        hf_config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
-        family = family_for(hf_config)
+        source = open_source(config.model.hf_path)
+        hf_config, family, processor = source.hf_config, source.family, load_processor(source.folder)
         positions = family.position_ids(hf_config)
         data = RunData(
             config,

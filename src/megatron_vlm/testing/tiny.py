@@ -71,7 +71,7 @@ def _random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Pr
     move those too, so that every weight matters to the output and an error in any of them shows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False)
         with torch.no_grad():
             for weight in model.state_dict(keep_vars=True).values():
                 if (weight == weight.flatten()[0]).all():

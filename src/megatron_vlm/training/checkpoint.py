@@ -89,6 +89,7 @@ def save(
         state = {
             "step": step,
             "layout": _layout(),
+            "tied": unwrap_model(model_chunks[0]).share_embeddings_and_output_weights,
             "schedule": scheduler.state_dict(),
             "extra": extra or {},
             "ranks": ranks,
@@ -105,6 +106,17 @@ def save(
 def exists(run_dir: str | Path) -> bool:
     """Whether the run folder holds a complete checkpoint."""
     return (Path(run_dir) / "checkpoints" / "latest").is_file()
+
+
+def saved_tied(run_dir: str | Path) -> bool | None:
+    """Whether the newest complete checkpoint's output layer is its embedding; None where nothing says so.
+
+    Asked before a model is built to load it: what the run's source says may have changed since. Collective.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    name = _latest_name(folder)
+    file = folder / str(name) / _STATE
+    return json.loads(file.read_text()).get("tied") if name and file.is_file() else None
 
 
 def load_latest(

@@ -44,7 +44,9 @@ class Gemma3Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(hf_config.vision_config, attn_implementation="sdpa")
+        self.vision_tower = AutoModel.from_config(
+            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        )
         self.multi_modal_projector = Gemma3MultiModalProjector(hf_config)
 
     def forward(self, pixel_values: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ class GridVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.visual = AutoModel.from_config(hf_config.vision_config, attn_implementation="sdpa")
+        self.visual = AutoModel.from_config(
+            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        )
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Operation, Rule, Shard, Whole
+from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Operation, Rule, Shard, Twice, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -33,13 +33,24 @@ def architecture(hf_config: Any) -> dict:
 
 
 def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
-    """Embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys."""
-    tied = hf_config.tie_word_embeddings
-    embedding = hf_model + "embed_tokens.weight"
-    return [
-        Rule(MODEL + "embedding.word_embeddings.weight", (embedding,), Shard(0)),
+    """Embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys.
+
+    Tied weights are stored as the embedding, as both, or as the output layer alone.
+    """
+    embedding, output = MODEL + "embedding.word_embeddings.weight", MODEL + "output_layer.weight"
+    hf_embedding = hf_model + "embed_tokens.weight"
+    rules = [
         Rule(MODEL + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
-        Rule(MODEL + "output_layer.weight", (embedding if tied else hf_head,), Shard(0), export=not tied),
+        Rule(embedding, (hf_embedding,), Shard(0)),
+    ]
+    if not hf_config.tie_word_embeddings:
+        return [*rules, Rule(output, (hf_head,), Shard(0))]
+    return [
+        *rules,
+        Rule(embedding, (hf_embedding, hf_head), Twice(0)),
+        Rule(embedding, (hf_head,), Shard(0)),
+        Rule(output, (hf_embedding,), Shard(0), export=False),  # a copy, on the last of several stages
+        Rule(output, (hf_head,), Shard(0), export=False),
     ]
 
 

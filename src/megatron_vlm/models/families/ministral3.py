@@ -52,7 +52,9 @@ class Ministral3Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(hf_config.vision_config, attn_implementation="sdpa")
+        self.vision_tower = AutoModel.from_config(
+            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        )
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
         self.feature_layer = hf_config.vision_feature_layer
 

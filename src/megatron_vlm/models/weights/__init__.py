@@ -6,7 +6,7 @@ gathers one parameter at a time. Layer and expert numbers are global on both sid
 """
 
 from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
-from megatron_vlm.models.weights.files import HFCheckpoint, hub_name, resolve
+from megatron_vlm.models.weights.files import HFCheckpoint, hub_name
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
     GatedMLP,
@@ -14,6 +14,7 @@ from megatron_vlm.models.weights.rules import (
     Operation,
     Rule,
     Shard,
+    Twice,
     Whole,
     find_rule,
     named_global_weights,
@@ -26,6 +27,7 @@ __all__ = [
     "Operation",
     "Rule",
     "Shard",
+    "Twice",
     "Whole",
     "export_hf",
     "find_rule",
@@ -33,5 +35,4 @@ __all__ = [
     "hub_name",
     "import_hf",
     "named_global_weights",
-    "resolve",
 ]

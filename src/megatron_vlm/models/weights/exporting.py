@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.models.weights.files import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, HFCheckpoint
+from megatron_vlm.checkpoints import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
     Rule,
@@ -27,6 +28,7 @@ from megatron_vlm.models.weights.rules import (
     turned,
 )
 from megatron_vlm.models.weights.shards import ShardFile, split
+from megatron_vlm.models.weights.ties import asks_for_ties
 
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family
@@ -158,7 +160,7 @@ def export_hf(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         copy_side_files(checkpoint.folder, unfinished)
-        adapt_config(unfinished / CONFIG_FILE, family, checkpoint.is_fp8)
+        adapt_config(unfinished / CONFIG_FILE, family, hf_config, checkpoint.is_fp8)
     dist.barrier()
     written = _write_stage(chunks, family.weights(hf_config), checkpoint, unfinished, shard_bytes)
     stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
@@ -179,12 +181,18 @@ def copy_side_files(source: Path, output: Path) -> None:
             shutil.copyfile(file, output / file.name)
 
 
-def adapt_config(file: Path, family: Family, dequantised: bool) -> None:
-    """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte."""
-    source = json.loads(file.read_text())
+def adapt_config(file: Path, family: Family, hf_config: Any, dequantised: bool) -> None:
+    """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte.
+
+    An output layer of its own is said to be one: not everybody looks at the weights, as Transformers does.
+    """
+    text = file.read_text(encoding="utf-8")
+    source = json.loads(text)
     config = family.portable_config(source)
     if dequantised:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if not hf_config.tie_word_embeddings and asks_for_ties(json.loads(text)):
+        config = config | {"tie_word_embeddings": False}
     if config != source:
         file.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -199,7 +207,13 @@ def _write_stage(
         for _ in pieces:  # takes part in the gathering
             pass
         return {}
-    stored = {key: checkpoint.stored(key) for key in _keys_of_stage(chunks, rules, checkpoint.files)}
+    keys = _keys_of_stage(chunks, rules, checkpoint.files)
+    if missing := [key for key in keys if key not in checkpoint.files]:
+        raise ValueError(
+            f"{checkpoint.folder}: lacks {len(missing)} tensors of the model, such as {missing[0]!r}; the "
+            "source is not what it was when the run began: set model.hf_path to the checkpoint that it was."
+        )
+    stored = {key: checkpoint.stored(key) for key in keys}
     files = [
         ShardFile(folder / f"rank{writer:05d}-{number:05d}.safetensors", tensors)
         for number, tensors in enumerate(split(stored.values(), shard_bytes))

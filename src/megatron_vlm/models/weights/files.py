@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_vlm.checkpoints import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
 from megatron_vlm.models.weights.rules import Slices
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
 
-WEIGHT_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
 SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them
 
@@ -142,22 +139,3 @@ def _scaled_weight(key: str) -> str | None:
 
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def resolve(path: str | Path) -> Path:
-    """The folder of a checkpoint; a name that is no folder is fetched from the Hugging Face hub."""
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).is_absolute() or str(path).startswith("."):
-        raise FileNotFoundError(f"checkpoint {path}: no such folder")
-    try:
-        folder = snapshot_download(
-            str(path),
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
-            ignore_patterns="consolidated*",  # Mistral's repositories hold the weights twice
-        )
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"checkpoint {path}: no such folder, and not to be had from the hub ({error})"
-        ) from error
-    return Path(folder)

@@ -91,6 +91,14 @@ class Shard(Operation):
 
 
 @dataclass(frozen=True)
+class Twice(Shard):
+    """One parameter that a checkpoint stores under two keys, such as a tied embedding and output layer."""
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        return [param, param]
+
+
+@dataclass(frozen=True)
 class GatedMLP(Operation):
     """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
 
@@ -197,15 +205,15 @@ def _fill(wildcards: str, values: tuple[str, ...]) -> str:
 def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tuple[Rule, list[str]]:
     """The rule for parameter `name` and its HF tensors.
 
-    Where several fit, because checkpoints come in several layouts, it is the first all of whose HF tensors
-    are in `files`, or else any for another parameter, or else the first.
+    Where several fit, because checkpoints come in several layouts, it is the one with the most HF tensors of
+    those that are all in `files`, or else any for another parameter, or else the first.
     """
     found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
     if not found:
         raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
-    complete = (pair for pair in found if all(key in files for key in pair[1]))
+    complete = [pair for pair in found if all(key in files for key in pair[1])]
     of_layout = (pair for pair in found if any(matches(hf, key) for hf in pair[0].hf for key in files))
-    return next(complete, None) or next(of_layout, found[0])
+    return max(complete, key=lambda pair: len(pair[1]), default=None) or next(of_layout, found[0])
 
 
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")

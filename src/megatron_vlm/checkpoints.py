@@ -1,0 +1,167 @@
+"""Which Hugging Face checkpoints can be trained, by their config.json; without torch or Transformers.
+
+config.json is the first that is read of a checkpoint, as plain data: what cannot be trained is refused before
+weights, processors or code of the checkpoint's own are looked at, and before anything else is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # of a repository of the hub
+
+
+@dataclass(frozen=True)
+class Supported:
+    """What a family is by name; `text_type` where config.json chooses between several language models."""
+
+    module: str  # in models/families
+    architecture: str  # the class of Transformers that config.json names
+    text_type: str | None = None
+
+
+SUPPORTED = {  # by HF model_type
+    "gemma3": Supported("gemma3", "Gemma3ForConditionalGeneration"),
+    "mistral3": Supported("ministral3", "Mistral3ForConditionalGeneration", text_type="ministral3"),
+    "glm4v_moe": Supported("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+    "qwen2_5_vl": Supported("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": Supported("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": Supported("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+}
+_FP8 = "fp8"  # the one quant_method that import reads, see `models.weights.files`
+# of Transformers, of older llm-compressor, of MLX
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+_OWN_CODE = ", and code of the checkpoint's own (auto_map) is never run"
+
+
+def refuse(path: str | Path) -> None:
+    """Raise ConfigError when the config.json of a checkpoint says that it cannot be trained, and why.
+
+    `path` is a folder, a config.json, or a name of the hub, of which config.json alone is fetched. Raises
+    FileNotFoundError when there is none.
+    """
+    read_config(path)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json as it is written, of a checkpoint that `refuse` lets pass; raises as it does."""
+    file = config_file(path)
+    place = f"checkpoint {printable(path)}"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: {CONFIG_FILE} is not JSON ({error}); download it again.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
+    if problem := _problem(config):
+        raise ConfigError(f"{place}: {problem}")
+    return config
+
+
+def config_file(path: str | Path) -> Path:
+    """The config.json of a folder or of a name of the hub, from where it is fetched; or `path` itself."""
+    if Path(path).is_file():
+        return Path(path)
+    if Path(path).is_dir():
+        file = Path(path) / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"checkpoint {printable(path)}: no {CONFIG_FILE} in this folder; give the folder of a "
+                "Hugging Face checkpoint."
+            )
+        return file
+    from huggingface_hub import hf_hub_download
+
+    return Path(_fetched(path, lambda name: hf_hub_download(name, CONFIG_FILE)))
+
+
+def resolve(path: str | Path) -> Path:
+    """The folder of a checkpoint; a name that is no folder is fetched from the Hugging Face hub.
+
+    Of a name, config.json is looked at first: raises as `refuse` before anything else is fetched.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    refuse(path)
+    ignored = "consolidated*"  # Mistral's repositories hold the weights twice
+    return Path(
+        _fetched(path, lambda n: snapshot_download(n, allow_patterns=FETCHED, ignore_patterns=ignored))
+    )
+
+
+def _fetched(path: str | Path, fetch: Any) -> str:
+    if Path(path).is_absolute() or str(path).startswith((".", "~")):
+        raise FileNotFoundError(f"checkpoint {printable(path)}: no such folder")
+    try:
+        return fetch(str(path))
+    except (OSError, ValueError) as error:
+        reason = printable(str(error).partition("\n")[0])
+        raise FileNotFoundError(
+            f"checkpoint {printable(path)}: no such folder, and not to be had from the hub ({reason})"
+        ) from error
+
+
+def _problem(config: dict[str, Any]) -> str | None:
+    """Why a checkpoint with this config.json cannot be trained."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        return f"{CONFIG_FILE} has no model_type; give the folder of a Hugging Face checkpoint."
+    if not isinstance(model_type, str) or model_type not in SUPPORTED:
+        return unsupported(model_type, config)
+    known = SUPPORTED[model_type]
+    architectures = config.get("architectures") or [known.architecture]
+    if not isinstance(architectures, list) or known.architecture not in architectures:
+        own_code = _OWN_CODE if config.get("auto_map") else ""
+        return (
+            f"architectures {printable(architectures)} of model type {model_type!r} are not "
+            f"supported{own_code}; supported is {known.architecture}."
+        )
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        return f"text_config {printable(repr(text))} is not an object; download {CONFIG_FILE} again."
+    text_type = text.get("model_type")
+    if known.text_type not in (None, text_type):
+        return (
+            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported; "
+            f"supported is {known.text_type!r}."
+        )
+    return _quantised(config) or _quantised(text)
+
+
+def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:
+    """That a model type is not supported, and which are; `config` is config.json where it was read."""
+    own_code = _OWN_CODE if config and config.get("auto_map") else ""
+    text_only = ""
+    if config is not None and not any(key.endswith(("vision_config", "thinker_config")) for key in config):
+        text_only = " (without a vision tower)"
+    return (
+        f"model type {printable(repr(model_type))}{text_only} is not supported{own_code}; supported are "
+        f"{', '.join(sorted(SUPPORTED))}, with their vision towers."
+    )
+
+
+def _quantised(config: dict[str, Any]) -> str | None:
+    key = next((key for key in _QUANTISED if config.get(key) is not None), None)
+    settings = config.get(key) if key else None
+    if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == _FP8):
+        return None
+    how = settings if isinstance(settings, dict) else {}
+    method = how.get("quant_method") or how.get("quant_algo")
+    if method is None and (how.get("load_in_4bit") or how.get("load_in_8bit")):
+        method = "bitsandbytes"
+    named = f"quant_method {printable(repr(method))}" if method else "without a quant_method"
+    return (
+        f"its weights are quantised ({key}: {named}), which cannot be trained; take the checkpoint in bf16 "
+        f"that it was made from, or one in FP8 with quant_method {_FP8!r}."
+    )

@@ -1,0 +1,96 @@
+"""The one door to Hugging Face checkpoints: config, processor, model. Code of their own is never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+
+from megatron_vlm.checkpoints import CONFIG_FILE, read_config, resolve
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.weights.ties import has_weights, settle_ties
+
+if TYPE_CHECKING:
+    from torch import dtype
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from megatron_vlm.models.families.base import Family
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that can be trained, and what its config.json and its weights say of the model."""
+
+    folder: Path
+    hf_config: Any
+    family: Family
+
+
+def open_source(path: str | Path, tied: bool | None = None) -> Source:
+    """A folder or a name of the hub, refused by config.json alone where it cannot be trained.
+
+    `hf_config.tie_word_embeddings` then says what `models.weights.ties` found, or is `tied` where a run has
+    settled it. Raises ConfigError, ValueError or FileNotFoundError. A collective where processes have joined.
+    """
+    hf_config = load_config(path)
+    family = family_for(hf_config)
+    folder = resolve(path)
+    settle_ties(hf_config, family, folder, tied)
+    return Source(folder, hf_config, family)
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """What Transformers makes of a config.json that `checkpoints.refuse` lets pass, and of no other file."""
+    config = read_config(path)
+    try:
+        return CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"checkpoint {printable(path)}: Transformers cannot read {CONFIG_FILE} "
+            f"({type(error).__name__}: {printable(error)}); download it again."
+        ) from error
+
+
+def look_at(path: str | Path) -> tuple[Any, str | None]:
+    """(config, what was assumed of the weights) without fetching any: for `plan`."""
+    hf_config = load_config(path)
+    family = family_for(hf_config)
+    if Path(path).is_dir() and has_weights(Path(path)):
+        settle_ties(hf_config, family, Path(path))
+    elif hf_config.tie_word_embeddings:
+        return hf_config, (
+            "Assumed, as the weights were not read: the output layer is the embedding, which config.json "
+            "does not deny. If they hold another one, the model has "
+            f"{hf_config.text_config.vocab_size * hf_config.text_config.hidden_size:,} parameters more."
+        )
+    return hf_config, None
+
+
+def load_processor(folder: str | Path) -> ProcessorMixin:
+    """The checkpoint's processor, with its chat template; raises FileNotFoundError where there is none."""
+    try:
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
+            "put the files of its processor and tokenizer there."
+        ) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise FileNotFoundError(
+            f"checkpoint {printable(folder)}: it has a {type(processor).__name__} and no processor; put its "
+            "processor_config.json or preprocessor_config.json there."
+        )
+    return processor
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).strip().partition("\n")[0])
+
+
+def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
+    """Transformers' own model with the checkpoint's weights, to evaluate; "auto": in the config's dtype."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()

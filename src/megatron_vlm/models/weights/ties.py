@@ -1,0 +1,71 @@
+"""Whether a checkpoint's output layer is its embedding: what the weights say, as in Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from transformers import CONFIG_MAPPING
+
+from megatron_vlm.models.weights.files import HFCheckpoint
+from megatron_vlm.models.weights.rules import Twice
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+
+ROWS = 4096  # of two matrices that are compared at a time
+
+
+def settle_ties(hf_config: Any, family: Family, folder: Path, saved: bool | None = None) -> None:
+    """Set `hf_config.tie_word_embeddings`, by which families build and name their weights.
+
+    As `PreTrainedModel.tie_weights` decides: weights are tied where config.json asks for it, or is silent and
+    that is the family's default, unless both matrices are stored and differ. Without weights in the folder
+    config.json is believed. `saved` is what a run's checkpoint was made with, whatever its source says since.
+    One rank reads, where processes have joined.
+    """
+    tied = saved
+    if tied is None:
+        tied = bool(hf_config.tie_word_embeddings)
+        if tied and has_weights(folder):
+            tied = _on_one_rank(lambda: not _stored_apart(hf_config, family, folder))
+    hf_config.tie_word_embeddings = tied
+
+
+def asks_for_ties(config: dict) -> bool:
+    """Whether config.json (parsed) asks for tied weights, as Transformers reads it."""
+    return bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
+
+
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _stored_apart(hf_config: Any, family: Family, folder: Path) -> bool:
+    """Whether both matrices are stored and differ; read a few rows at a time, to the first difference."""
+    checkpoint = HFCheckpoint(folder, family.renames)
+    twice = next(rule for rule in family.weights(hf_config) if isinstance(rule.operation, Twice))
+    if any(key not in checkpoint.files for key in twice.hf):
+        return False
+    embedding, head = (checkpoint.slices(key) for key in twice.hf)
+    if list(embedding.get_shape()) != list(head.get_shape()):
+        return True
+    for start in range(0, embedding.get_shape()[0], ROWS):
+        mine, theirs = (source[slice(start, start + ROWS),] for source in (embedding, head))
+        if not torch.equal(mine, theirs.to(mine.dtype)):
+            return True
+        nbytes = mine.nbytes + theirs.nbytes
+        del mine, theirs
+        checkpoint.release(nbytes)
+    return False
+
+
+def _on_one_rank(decide: Callable[[], bool]) -> bool:
+    if not dist.is_initialized():
+        return decide()
+    answer = [decide() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    return answer[0]
