@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -98,6 +99,20 @@ def test_a_forked_process_lets_go_of_nothing(loader):
     assert any(taken)
     assert all(arena.taken >= before for arena, before in zip(arenas(loader), taken, strict=True))
     assert equal(sample, 0)
+
+
+class NotSent(Numbered):
+    def __getitem__(self, number):
+        return threading.Lock() if number == 5 else super().__getitem__(number)
+
+
+def test_a_result_that_cannot_be_sent_ends_the_loader(capfd):
+    """Python prints the error and leaves out the result; the loader would wait for it and never end."""
+    loader = DataLoader(NotSent(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=30)
+    with pytest.raises((RuntimeError, EOFError, ConnectionError)) as ended:  # as loaders.py expects
+        list(through_arenas(loader))
+    assert "timed out" not in str(ended.value)
+    assert "cannot pickle '_thread.lock'" in capfd.readouterr().err
 
 
 def test_without_workers_nothing_changes():

@@ -12,9 +12,11 @@ import contextlib
 import itertools
 import mmap
 import os
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -82,16 +84,26 @@ class Arena:
 def through_arenas(loader: DataLoader) -> DataLoader:
     """The loader; its workers will send their tensors so, unless the system counts memory before its use."""
     if loader.num_workers:
+        arenas: list[Arena] = []
         with contextlib.suppress(OSError):
             arenas = [Arena() for _ in range(loader.num_workers)]
-            loader.worker_init_fn = partial(_begin, arenas, loader.worker_init_fn)
+        loader.worker_init_fn = partial(_begin, arenas, loader.worker_init_fn)
     return loader
 
 
 def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int) -> None:
-    ForkingPickler.register(Tensor, arenas[worker].reduce)
+    Queue._on_queue_feeder_error = staticmethod(_end)
+    if arenas:
+        ForkingPickler.register(Tensor, arenas[worker].reduce)
     if then is not None:
         then(worker)
+
+
+def _end(error: Exception, item: Any) -> None:
+    """End a worker that cannot send a result (no shared memory is left): Python leaves out the result, and
+    the main process would wait for it and never end."""
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _from_place(arena: int, *place: Any) -> Tensor:

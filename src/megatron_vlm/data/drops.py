@@ -56,6 +56,7 @@ class DropReport:
         self._counts = numbers[: 1 + len(REASONS)]
         self._others = numbers[1 + len(REASONS) :]  # [encoded, dropped] elsewhere, and here when told of them
         self._lock = tempfile.TemporaryFile(buffering=0)
+        self.latest: str | None = None  # the key that this process counted last
         self._ranks = ranks
         self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
         self._details_per_reason = details_per_reason
@@ -84,6 +85,7 @@ class DropReport:
         self._write(json.dumps(line).encode() + b"\n")  # first, so that all that is counted is named
         with self._locked():
             self._counts[slot] += 1
+        self.latest = key
 
     def _write(self, line: bytes) -> None:
         """Unbuffered and appending: whole lines from any process."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.arena import through_arenas
 from megatron_vlm.data.layouts import Layout
+from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.loader_state import digest
 from megatron_vlm.data.loaders import (
     Provider,
@@ -160,8 +161,18 @@ class _Measuring(Dataset):
 
     def __call__(self, order: RandomOrder) -> Iterator[Measured]:
         self.close()
-        self._loader = _loader(self, pieces(order, MEASURED_AT_ONCE), self._num_workers, self._ahead)
-        return itertools.chain.from_iterable(self._loader)
+        asked, given = itertools.tee(pieces(order, MEASURED_AT_ONCE))
+        self._loader = _loader(self, given, self._num_workers, self._ahead)
+        return self._settled(asked)
+
+    def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
+        """Raises LostSample where workers give anything but what they were asked for."""
+        key = self._rows.table.key
+        for measured, piece in zip(self._loader, asked, strict=True):
+            due = [(place, key(row)) for place, [row] in piece]
+            if [(place, key(row)) for place, row, _ in measured] != due:
+                raise lost([key for _, key in due], "not measured by the worker asked to")
+            yield from measured
 
     def __getitem__(self, piece: list[tuple[Place, list[int]]]) -> list[Measured]:
         return [(place, index, self._rows.measured(index)) for place, [index] in piece]
@@ -180,12 +191,13 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self._loader = _loader(rows, order, num_workers)
+        self._ledger = Ledger(order, rows.table.key)
+        self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place
 
     def _make_batches(self) -> Iterator[dict]:
         samples = []
-        for place, sample in self._loader:
+        for place, sample in self._ledger.settled(self._loader):
             if sample is not None:
                 samples.append(sample)
             if len(samples) == self._micro_batch_size:
@@ -234,10 +246,11 @@ class HFValidLoader(ValidLoader):
         super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
 
     def _open(self, share: list[int]) -> DataLoader:
-        return _loader(self._rows, [(None, [index]) for index in share], self._num_workers)
+        ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)
+        return _loader(self._rows, ledger, self._num_workers)
 
     def _batches(self, loader: DataLoader) -> Iterator[dict]:
-        encoded = (sample for _, sample in loader if sample is not None)
+        encoded = (sample for _, sample in loader.sampler.settled(loader) if sample is not None)
         while samples := list(itertools.islice(encoded, self._micro_batch_size)):
             yield self._rows.batch(samples)
 

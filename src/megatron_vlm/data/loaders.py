@@ -183,6 +183,11 @@ class LimitedDrops:
         self._report.drop(key, reason, detail)
         self.check()
 
+    @property
+    def latest(self) -> str | None:
+        """The key that this process counted last."""
+        return self._report.latest
+
     def check(self) -> None:
         """Raises TooManyDrops."""
         self._report.check(self._max_share)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from megatron_vlm.data.ledger import check_each_once
 from megatron_vlm.data.packing import Rows, attention_cost, balanced_order, pack
 
 Place = tuple[int, ...]
@@ -188,6 +189,8 @@ class BalancedRows:
         else:
             rows = pack(tokens, self.capacity, patches, self.patch_capacity, rng)
             order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), group, rng, unbalanced)
+        check_each_once(rows.documents, len(kept), "documents to be packed")
+        check_each_once(order, len(rows), "packed rows")
         # the dropped spread over the epoch; where nothing is left to train on, they make a row
         dropped = np.array_split(rng.permutation(dropped), max(1, len(rows)))
         if len(rows) == 0:

@@ -16,6 +16,8 @@ import numpy as np
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
+from megatron_vlm.data.ledger import check_each_once
+
 STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups
 TRIES = 16  # lengths looked at one by one before all at once
 
@@ -79,7 +81,7 @@ def pack_buffer(
     """
     rng = np.random.default_rng(lengths)
     rows = pack(lengths, capacity, patches, patch_capacity, rng)
-    assert len(rows.documents) == len(lengths), "packing lost a document"
+    check_each_once(rows.documents, len(lengths), "documents to be packed")
     return [rows[row].tolist() for row in rng.permutation(len(rows))]
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.ledger import LostSample, lost
 from megatron_vlm.data.loader_state import digest
 from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
@@ -21,7 +22,7 @@ FINGERPRINT_ROWS = 16
 
 
 class EncodedRows(Dataset):
-    """(place, rows) → (place, their documents as one encoded sample, None when all were dropped).
+    """(place, rows) → (place, their documents as one encoded sample or None, which of the rows were dropped).
 
     A row is its number in the table, or, of a stream, what the stream gave.
     """
@@ -32,14 +33,15 @@ class EncodedRows(Dataset):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any]:
+    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, list[int]]:
         place, indices = item
-        encoded = [sample for index in indices if (sample := self._kept(self._encode, index)) is not None]
-        if not encoded:
-            return place, None
-        row = self._row(encoded)
+        encoded = [self._kept(self._encode, index) for index in indices]
+        dropped = [number for number, sample in enumerate(encoded) if sample is None]
+        if len(dropped) == len(indices):
+            return place, None, dropped
+        row = self._row([sample for sample in encoded if sample is not None])
         row.__restore_key__ = indices
-        return place, row
+        return place, row, dropped
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None when it is dropped."""
@@ -59,9 +61,11 @@ class EncodedRows(Dataset):
     def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
             return encode(self.sample(index))
-        except SkipSample:
+        except SkipSample as skipped:
+            if self.encoder.drops.latest != (key := self.table.key(index)):
+                raise lost([key], "skipped without being counted as dropped") from skipped
             return None
-        except TooManyDrops:
+        except (TooManyDrops, LostSample):
             raise
         except Exception as error:
             raise RuntimeError(

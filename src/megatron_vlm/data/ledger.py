@@ -1,0 +1,67 @@
+"""What is asked of data workers comes back from them, each row in a sample or counted as dropped.
+
+Whatever goes wrong on the way, a row that is missing, doubled or in another's place ends the run, named.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_vlm.messages import printable
+
+REMEDY = "This is a bug: please report it; nothing is lost when you start again from the last checkpoint."
+SHOWN = 20
+
+
+class LostSample(RuntimeError):
+    """A row was neither trained on nor counted as dropped."""
+
+
+def lost(keys: Sequence[Any], happened: str) -> LostSample:
+    """That this happened to the rows with `keys`."""
+    shown = ", ".join(printable(key) for key in keys[:SHOWN])
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return LostSample(f"data: {shown}{more}: {happened}. {REMEDY}")
+
+
+class Ledger:
+    """A sampler: the `(place, rows)` of an order. It remembers those that are not back.
+
+    key    of a row
+    """
+
+    def __init__(self, order: Iterable[tuple[Any, Sequence]], key: Callable[[Any], str]) -> None:
+        self._order, self._key = order, key
+        self._out: deque[tuple[Any, list[str]]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[Any, Sequence]]:
+        for place, rows in self._order:
+            self._out.append((place, [self._key(row) for row in rows]))
+            yield place, rows
+
+    def settled(self, items: Iterable[tuple[Any, Any, Sequence[int]]]) -> Iterator[tuple[Any, Any]]:
+        """(place, sample) of what `EncodedRows` gives for the order's entries. Raises LostSample where a row
+        is neither in the sample nor dropped, and where entries are left out or change places."""
+        for place, sample, dropped in items:
+            asked_at, keys = self._out.popleft() if self._out else (None, [])
+            kept = [key for number, key in enumerate(keys) if number not in dropped]
+            found = [] if sample is None else sample.document_keys
+            if (place, found) != (asked_at, kept):
+                wrong = keys if place != asked_at else sorted(set(kept) ^ set(found)) or kept
+                gave = f"workers gave {found} at {place} where {kept} at {asked_at} were due"
+                raise lost(wrong or found, gave)
+            yield place, sample
+        if self._out:
+            raise lost([key for _, keys in self._out for key in keys], "not given back by workers")
+
+
+def check_each_once(documents: ArrayLike, count: int, what: str) -> None:
+    """That `documents` are 0 … count - 1, in any order. Raises LostSample."""
+    times = np.bincount(np.asarray(documents, int), minlength=count)
+    if len(times) > count or (times != 1).any():
+        raise lost(np.flatnonzero(times != 1).tolist(), f"of {count} {what}, not taken exactly once")
