@@ -86,6 +86,29 @@ def test_what_is_not_json_is_refused(tmp_path, text):
         refuse(saved(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"text_config": {"hidden_size": "big"}},
+            "field 'hidden_size': TypeError: Field 'hidden_size' expected int",
+        ),
+        ({"text_config": {"hidden_size": -1}}, "The hidden size (-1) is not a multiple of the number of"),
+        ({"image_token_index": [1]}, "Field 'image_token_index' with value [1]"),
+        ({"torch_dtype": [1]}, "(IndexError: list index out of range)"),
+        ({"vision_config": "none"}, "vision_config"),
+    ],
+)
+def test_values_that_transformers_cannot_take_are_refused_in_one_line(tmp_path, change, reason):
+    from megatron_vlm.models.hf import load_config
+
+    with pytest.raises(ConfigError) as refused:
+        load_config(saved(tmp_path, {"model_type": "gemma3"} | change))
+    text = str(refused.value)
+    assert text.startswith(f"checkpoint {tmp_path}: Transformers refuses its config.json (")
+    assert reason in text and "\n" not in text and text.endswith("correct it or download it again.")
+
+
 def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json in this folder; give the folder of a"):
         refuse(tmp_path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from megatron_vlm.checkpoints import CONFIG_FILE, read_config, resolve
@@ -48,10 +49,11 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     config = read_config(path)
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = printable(" ".join(str(error).split()), longest=400)
         raise ConfigError(
-            f"checkpoint {printable(path)}: Transformers cannot read {CONFIG_FILE} "
-            f"({type(error).__name__}: {printable(error)}); download it again."
+            f"checkpoint {printable(path)}: Transformers refuses its {CONFIG_FILE} ({type(error).__name__}: "
+            f"{reason}); correct it or download it again."
         ) from error
 
 
