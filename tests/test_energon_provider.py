@@ -377,7 +377,7 @@ def test_a_truncated_shard_is_named(tmp_path, dataset, encoder):
     copy = damaged(dataset, tmp_path)
     with (copy / "train-00002.tar").open("r+b") as shard:
         shard.truncate(2000)
-    with pytest.raises(ValueError, match="train-00002.tar holds 2000 bytes, .* truncated"):
+    with pytest.raises(ValueError, match="train-00002.tar: holds 2000 bytes, .* truncated"):
         train_loader(copy, encoder)
 
 

@@ -39,7 +39,8 @@ def encoder(processor):
 
 
 def train_loader(folder, encoder, num_workers=0, rank=0, world_size=1, seed=3, batch=2, **kwargs):
-    return HFProvider(str(folder), num_workers=num_workers, **kwargs).train_loader(
+    paths = folder if isinstance(folder, list) else str(folder)
+    return HFProvider(paths, num_workers=num_workers, **kwargs).train_loader(
         encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
     )
 
@@ -216,3 +217,37 @@ def test_loading_leaves_the_random_numbers_of_the_run_alone(folder, encoder):
 def test_fewer_rows_than_ranks_is_refused(folder, encoder):
     with pytest.raises(ValueError, match="23 rows for 24 data-parallel ranks"):
         train_loader(folder, encoder, world_size=24)
+
+
+def swapped(rows):
+    rows[3], rows[11] = rows[11], rows[3]
+
+
+def edited(rows):
+    rows[11]["conversations"][1]["value"] = "number 99"
+
+
+def another_image(rows):
+    rows[11]["images"] = rows[12]["images"]
+
+
+@pytest.mark.parametrize("change", [swapped, edited, another_image])
+@pytest.mark.parametrize("kind", ["lines", "saved", "list"])
+def test_a_state_is_refused_when_one_row_changed(tmp_path, encoder, change, kind):
+    """Rows 3, 11 and 12 are none of the first, the last, or those at equal distances between."""
+    source = write_sharegpt(tmp_path / "source", ROWS)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+
+    def loader():
+        if kind == "lines":
+            return train_loader(source, encoder)
+        saved = str(write_hf_folder(tmp_path / f"rows{len(list(tmp_path.iterdir()))}", source))
+        return train_loader([str(other), saved] if kind == "list" else saved, encoder)
+
+    other = write_sharegpt(tmp_path / "other", 4)
+    state = loader().state_dict()
+    loader().load_state_dict(state)
+    change(rows)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="configuration: dataset: saved '(23|27) rows, content"):
+        loader().load_state_dict(state)

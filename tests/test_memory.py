@@ -1,14 +1,19 @@
 """The memory of a run's data stays what it was after the first quarter of an epoch."""
 
+import dataclasses
 import itertools
 import json
 import re
 from pathlib import Path
 
+import datasets
+import numpy as np
 import psutil
 import pytest
+from megatron.energon import stateless
 from test_fast import film, picture
 
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.energon import EnergonProvider
 from megatron_vlm.data.hf import HFProvider
 from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
@@ -80,3 +85,86 @@ def test_memory_stays_flat_over_an_epoch(kind, paths):
         loader.close()
     assert min(quarters) > 0
     assert quarters[-1] - quarters[0] < MAX_GROWTH
+
+
+# -- many small samples
+
+MAX_SLOPE = 300  # bytes a sample; with the tars' members kept: 1,1xx
+MAX_SLOPE_OF_MANY = 60
+READERS = [  # path, settings, samples
+    pytest.param("energon", {}, 10_000, id="energon-10000"),
+    pytest.param("energon", {}, 100_000, id="energon-100000", marks=pytest.mark.long),
+    pytest.param("parquet", {"streaming": True}, 100_000, id="stream-100000", marks=pytest.mark.long),
+    pytest.param("data.jsonl", {}, 100_000, id="jsonl-100000", marks=pytest.mark.long),
+    pytest.param("saved", {}, 100_000, id="saved-100000", marks=pytest.mark.long),
+    *(
+        pytest.param(name, settings, 30_000, id=f"{name}-packed-{how}", marks=pytest.mark.long)
+        for name, how, settings in (
+            ("energon", "stream", {"packing": "stream", "packing_buffer_size": 100}),
+            ("saved", "stream", {"packing": "stream", "packing_buffer_size": 100}),
+            ("saved", "global", {"packing": "global"}),
+        )
+    ),
+]
+
+
+class OneEncoding(HFEncoderVLMTaskEncoder):
+    """Encodes one sample and gives its tensors for every other, so that mostly the readers work."""
+
+    encoded = None
+
+    @stateless
+    def encode_sample(self, sample):
+        self.encoded = self.encoded or super().encode_sample(sample)
+        return dataclasses.replace(
+            self.encoded, __key__=sample.__key__, __restore_key__=sample.__restore_key__
+        )
+
+
+@pytest.fixture(scope="module")
+def small_samples(tmp_path_factory):
+    """4,000 conversations of a few words: as JSONL, in 8 shards, and in 4 parquet files."""
+    folder = tmp_path_factory.mktemp("small")
+    question = {"role": "user", "content": "Which number?"}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": f"number {number}"}]}
+        for number in range(4000)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"samples_per_shard": 500, "workers": 1, "progress": False}
+    prepare_energon_dataset(folder / "data.jsonl", folder / "energon", splits={"train": 4000}, **options)
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(folder / "saved")
+    (folder / "parquet").mkdir()
+    for number in range(4):
+        saved.shard(4, number).to_parquet(folder / f"parquet/train-{number}.parquet")
+    return folder
+
+
+def slope(loader, count: int) -> float:
+    """Bytes by which memory grows with a sample, over the last three quarters of `count` samples."""
+    seen, points = 0, []
+    while seen < count:
+        seen += sum(map(len, next(loader)["__key__"]))
+        if seen * 40 >= count * (len(points) + 1):
+            points.append((seen, memory()))
+    return float(np.polyfit(*np.array(points[10:]).T, 1)[0])
+
+
+@pytest.mark.parametrize("name, settings, count", READERS)
+def test_memory_stays_flat_over_many_small_samples(name, settings, count, small_samples, record_property):
+    parts = TINY_FAMILIES["gemma3"]
+    processor = parts.processor(default_corpus(100), parts.template)
+    kind = PackingVLMTaskEncoder if "packing" in settings else OneEncoding
+    encoder = kind(processor, 256, load("gemma3").visual_keys)
+    provider = PROVIDERS["energon" if name == "energon" else "hf"](
+        str(small_samples / name), num_workers=2, **settings
+    )
+    loader = provider.train_loader(encoder, micro_batch_size=10, rank=0, world_size=1, seed=0)
+    try:
+        found = slope(loader, count)
+    finally:
+        loader.close()
+    record_property("bytes a sample", found)
+    print(f"{name} {settings}: {found:.1f} bytes a sample over {count:,}")
+    assert found < (MAX_SLOPE if count < 20_000 else MAX_SLOPE_OF_MANY)

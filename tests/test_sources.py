@@ -512,7 +512,7 @@ def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
 def test_a_damaged_array_names_the_place(tmp_path, processor):
     path = tmp_path / "array.json"
     path.write_text('[{"messages": []},\n {"messages": ]}]')
-    with pytest.raises(ValueError, match=r"array.json: not valid JSON \(.*line 2"):
+    with pytest.raises(ValueError, match=r"array.json: is not valid JSON \(.*line 2"):
         open_loader({"train_data_path": path}, processor)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,12 @@ Settings = Annotated[
 Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")]
 DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
-TrainData = Annotated[str | None, typer.Option("--train_data_path", help="Training data.")]
+TrainData = Annotated[
+    list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
+]
+ValidData = Annotated[
+    list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
+]
 Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
 Processes = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
@@ -42,7 +47,7 @@ def train(
     config: ConfigFile = None,
     dataset_type: DatasetType = None,
     train_data_path: TrainData = None,
-    valid_data_path: Annotated[str | None, typer.Option("--valid_data_path", help="Validation data.")] = None,
+    valid_data_path: ValidData = None,
     hf_path: Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
     nproc: Processes = None,
@@ -55,8 +60,8 @@ def train(
     """
     flags = {
         "dataset_type": dataset_type,
-        "train_data_path": train_data_path,
-        "valid_data_path": valid_data_path,
+        "train_data_path": _one_or_all(train_data_path),
+        "valid_data_path": _one_or_all(valid_data_path),
         "hf_path": hf_path,
         "run_dir": run_dir,
     }
@@ -68,7 +73,7 @@ def train(
     _check(run_config, nproc)
     if nproc:
         options = {"recipe": recipe, "config": config, **arguments}
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
         raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
     from megatron_vlm.train import train as run
@@ -208,7 +213,7 @@ def import_(
     _check(run_config, nproc, needs_data=False)
     if nproc:
         options = {"recipe": recipe, "config": config}
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
         raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
 
     from megatron_vlm.runs import import_run
@@ -284,14 +289,25 @@ def generate(
 
 
 def _data_config(
-    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: str | None
+    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: Any
 ) -> RunConfig:
     """The checked configuration of a command that reads data in this process alone."""
     names = ("dataset_type", "train_data_path", "hf_path")
-    arguments = {name: value for name, value in zip(names, flags, strict=True) if value is not None}
+    dataset_type, paths, hf_path = flags
+    given = zip(names, (dataset_type, _one_or_all(paths), hf_path), strict=True)
+    arguments = {name: value for name, value in given if value is not None}
     run_config = recipe_table.compose(recipe, config, settings or (), {**ONE_PROCESS, **arguments})
     _check(run_config, 1)
     return run_config
+
+
+def _one_or_all(paths: list[str] | None) -> str | list[str] | None:
+    """The only path as text, as a configuration file would have it."""
+    return paths[0] if paths and len(paths) == 1 else paths or None
+
+
+def _each(value: Any) -> list:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def commands(*names: str) -> typer.Typer:

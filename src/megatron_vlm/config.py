@@ -7,15 +7,17 @@ A setting is named by its dotted key, `train.steps`, everywhere: in overrides, Y
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
+from os import PathLike
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+DataPaths = Any  # a path, or a list of paths; `paths_of` lists them
 MISSING = "???"  # a setting without a default; OmegaConf's own mark
 
 
@@ -63,8 +65,9 @@ class ParallelConfig:
 class DataConfig:
     # "energon", or "hf": what `datasets` opens, JSON(L) of conversations, a meta file of several of these
     dataset_type: str = "energon"
-    train_data_path: str = "???"
-    valid_data_path: str | None = None  # None: the validation split of train_data_path, if it has one
+    train_data_path: DataPaths = "???"  # or a list of them, whose samples are mixed
+    valid_data_path: DataPaths = None  # None: the validation split of train_data_path, if it has one
+    repetitions: list[float] = field(default_factory=list)  # of each train_data_path in an epoch; none: once
     columns: dict[str, str] = field(default_factory=dict)  # ours: the source's, as images: pictures
     datasets: list[str] = field(default_factory=list)  # of a meta file; none: all
     media_dir: str | None = None  # media paths lie under it; None: under the source's own folder
@@ -173,6 +176,11 @@ def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
     return settings
 
 
+def paths_of(value: str | Sequence[str] | None) -> list[str]:
+    """The paths that a data path stands for."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
 def all_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting, in the order of the dataclasses."""
     for f in fields(config):
@@ -247,7 +255,8 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
     wanted = _types(node)[name]
     try:
-        OmegaConf.update(node, name, _parse(value, wanted) if isinstance(value, str) else value)
+        value = _parse(value, wanted) if isinstance(value, str) else value
+        OmegaConf.update(node, name, _as_paths(key, value) if wanted == "DataPaths" else value)
         OmegaConf.to_container(node, resolve=True)  # an interpolation must have something to point to
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
@@ -259,9 +268,20 @@ def _parse(text: str, wanted: str) -> Any:
         return None
     if wanted.startswith("dict"):
         return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
-    if wanted.startswith("list"):
+    if wanted == "DataPaths" and not text.startswith("["):
+        return None if text in ("null", "None") else text
+    if wanted.startswith("list") or wanted == "DataPaths":
         return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
     return text
+
+
+def _as_paths(key: str, value: Any) -> str | list[str] | None:
+    if value is None and key.endswith("valid_data_path"):
+        return None
+    paths = list(value) if isinstance(value, list | tuple | ListConfig) else [value]
+    if not paths or not all(isinstance(path, str | PathLike) and str(path) for path in paths):
+        raise ConfigError(f"{key}: {value!r} does not fit; expected a path or a list of paths.")
+    return str(value) if isinstance(value, str | PathLike) else list(map(str, paths))
 
 
 def _types(node: DictConfig) -> dict[str, str]:
@@ -294,4 +314,6 @@ def _dicts(node: DictConfig) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+    return (
+        OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from megatron_vlm.config import (
@@ -14,6 +14,7 @@ from megatron_vlm.config import (
     all_settings,
     fewest_processes,
     missing_settings,
+    paths_of,
     suggestion,
 )
 
@@ -68,7 +69,7 @@ def validate_paths(config: RunConfig) -> None:
     data, hub_data = config.data, config.data.dataset_type == "hf"
     problems = [
         f"{key}: {path} does not exist; {remedy}"
-        for key, path, may_be_on_hub, remedy in (
+        for key, paths, may_be_on_hub, remedy in (
             (
                 "model.hf_path",
                 config.model.hf_path,
@@ -88,7 +89,8 @@ def validate_paths(config: RunConfig) -> None:
                 "leave it out to use the training data's.",
             ),
         )
-        if path is not None and not _may_exist(path, may_be_on_hub)
+        for path in paths_of(paths)
+        if not _may_exist(path, may_be_on_hub)
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -124,6 +126,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
+    yield from _path_problems(data)
     if data.dataset_type == "energon":
         for name in ("columns", "datasets", "media_dir", "streaming"):
             if getattr(data, name):
@@ -133,6 +136,26 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
     if data.streaming and data.datasets:
         yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
+
+
+def _path_problems(data: DataConfig) -> Iterator[str]:
+    paths, times = paths_of(data.train_data_path), data.repetitions
+    if times and len(times) != len(paths):
+        yield f"data.repetitions: {len(times)} for {len(paths)} of data.train_data_path; give one for each."
+    if not all(0 < number < inf for number in times):
+        yield f"data.repetitions: {times}: each is more than 0; leave out a path that is not to be trained."
+    if data.dataset_type == "energon" and not all(float(number).is_integer() for number in times):
+        yield f"data.repetitions: {times}: an energon dataset is repeated whole; use integers, or hf data."
+    if len(paths) == 1 and times not in ([], [1.0]):
+        yield f"data.repetitions: {times} of a single data.train_data_path; drop it, or train longer."
+    for key in ("train_data_path", "valid_data_path"):
+        paths = paths_of(getattr(data, key))
+        for path in {path for path in paths if paths.count(path) > 1}:
+            yield f"data.{key}: {path} is given twice; give it once, and how often in data.repetitions."
+    if len(paths_of(data.train_data_path)) > 1:
+        for name in ("streaming", "datasets"):
+            if getattr(data, name):
+                yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
 
 
 def _packing_problems(data: DataConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.config import RunConfig, apply_overrides, to_yaml
+from megatron_vlm.config import RunConfig, apply_overrides, paths_of, to_yaml
 from megatron_vlm.data.packing import pack_buffer
 from megatron_vlm.data.preview import RowReader, page
 from megatron_vlm.data.sources import RunData
@@ -29,7 +29,7 @@ def preview_page(config: RunConfig, rows: int, shown: int) -> str:
     with training_data(config) as (data, read):
         found = [read(batch) for batch in _first(data, rows)]
         drops = _drops(data)
-    title = f"{config.name}: {config.data.train_data_path}"
+    title = f"{config.name}: {_paths(config)}"
     return page(title, to_yaml(config), found, shown, drops)
 
 
@@ -48,7 +48,7 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> s
             if batch["__key__"] != row["keys"]:
                 raise ValueError(
                     f"replay: rank {row['rank']}, micro batch {row['micro_batch']} held {row['keys']}, "
-                    f"{config.data.train_data_path} now gives {batch['__key__']}; the dataset has changed."
+                    f"{_paths(config)} now gives {batch['__key__']}; the dataset has changed."
                 )
             found += read.rows(batch)
     return page(f"{config.name}: step {step}", to_yaml(config), found, len(found), [])
@@ -63,7 +63,7 @@ def stats_text(config: RunConfig, samples: int) -> str:
         measured = np.array([_measures(data, batch) for batch in _first(data, samples)])
         drops = Counter(drop["reason"] for drop in _drops(data))
     tokens, trained, images, patches = measured.T
-    lines = [f"{len(measured)} samples of {config.data.train_data_path}", ""]
+    lines = [f"{len(measured)} samples of {_paths(config)}", ""]
     lines += _table({"tokens": tokens, "trained tokens": trained, "images": images, "patches": patches})
     lines += (
         [f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}"] if drops else []
@@ -115,6 +115,10 @@ def _first(data: RunData, count: int) -> Iterator[dict]:
             fresh += 1
             bar.update()
             yield batch
+
+
+def _paths(config: RunConfig) -> str:
+    return ", ".join(paths_of(config.data.train_data_path))
 
 
 def _drops(data: RunData) -> list[dict]:

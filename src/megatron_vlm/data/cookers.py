@@ -19,6 +19,7 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 
+SOURCE = "_source"  # subflavor of each of several paths: its name; fingerprints leave out what begins with _
 IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
     pickle.UnpicklingError,
@@ -36,12 +37,18 @@ VIDEO_PARTS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
 
 @stateless
 def cook_record(record: dict) -> ChatMLSample:
-    """Never fails on the record's content: what is wrong with it travels in `problem` to the encoder."""
+    """Never fails on the record's content: what is wrong with it travels in `problem` to the encoder.
+
+    The key says which of several paths the record is from.
+    """
     try:
         fields = _read_parts(record)
     except BadSample as bad:
         fields = {"conversation": "", "problem": bad.with_traceback(None)}
-    return ChatMLSample(**basic_sample_keys(record), **fields)
+    keys = basic_sample_keys(record)
+    if source := (keys.get("__subflavors__") or {}).get(SOURCE):
+        keys["__key__"] = f"{source}-{keys['__key__']}"
+    return ChatMLSample(**keys, **fields)
 
 
 COOKERS = [Cooker(cook_record)]

@@ -9,7 +9,7 @@ equal length on every rank.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,12 +23,18 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
 from torch.utils.data import DataLoader
 
+from megatron_vlm.config import paths_of
 from megatron_vlm.data.arena import through_arenas
-from megatron_vlm.data.description import check_dataset, split_names
+from megatron_vlm.data.blends import path_names
+from megatron_vlm.data.cookers import SOURCE
+from megatron_vlm.data.description import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.files import damaged
 from megatron_vlm.data.loader_state import (
     energon_fingerprint,
     from_json_data,
@@ -49,13 +55,15 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 
 @dataclass
 class EnergonProvider(Provider):
-    """Loaders of an Energon dataset, metadataset or JSONL file.
+    """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
 
+    Of several paths, an epoch has every sample of each as often as `repetitions` says, once by default.
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
     """
 
-    train_data_path: str
-    valid_data_path: str | None = None
+    train_data_path: str | Sequence[str]
+    valid_data_path: str | Sequence[str] | None = None
+    repetitions: Sequence[int] = ()
     num_workers: int = 2
     shuffle_buffer_size: int = 1000
     max_samples_per_sequence: int | None = 100
@@ -72,11 +80,11 @@ class EnergonProvider(Provider):
         than data workers, or an encoder whose buffers could not be restored; FileNotFoundError for a shard
         that is missing.
         """
-        check_dataset(self.train_data_path)
+        paths = paths_of(self.train_data_path)
         encoder = with_limited_drops(encoder, self.max_drop_share)
         workers = self._worker_config(rank, world_size, seed)
         dataset = get_train_dataset(
-            self.train_data_path,
+            _checked_source(paths, "train", self.repetitions),
             split_part="train",
             worker_config=workers,
             batch_size=micro_batch_size,
@@ -85,7 +93,7 @@ class EnergonProvider(Provider):
             max_samples_per_sequence=self.max_samples_per_sequence,
             task_encoder=encoder,
         )
-        _check_enough_samples(dataset, workers, self.train_data_path)
+        _check_enough_samples(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
         settings = {
             "shuffle_buffer_size": self.shuffle_buffer_size,
@@ -94,6 +102,7 @@ class EnergonProvider(Provider):
             "seed": seed,
             "packing": self.packing,
             "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
+            "repetitions": list(self.repetitions) or None,
         }
         return EnergonTrainLoader(dataset, workers, encoder, settings)
 
@@ -104,18 +113,23 @@ class EnergonProvider(Provider):
 
         None when no validation path is set and the training dataset has no `val` split.
         """
-        path = self.valid_data_path or self.train_data_path
-        check_dataset(path)
-        splits = split_names(path)
-        if self.valid_data_path is None and "val" not in splits:
+        paths = paths_of(self.valid_data_path or self.train_data_path)
+        for path in paths:
+            check_dataset(path)
+        splits = {path: split_names(path) for path in paths}
+        if self.valid_data_path is None:
+            paths = [path for path in paths if "val" in splits[path]]
+        if not paths:
             return None
-        if splits and "val" not in splits:
-            raise ValueError(
-                f"data.valid_data_path: {path} has no 'val' split, only {splits}; prepare it as val=PATH."
-            )
+        for path in paths:
+            if splits[path] and "val" not in splits[path]:
+                raise ValueError(
+                    f"data.valid_data_path: {path} has no 'val' split, only {splits[path]}; prepare it as "
+                    "val=PATH."
+                )
         encoder = with_limited_drops(encoder, self.max_drop_share)
         return EnergonValidLoader(
-            path, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
+            paths, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
         )
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
@@ -132,7 +146,7 @@ class EnergonTrainLoader(TrainLoader):
     """See the base; on the number of ranks and of workers it depends what each worker reads."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
-        _name_broken_shards(dataset)
+        _guard_readers(dataset)
         self._loader = _undisturbing(
             get_savable_loader(
                 dataset,
@@ -177,9 +191,9 @@ class EnergonTrainLoader(TrainLoader):
 class EnergonValidLoader(ValidLoader):
     """See the base; a share is the workers that read it."""
 
-    def __init__(self, path: str, workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
-        self.name = f"the 'val' split of {path}"
-        self._path, self._encoder, self._micro_batch_size = path, encoder, micro_batch_size
+    def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
+        self.name = f"the 'val' split of {', '.join(paths)}"
+        self._paths, self._encoder, self._micro_batch_size = paths, encoder, micro_batch_size
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
@@ -192,13 +206,13 @@ class EnergonValidLoader(ValidLoader):
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
-            self._path,
+            _checked_source(self._paths, "val"),
             split_part="val",
             worker_config=workers,
             batch_size=self._micro_batch_size,
             task_encoder=self._encoder,
         )
-        _name_broken_shards(dataset)
+        _guard_readers(dataset)
         return dataset
 
     def _most_batches_of_a_rank(self) -> int:
@@ -207,6 +221,30 @@ class EnergonValidLoader(ValidLoader):
         dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
+
+
+def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = ()) -> str | dict:
+    """What Energon takes for the paths: the only one, or a metadataset of all that names them in keys."""
+    for path in paths:
+        check_dataset(path)
+        if (names := split_names(path)) and split not in names:
+            raise ValueError(
+                f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
+            )
+    if len(paths) == 1:
+        return paths[0]
+    for path in paths:
+        if blends_by_weight(path):
+            raise ValueError(
+                f"data: {path} draws by weights, so it has no epoch that a list could hold once; make it a "
+                "blend_epochized, or name its datasets in the list."
+            )
+    blend = [
+        {"path": str(EPath(path)), "repetitions": int(times), "subflavors": {SOURCE: name}}
+        for path, name, times in zip(paths, path_names(paths), repetitions or [1] * len(paths), strict=True)
+    ]
+    description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
+    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
 
 
 def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
@@ -257,23 +295,26 @@ def _walk(dataset) -> Iterator[Any]:
         yield from _walk(inner)
 
 
-def _name_broken_shards(dataset) -> None:
-    """Energon's errors about a shard that cannot be read do not all say which; from now on they do."""
+def _guard_readers(dataset) -> None:
+    """Readers of shards name the one that cannot be read, and forget the members they have read."""
     for inner in _walk(dataset):
         for reader in getattr(inner, "join_readers", ()):
-            reader._get_item_by_sample_pointer = partial(
-                _naming_shard, reader.tar_filepaths, reader._get_item_by_sample_pointer
-            )
+            if isinstance(reader, ITarReader):
+                read = reader._get_item_by_sample_pointer
+                reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
 
 
-def _naming_shard(paths: list, read: Callable, pointer: Any, *args: Any) -> Any:
+def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
     try:
         return read(pointer, *args)
     except (tarfile.TarError, ValueError, OSError) as error:
-        raise ValueError(
-            f"data: {paths[pointer.tar_file_id]} cannot be read: {error}; the shard is damaged or was "
-            "changed after it was indexed, restore it or prepare the dataset again."
+        shard = reader.tar_filepaths[pointer.tar_file_id]
+        raise damaged(
+            shard, f"cannot be read: {error}; it is damaged or was changed after it was indexed"
         ) from error
+    finally:
+        for tar in reader.itar_files_cache.values():
+            tar.members.clear()  # tarfile keeps each member it passes: 1 KB a sample as long as a tar is open
 
 
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:

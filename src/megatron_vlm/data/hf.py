@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_vlm.config import paths_of
 from megatron_vlm.data.arena import through_arenas
+from megatron_vlm.data.blends import blend_tables, path_names
 from megatron_vlm.data.layouts import Layout
 from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.loader_state import digest
@@ -50,6 +52,9 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 class HFProvider(Provider):
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
+    Of several paths, an epoch has the rows of each as often as `repetitions` says, once by default; of 1.5
+    times the rows, each row comes once or twice, and as often as the others over all epochs.
+
     `columns` (ours → the source's), `media_dir` and `datasets` as in `open_table`. With `streaming`, training
     rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
     With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
@@ -57,8 +62,9 @@ class HFProvider(Provider):
     once for all runs that share `lengths_cache`.
     """
 
-    train_data_path: str
-    valid_data_path: str | None = None
+    train_data_path: str | Sequence[str]
+    valid_data_path: str | Sequence[str] | None = None
+    repetitions: Sequence[float] = ()
     num_workers: int = 2
     max_drop_share: float = 0.05
     columns: Mapping[str, str] | None = None
@@ -80,12 +86,14 @@ class HFProvider(Provider):
         """
         rows = self._stream(encoder) if self.streaming else self.train_rows(encoder)
         if not self.streaming and (count := len(rows.table.rows_of(0, seed))) < world_size:
+            paths = ", ".join(paths_of(self.train_data_path))
             raise ValueError(
-                f"data: {self.train_data_path} has {count} rows for {world_size} data-parallel ranks; "
-                "use fewer ranks or more data."
+                f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks or "
+                "more data."
             )
         settings = {
             "dataset": rows.fingerprint(),
+            "repetitions": list(self.repetitions) or None,
             "rank": rank,
             "world_size": world_size,
             "seed": seed,
@@ -101,8 +109,9 @@ class HFProvider(Provider):
         return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings)
 
     def train_rows(self, encoder) -> EncodedRows:
-        split = "train" if "train" in source_splits(self.train_data_path) else None
-        return self._rows(self.train_data_path, split, encoder, self.datasets)
+        paths = paths_of(self.train_data_path)
+        splits = ["train" if "train" in source_splits(path) else None for path in paths]
+        return self._rows(paths, splits, encoder, self.datasets, self.repetitions)
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
         if self.streaming:
@@ -131,24 +140,47 @@ class HFProvider(Provider):
         """
         if self.streaming and self.valid_data_path is None:
             return None
-        path = self.valid_data_path or self.train_data_path
-        names = source_splits(path)
-        split = next((name for name in VALIDATION_SPLITS if name in names), None)
-        if split is None and self.valid_data_path is None:
+        paths = paths_of(self.valid_data_path or self.train_data_path)
+        splits = {path: _validation_split(path) for path in paths}
+        if self.valid_data_path is None:
+            paths = [path for path in paths if splits[path] is not None]
+        if not paths:
             return None
         datasets = self.datasets if self.valid_data_path is None else ()
-        rows = self._rows(path, split, encoder, datasets)
+        rows = self._rows(paths, [splits[path] for path in paths], encoder, datasets)
         return HFValidLoader(rows, rank, world_size, micro_batch_size, self.num_workers)
 
-    def _rows(self, path: str, split: str | None, encoder, datasets: Sequence[str]) -> EncodedRows:
-        layout = Layout(dict(self.columns or {}))
-        table = open_table(path, split, layout=layout, media_dir=self.media_dir, datasets=datasets)
+    def _rows(
+        self,
+        paths: list[str],
+        splits: Sequence[str | None],
+        encoder,
+        datasets: Sequence[str],
+        repetitions: Sequence[float] = (),
+    ) -> EncodedRows:
+        options = {"layout": Layout(dict(self.columns or {})), "media_dir": self.media_dir}
+        tables = [
+            open_table(path, split, datasets=datasets, **options)
+            for path, split in zip(paths, splits, strict=True)
+        ]
+        table = tables[0]
+        if len(tables) > 1:
+            named = dict(zip(path_names(paths), tables, strict=True))
+            table = blend_tables(named, repetitions or [1] * len(paths))
         return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
 
     def _stream(self, encoder) -> EncodedRows:
         layout = Layout(dict(self.columns or {}))
-        table = StreamedRows.open(self.train_data_path, layout, self.media_dir)
+        path, *others = paths_of(self.train_data_path)
+        if others:
+            raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
+        table = StreamedRows.open(path, layout, self.media_dir)
         return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+
+
+def _validation_split(path: str) -> str | None:
+    names = source_splits(path)
+    return next((name for name in VALIDATION_SPLITS if name in names), None)
 
 
 class _Measuring(Dataset):

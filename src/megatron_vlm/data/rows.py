@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from megatron.energon import SkipSample
 from torch.utils.data import Dataset
 
+from megatron_vlm.data.blends import Table
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.ledger import LostSample, lost
-from megatron_vlm.data.loader_state import digest
 from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.records import conversation_json, conversation_of, images_of, videos_of
 from megatron_vlm.data.streams import StreamedRows
-from megatron_vlm.data.tables import Table
-
-FINGERPRINT_ROWS = 16
 
 
 class EncodedRows(Dataset):
@@ -29,6 +25,7 @@ class EncodedRows(Dataset):
 
     def __init__(self, table: Table | StreamedRows, encoder) -> None:
         self.table, self.encoder = table, encoder
+        self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -91,16 +88,9 @@ class EncodedRows(Dataset):
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
     def fingerprint(self) -> str:
-        """Of the rows themselves, so that a dataset may move."""
-        if isinstance(self.table, StreamedRows):
-            return self.table.fingerprint()
-        picked = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(int)
-        epoch = self.table.rows_of(0, 0)
-        parts = [*map(self._conversation, picked.tolist()), len(epoch), int(epoch.sum())]
-        return f"{len(self)} rows, {digest(parts)}"
-
-    def _conversation(self, index: int) -> dict | str:
-        try:
-            return conversation_of(self.table.record(index)[0])
-        except BadSample as bad:
-            return bad.reason
+        """Of all rows themselves, so that a dataset may move and not one row may change."""
+        if self._fingerprint is None and isinstance(self.table, StreamedRows):
+            self._fingerprint = self.table.fingerprint()
+        elif self._fingerprint is None:
+            self._fingerprint = f"{len(self)} rows, content {self.table.content()}"
+        return self._fingerprint

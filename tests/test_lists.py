@@ -1,0 +1,236 @@
+"""Lists of data paths: an epoch has the samples of each as often as is said, from either source."""
+
+import json
+from collections import Counter
+
+import pytest
+from sources import write_hf_folder, write_sharegpt
+from transformers import AutoProcessor
+
+from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, from_yaml, paths_of, to_yaml
+from megatron_vlm.data.blends import path_names
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.energon import EnergonProvider
+from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.validation import validate, validate_paths
+
+SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """{dataset_type: paths}; of each the last is called as the first, in another folder."""
+    found = {"hf": [], "energon": []}
+    for name, size in SIZES.items():
+        folder = tmp_path_factory.mktemp("lists") / name
+        source = write_sharegpt(folder / "source", size)
+        found["hf"].append(str(source if name == "a" else write_hf_folder(folder / "rows", source)))
+        options = {"samples_per_shard": 3, "workers": 1, "progress": False}
+        prepare_energon_dataset(source, folder / "shards", splits={"train": size - 2, "val": 2}, **options)
+        found["energon"].append(str(folder / "shards"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_gemma3):
+    return AutoProcessor.from_pretrained(tiny_gemma3)
+
+
+def open_loader(kind, paths, processor, rank=0, world_size=1, **settings):
+    packed = settings.get("packing", "none") != "none"
+    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(processor, 256)
+    if kind == "energon":
+        settings = {"shuffle_buffer_size": 1, "max_samples_per_sequence": 3} | settings
+    provider = {"hf": HFProvider, "energon": EnergonProvider}[kind](paths, **settings)
+    return provider.train_loader(encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=5)
+
+
+def keys(batch):
+    return [key for row in batch["__key__"] for key in row]
+
+
+def epochs_of(kind, paths, processor, count, world_size=1, **settings):
+    """How often each key comes in `count` samples over all ranks."""
+    seen = Counter()
+    for rank in range(world_size):
+        loader = open_loader(kind, paths, processor, rank, world_size, **settings)
+        of_rank = 0
+        while of_rank < count // world_size:
+            found = keys(next(loader))
+            seen.update(found)
+            of_rank += len(found)
+        loader.close()
+    return seen
+
+
+def rows(kind, name):
+    return SIZES[name] - (2 if kind == "energon" else 0)
+
+
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_has_each_sample_of_each_path_once(sources, processor, kind, num_workers, world_size):
+    total = rows(kind, "a") + rows(kind, "b")
+    settings = {"num_workers": num_workers}
+    seen = epochs_of(kind, sources[kind], processor, total, world_size, **settings)
+    assert set(seen.values()) == {1}
+    assert len(seen) == total
+
+
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_has_each_sample_as_often_as_its_path_is_repeated(sources, processor, kind, num_workers):
+    a, b = rows(kind, "a"), rows(kind, "b")
+    settings = {"num_workers": num_workers, "repetitions": [1, 3]}
+    seen = epochs_of(kind, sources[kind], processor, 2 * (a + 3 * b), **settings)
+    assert sorted(seen.values()) == [2] * a + [6] * b
+
+
+def test_a_part_of_a_path_is_another_one_in_each_epoch(sources, processor):
+    seen = epochs_of("hf", sources["hf"], processor, 2 * (12 + 4), repetitions=[1, 0.5], num_workers=0)
+    assert sorted(seen.values()) == [1] * 8 + [2] * 12
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("hf", {}),
+        ("energon", {}),
+        ("hf", {"packing": "stream", "packing_buffer_size": 6}),
+        ("energon", {"packing": "stream", "packing_buffer_size": 3}),
+        ("hf", {"packing": "global"}),
+        ("hf", {"group_by_length": True}),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_list_resumes_exactly_and_its_samples_are_made_again(
+    sources, processor, kind, settings, num_workers, tmp_path
+):
+    settings = settings | {"num_workers": num_workers, "repetitions": [2, 1]}
+    settings |= {"lengths_cache": str(tmp_path)} if kind == "hf" else {}
+
+    def content(batch):
+        return keys(batch), batch["input_ids"].tolist(), batch["labels"].tolist()
+
+    loader = open_loader(kind, sources[kind], processor, **settings)
+    for _ in range(3):
+        last = next(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = [content(next(loader)) for _ in range(9)]
+    loader.close()
+    resumed = open_loader(kind, sources[kind], processor, **settings)
+    resumed.load_state_dict(state)
+    assert [content(next(resumed)) for _ in range(9)] == expected
+    resumed.close()
+    key = json.loads(json.dumps(last["__restore_key__"]))
+    again = open_loader(kind, sources[kind], processor, **settings)
+    assert content(again.replay(key)) == content(last)
+    again.close()
+
+
+def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
+    loaders = [open_loader("hf", sources["hf"], processor, rank, 2, num_workers=0) for rank in range(2)]
+    seen = Counter(key for loader in loaders for _ in range(4) for key in keys(next(loader)))
+    states = [loader.state_dict() for loader in loaders]
+    alone = open_loader("hf", sources["hf"], processor, num_workers=0)
+    alone.load_states(states)
+    seen.update(key for _ in range(12) for key in keys(next(alone)))
+    assert len(seen) == 20 and set(seen.values()) == {1}
+
+
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+def test_other_repetitions_are_refused_by_name(sources, processor, kind):
+    loader = open_loader(kind, sources[kind], processor, repetitions=[1, 2], num_workers=0)
+    with pytest.raises(ValueError, match=r"repetitions: saved \[1, 2\], now None"):
+        open_loader(kind, sources[kind], processor, num_workers=0).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+@pytest.mark.parametrize("given", [True, False])
+def test_validation_has_each_sample_of_each_path_once(sources, processor, kind, given):
+    """Not given, it is of the paths that have a split for it: none of hf's here."""
+    provider = {"hf": HFProvider, "energon": EnergonProvider}[kind]
+    valid = sources[kind] if given else None
+    encoder = HFEncoderVLMTaskEncoder(processor, 256)
+    seen = Counter()
+    for rank in range(2):
+        loader = provider(sources[kind], valid, num_workers=0).valid_loader(
+            encoder, micro_batch_size=1, rank=rank, world_size=2
+        )
+        if kind == "hf" and not given:
+            assert loader is None
+            return
+        seen.update(key for batch in loader for key in keys(batch))
+    assert len(seen) == (20 if kind == "hf" else 4) and set(seen.values()) == {1}
+
+
+def test_keys_name_the_path_as_shortly_as_they_can():
+    assert path_names(["x/a/data", "x/b/data/"]) == ["a/data", "b/data"]
+    assert path_names(["x/a.json", "x/b.json"]) == ["a.json", "b.json"]
+    assert path_names(["msc://s/a", "msc://t/a"]) == ["s/a", "t/a"]
+
+
+def weighted(tmp_path, sources):
+    path = tmp_path / "meta.yaml"
+    blend = f"[{{weight: 1, path: {sources['energon'][0]}}}]"
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+    path.write_text(f"{head}splits: {{train: {{blend: {blend}}}}}\n")
+    return str(path)
+
+
+def test_what_has_no_epoch_is_refused_in_a_list(sources, processor, tmp_path):
+    with pytest.raises(ValueError, match="meta.yaml draws by weights, so it has no epoch"):
+        open_loader("energon", [weighted(tmp_path, sources), sources["energon"][1]], processor)
+
+
+# -- the setting
+
+
+def config(*overrides, **settings):
+    given = {"run_dir": "r", "model.hf_path": ".", **settings}
+    return apply_overrides(apply_overrides(RunConfig(), given), overrides)
+
+
+@pytest.mark.parametrize(
+    "found, paths",
+    [
+        (config(**{"data.train_data_path": ["/a", "/b"]}), ["/a", "/b"]),
+        (config("data.train_data_path=[/a,/b]"), ["/a", "/b"]),
+        (config("data.train_data_path=/a,b"), ["/a,b"]),
+        (from_yaml(to_yaml(config("data.train_data_path=[/a,'${run_dir}/b']"))), ["/a", "r/b"]),
+    ],
+)
+def test_paths_are_text_or_a_list(found, paths):
+    assert paths_of(found.data.train_data_path) == paths
+
+
+@pytest.mark.parametrize("value", [5, [], [1, 2], {"a": 1}, [["a"]], ["a", ""]])
+def test_what_is_no_path_is_refused(value):
+    with pytest.raises(ConfigError, match="data.train_data_path"):
+        config(**{"data.train_data_path": value})
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"repetitions": [1]}, "data.repetitions: 1 for 2 of data.train_data_path; give one for each"),
+        ({"repetitions": [1, 0]}, "each is more than 0"),
+        ({"repetitions": [1, 1.5]}, "an energon dataset is repeated whole; use integers"),
+        ({"train_data_path": ["/a", "/a"]}, "data.train_data_path: /a is given twice"),
+        ({"dataset_type": "hf", "streaming": True}, "data.streaming: is for a single data.train_data_path"),
+        ({"dataset_type": "hf", "datasets": ["x"]}, "data.datasets: is for a single data.train_data_path"),
+    ],
+)
+def test_what_lists_cannot_do_is_refused_by_name(settings, message):
+    settings = {"train_data_path": ["/a", "/b"]} | settings
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{f"data.{name}": value for name, value in settings.items()}))
+
+
+def test_each_path_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"data.train_data_path: {tmp_path}/none does not exist") as refusal:
+        validate_paths(config(**{"data.train_data_path": [str(tmp_path), f"{tmp_path}/none"]}))
+    assert str(refusal.value).count("\n") == 0
