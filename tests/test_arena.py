@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.data.arena import PLACES, SMALL, through_arenas
+from megatron_vlm.data.arena import PLACES, SMALL, Arena, through_arenas
+from megatron_vlm.data.ledger import LostSample
 
 COUNT = 5 * PLACES
 
@@ -99,6 +100,22 @@ def test_a_forked_process_lets_go_of_nothing(loader):
     assert any(taken)
     assert all(arena.taken >= before for arena, before in zip(arenas(loader), taken, strict=True))
     assert equal(sample, 0)
+
+
+@pytest.mark.parametrize("received_before", [True, False])
+def test_memory_written_over_while_in_use_is_an_error(received_before):
+    """At the next tensor, or at the one itself when it is not received yet."""
+    arena, large = Arena(), numbered(1)["large"]
+    receive, message = arena.reduce(large)
+    used = receive(*message) if received_before else None
+    arena._taken[:] = 0  # what no code does
+    arena.reduce(large)
+    if received_before:
+        assert used is not None
+        del used
+        receive, message = arena.reduce(large)
+    with pytest.raises(LostSample, match="written over while in use"):
+        receive(*message)
 
 
 class NotSent(Numbered):

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
+from megatron_vlm.data.ledger import REMEDY, LostSample
+
 PLACES = 16  # of a worker; those that were never needed take no memory
 PLACE = 1 << 27  # most bytes of a tensor in one
 SMALL = 1 << 14  # bytes; sent by value
@@ -42,6 +44,8 @@ class Arena:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = np.frombuffer(mmap.mmap(-1, PLACES * PLACE, flags=flags), np.uint8)
         self._taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)
+        self._written = np.frombuffer(mmap.mmap(-1, 8 * PLACES), np.int64)  # how often, by the worker alone
+        self._overwritten = False
         self._number = next(_numbers)
         _arenas[self._number] = self
 
@@ -62,19 +66,29 @@ class Arena:
         if size > PLACE or len(free) == 0:
             return reduce_tensor(tensor)
         place = int(free[0])
+        self._written[place] += 1
         self._bytes(place, size)[:] = data
         self._taken[place] = 1
-        return _from_place, (self._number, place, size, *about)
+        return _from_place, (self._number, place, int(self._written[place]), size, *about)
 
-    def tensor(self, place: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """In the main process: the tensor at a place, which is free again when nothing refers to it."""
+    def tensor(
+        self, place: int, number: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Tensor:
+        """In the main process: the tensor at a place, which is free again when nothing refers to it.
+
+        `number` is how often the place was written for it. Raises LostSample when it was written again since,
+        or one of the tensors before this was, while it was used.
+        """
+        if self._overwritten or self._written[place] != number:
+            raise LostSample(f"data: the memory of a batch was written over while in use. {REMEDY}")
         data = self._bytes(place, size)
-        weakref.finalize(data, self._let_go, place, os.getpid()).atexit = False
+        weakref.finalize(data, self._let_go, place, number, os.getpid()).atexit = False
         return torch.from_numpy(data).view(dtype).view(shape)
 
-    def _let_go(self, place: int, process: int) -> None:
+    def _let_go(self, place: int, number: int, process: int) -> None:
         """A process forked meanwhile lets go of a copy of its own: this one may still read."""
         if os.getpid() == process:
+            self._overwritten |= bool(self._written[place] != number)  # errors end here: `tensor` raises it
             self._taken[place] = 0
 
     def _bytes(self, place: int, size: int) -> np.ndarray:
