@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -145,7 +146,7 @@ def _second(root: str, cases: list[str]) -> dict:
     from megatron_vlm.training import checkpoint
 
     setup.init_distributed(ParallelConfig(), 1)
-    results = {}
+    results = {"damaged": _refusal_of_damage(_run_dir(root, cases[0]), cases[0])}
     for saved in cases:
         crossed = CROSS.get(saved, ()) if torch.distributed.get_world_size() == 2 else ()
         for case in (saved, *crossed):
@@ -160,6 +161,25 @@ def _second(root: str, cases: list[str]) -> dict:
                 "state": {name: value for name, value in asdict(state).items() if name != "path"},
             }
     return results
+
+
+def _refusal_of_damage(run_dir: Path, case: str) -> str:
+    """What this rank says of a copy of the run in whose last rank's file a bit has changed."""
+    from megatron_vlm.training import checkpoint
+
+    copy = run_dir.with_name("damaged")
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(run_dir, copy, dirs_exist_ok=True)
+        last = sorted((copy / f"checkpoints/step_{HALF:08d}").glob("*.distcp"))[-1]
+        content = bytearray(last.read_bytes())
+        content[len(content) // 2] ^= 1
+        last.write_bytes(content)
+    torch.distributed.barrier()
+    try:
+        checkpoint.load_latest(copy, *_start(case, seed=1))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _draws() -> list[float]:

@@ -9,7 +9,7 @@ import signal
 import launches
 import pytest
 
-from megatron_vlm.config import ParallelConfig
+from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.testing.distributed import run_distributed
 
 SAME = [(1, "dp"), (1, "dp_plain"), *((2, case) for case in launches.CASES_OF_2.split())]
@@ -77,8 +77,8 @@ def _runs_in_folders(root: str) -> dict:
     def listing(name: str) -> list[str]:
         return sorted(os.listdir(os.path.join(root, name, "checkpoints")))
 
-    def error(name: str) -> str:
-        with pytest.raises(ValueError) as caught:
+    def error(name: str, run=run) -> str:
+        with pytest.raises(ConfigError) as caught:
             checkpoint.load_latest(os.path.join(root, name), *run)
         return str(caught.value)
 
@@ -86,6 +86,14 @@ def _runs_in_folders(root: str) -> dict:
         for step in steps:
             checkpoint.save(os.path.join(root, name), step, *run, keep=2)
         return os.path.join(root, name, "checkpoints")
+
+    def without_checksums(folder: str) -> None:
+        """As checkpoints were before there were any."""
+        with open(os.path.join(folder, "state.json"), "r+") as file:
+            state = json.load(file)
+            file.seek(0)
+            file.truncate()
+            json.dump({key: state[key] for key in state if key not in ("files", "checksum")}, file)
 
     out = {"none": checkpoint.load_latest(os.path.join(root, "empty"), *run) is None}
 
@@ -100,9 +108,22 @@ def _runs_in_folders(root: str) -> dict:
     shutil.rmtree(os.path.join(saved("gone", 4), "step_00000004"))
     out["gone"] = error("gone")
 
-    with open(os.path.join(saved("unsafe", 4), "step_00000004", ".metadata"), "wb") as file:
+    unsafe = os.path.join(saved("unsafe", 4), "step_00000004")
+    with open(os.path.join(unsafe, ".metadata"), "wb") as file:
         pickle.dump(_Payload(os.path.join(root, "executed")), file)
+    without_checksums(unsafe)  # a stranger would have written new ones
     out["unsafe"] = error("unsafe")
+
+    for damage in (cut_file, pickle_of_else, cut_metadata, no_metadata_json):
+        former = os.path.join(saved(damage.__name__, 2, 4), "step_00000004")
+        without_checksums(former)
+        assert checkpoint.load_latest(os.path.join(root, damage.__name__), *run).step == 4
+        damage(former)
+        out[damage.__name__] = error(damage.__name__)
+
+    others = tiny_gpt.build(config.parallel, moe=True)
+    saved("dense", 4)
+    out["other_model"] = error("dense", (others, *build_optimizer(others, config)))
 
     saved("rate", 4)
     config.optimizer.lr = 5e-3
@@ -110,6 +131,23 @@ def _runs_in_folders(root: str) -> dict:
     checkpoint.load_latest(os.path.join(root, "rate"), *run)
     out["rate"] = sorted({group["max_lr"] for group in run[1].param_groups})
     return out
+
+
+def cut_file(folder: str) -> None:
+    os.truncate(os.path.join(folder, "__0_0.distcp"), 1000)
+
+
+def pickle_of_else(folder: str) -> None:
+    with open(os.path.join(folder, ".metadata"), "wb") as file:
+        pickle.dump({"a": 1}, file)
+
+
+def cut_metadata(folder: str) -> None:
+    os.truncate(os.path.join(folder, ".metadata"), 1000)
+
+
+def no_metadata_json(folder: str) -> None:
+    os.remove(os.path.join(folder, "metadata.json"))
 
 
 class _Payload:
@@ -143,6 +181,31 @@ def test_a_half_written_folder_is_not_loaded_and_goes_at_the_next_save(folders):
 
 def test_a_latest_that_names_nothing_is_an_error_that_says_what_to_do(folders):
     assert "latest names step_00000004, which is not complete" in folders[1]["gone"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "fact"),
+    [
+        ("cut_file", "step_00000004 cannot be read"),
+        ("pickle_of_else", ".metadata is not the metadata of a checkpoint of ours (a dict)"),
+        ("cut_metadata", ".metadata is not the metadata of a checkpoint of ours (pickle data was truncated)"),
+        ("no_metadata_json", "step_00000004 cannot be read"),
+    ],
+)
+def test_damage_to_a_checkpoint_without_checksums_is_named_too(folders, damage, fact):
+    assert fact in folders[1][damage]
+    assert "go on from another complete one: echo step_00000002 > " in folders[1][damage]
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(folders):
+    assert "step_00000004 does not fit this model and configuration" in folders[1]["other_model"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_changed_bit_is_named_with_its_file_on_every_rank(world_size):
+    found = {rank["damaged"] for rank in launches.second(world_size)}
+    assert len(found) == 1
+    assert f"__{world_size - 1}_0.distcp is not what was saved: its checksum differs" in found.pop()
 
 
 def test_a_pickle_that_runs_code_is_refused_before_it_runs(folders):

@@ -12,6 +12,7 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checkpoints import refuse
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
+from megatron_vlm.run_folder import check_start
 from megatron_vlm.validation import validate, validate_paths
 
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -71,6 +72,7 @@ def train(
         _show(run_config, nproc or world_size())
         return
     _check(run_config, nproc)
+    _check_run_folder(run_config)
     if nproc:
         options = {"recipe": recipe, "config": config, **arguments}
         given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
@@ -211,6 +213,7 @@ def import_(
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
     run_config = recipe_table.compose(recipe, config, settings or ())
     _check(run_config, nproc, needs_data=False)
+    _check_run_folder(run_config)
     if nproc:
         options = {"recipe": recipe, "config": config}
         given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
@@ -345,6 +348,12 @@ def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> Non
         config = _with_some_data(config)
     validate(config, nproc or world_size() or 1)
     validate_paths(config)
+
+
+def _check_run_folder(config: RunConfig) -> None:
+    """Before anything heavy is imported; torchrun's processes do it later, together."""
+    if world_size() is None:
+        check_start(config.run_dir, config.model.hf_path)
 
 
 def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:

@@ -21,6 +21,11 @@ def printable_lines(text: object) -> str:
     return "\n".join(printable(line, len(line)) for line in str(text).expandtabs().split("\n"))
 
 
+def readable_size(size: int) -> str:
+    """Bytes as people say them: `12.3 GB`, `4.5 MB`."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

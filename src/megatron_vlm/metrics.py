@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_vlm.config import RunConfig, to_yaml
+from megatron_vlm.run_folder import write_whole
 
 PLAIN_LINES = 20  # what a whole run prints where there is no terminal to draw a bar on
 
@@ -47,7 +48,7 @@ class RunLogger:
             return
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
         self.trained_tokens = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
         self._file = (self.run_dir / "metrics.jsonl").open(
@@ -207,9 +208,7 @@ def _keep_rows_before(path: Path, start_step: int) -> int:
     if not path.exists():
         return 0
     rows = [row for row in read_metrics(path) if row["step"] < start_step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     return max((row.get("trained_tokens", 0) for row in rows), default=0)
 
 

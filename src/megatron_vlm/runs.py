@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import RunConfig, to_yaml
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.prompt import encode_prompt
@@ -35,7 +36,7 @@ class TrainedModel:
 
 def open_run(config: RunConfig) -> TrainedModel:
     """Join the processes and load the latest checkpoint; raises FileNotFoundError when there is none."""
-    if not checkpoint.exists(config.run_dir):
+    if run_folder.latest_checkpoint(config.run_dir) is None:
         raise FileNotFoundError(
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
@@ -49,16 +50,18 @@ def open_run(config: RunConfig) -> TrainedModel:
 
 def import_run(config: RunConfig) -> None:
     """Write the HF checkpoint as the run folder's checkpoint of step 0, from which training starts."""
+    setup.init_distributed(config.parallel, config.train.seed)
+    lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     if checkpoint.exists(config.run_dir):
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
-    setup.init_distributed(config.parallel, config.train.seed)
     source = open_source(config.model.hf_path)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
     import_hf(chunks, source.folder, source.family, source.hf_config)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as training does: export and the like go by it
-        Path(config.run_dir, "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        run_folder.write_whole(Path(config.run_dir, "config.yaml"), to_yaml(config))
+    lock.close()
     setup.shutdown()
 
 

@@ -25,6 +25,7 @@ def train(config: RunConfig) -> None:
     Called by every process of the layout. The run folder then holds checkpoints, metrics and pictures.
     """
     setup.init_distributed(config.parallel, config.train.seed)
+    lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
     hf_config, family, processor = source.hf_config, source.family, load_processor(source.folder)
 
@@ -57,6 +58,8 @@ def train(config: RunConfig) -> None:
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
     if resumed:
         log.message(f"resumed after step {start} from {resumed.path}")
+        if resumed.later:
+            log.message(f"{', '.join(resumed.later)} stay until their steps are saved again")
         if config.data.restart:
             log.message("data.restart: the data begins anew from here")
 
@@ -99,6 +102,7 @@ def train(config: RunConfig) -> None:
         if data:
             batch_log.close()
             data.close()
+    lock.close()
     setup.shutdown()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,23 @@ def device() -> torch.device:
 
 def is_first_rank() -> bool:
     return dist.get_rank() == 0
+
+
+def on_first_rank(do: Callable, *arguments: Any) -> Any:
+    """What `do` returns on rank 0, on every rank; its ValueError or OSError as well. Every rank calls it.
+
+    So all go by what one of them sees, whatever a network file system shows to the others.
+    """
+    answer = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [do(*arguments), None]
+        except (ValueError, OSError) as error:
+            answer = [None, error]
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    if answer[1] is not None:
+        raise answer[1].with_traceback(None)
+    return answer[0]
 
 
 def world_size() -> int:

@@ -1,33 +1,31 @@
 """Checkpoints of a run, on Megatron's dist_checkpointing: saved by one layout, loaded by any.
 
-    <run_dir>/checkpoints/latest                 name of the newest complete checkpoint
     <run_dir>/checkpoints/step_00000100/         Megatron's files: model and optimizer, by tensor name
-    <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders
-    <run_dir>/checkpoints/step_00000200.tmp/     being written, or left by a run that was killed
+    <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders, and the
+                                                 size and checksum of every other file
 
-Only the run's own folder is ever looked at. Nothing is loaded that could run code: Megatron's objects are
-read with `weights_only`, torch's pickled `.metadata` only after a look at what it names.
+`run_folder` says which checkpoint is the newest and how one becomes complete. Only the run's own folder is
+ever looked at. Nothing is loaded that could run code: Megatron's objects are read with `weights_only`,
+torch's pickled `.metadata` only after a look at what it names.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import json
 import os
-import pickle
 import queue
-import random
-import shutil
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -36,9 +34,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_vlm import run_folder, run_lock
+from megatron_vlm.checkpoint_files import checksum_problems, checksums, read_state, size_problems
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.parallel.setup import on_first_rank
+from megatron_vlm.training.generators import generator_states, restore_generators
+from megatron_vlm.training.metadata import check_metadata, weights_only
 from megatron_vlm.training.optimizer import torch_adams
 
-_STATE = "state.json"
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -55,6 +59,27 @@ class CheckpointState:
     loader_states: list[Any]  # as the data-parallel ranks saved them, in order, however many they are now
     rng_restored: bool  # only under the layout that saved
     extra: dict[str, Any] = field(default_factory=dict)
+    later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
+
+
+def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
+    """The right of this run to write into its folder; every rank calls it, first, and keeps what it returns.
+
+    Held until that is closed or the process ends. Leftovers of a run that was killed are then removed. Raises
+    ConfigError on every rank as `run_folder.check_start` does: another run lives here, or this is the folder
+    of another model, or its newest checkpoint is not known.
+    """
+    locks = []
+
+    def first() -> None:
+        with run_folder.naming(Path(run_dir)):
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            run_folder.check_start(run_dir, hf_path)
+            locks.append(run_lock.take(run_dir))
+        run_folder.tidy(run_dir)
+
+    on_first_rank(first)
+    return locks[0] if locks else run_lock.join(run_dir, dist.get_rank())
 
 
 def save(
@@ -71,41 +96,34 @@ def save(
 
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere;
     `extra` is JSON data, rank 0's is kept. `latest` changes only when everything is on disk, then all but
-    the `keep` newest checkpoints go. A step that `latest` already names is not written again.
+    the `keep` newest checkpoints go. A step that `latest` already names is not written again. Raises OSError
+    that says where, how much is to be written and how much room there is; `latest` then stays as it was.
     """
-    folder = Path(run_dir) / "checkpoints"
-    final = folder / f"step_{step:08d}"
-    if _latest_name(folder) == final.name:
+    if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
-    partial = final.with_suffix(".tmp")
-    if dist.get_rank() == 0:
-        _remove_partial(folder)
-        shutil.rmtree(final, ignore_errors=True)  # complete, but `latest` never named it
-        partial.mkdir(parents=True)
-    dist.barrier()
-    _write_tensors(partial, model_chunks, optimizer)
     ranks = _gather(_rank_state(loader_state))
-    if dist.get_rank() == 0:
-        state = {
-            "step": step,
-            "layout": _layout(),
-            "tied": unwrap_model(model_chunks[0]).share_embeddings_and_output_weights,
-            "schedule": scheduler.state_dict(),
-            "extra": extra or {},
-            "ranks": ranks,
-        }
-        _write_synced(partial / _STATE, json.dumps(state))
-        os.rename(partial, final)
-        _write_synced(folder / "latest.tmp", final.name + "\n")
-        os.replace(folder / "latest.tmp", folder / "latest")
-        _prune(folder, final.name, keep)
-    dist.barrier()
-    return final
+    tensors = _sharded_state(model_chunks, optimizer, loading=False)
+    needed = sum(_gather(_bytes(tensors)))
+    partial = on_first_rank(run_folder.begin, run_dir, step, needed)
+    _write_tensors(partial, tensors, needed)
+    with run_folder.naming(partial):
+        written = _gather(checksums(partial, _files_of_rank(os.listdir(partial))))
+
+    def finish() -> Path:
+        files = {name: known for rank in written for name, known in rank.items()}
+        state = {"step": step, "layout": _layout(), "schedule": scheduler.state_dict()}
+        state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
+        state |= {"extra": extra or {}, "ranks": ranks, "files": files}
+        final = run_folder.complete(partial, state)
+        run_folder.prune(run_dir, final.name, keep)
+        return final
+
+    return on_first_rank(finish)
 
 
 def exists(run_dir: str | Path) -> bool:
-    """Whether the run folder holds a complete checkpoint."""
-    return (Path(run_dir) / "checkpoints" / "latest").is_file()
+    """Whether `load_latest` finds a checkpoint; raises ConfigError as it does. Every rank calls it."""
+    return on_first_rank(run_folder.latest_checkpoint, run_dir) is not None
 
 
 def saved_tied(run_dir: str | Path) -> bool | None:
@@ -113,10 +131,12 @@ def saved_tied(run_dir: str | Path) -> bool | None:
 
     Asked before a model is built to load it: what the run's source says may have changed since. Collective.
     """
-    folder = Path(run_dir) / "checkpoints"
-    name = _latest_name(folder)
-    file = folder / str(name) / _STATE
-    return json.loads(file.read_text()).get("tied") if name and file.is_file() else None
+
+    def read() -> bool | None:
+        path = run_folder.latest_checkpoint(run_dir)
+        return _state(path).get("tied") if path else None
+
+    return on_first_rank(read)
 
 
 def load_latest(
@@ -126,63 +146,115 @@ def load_latest(
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, under whatever layout saved
     them; the learning rate, its schedule and weight decay stay as configured now. Generators are restored
-    when the layout is the same. Without an optimizer only the model is read. Raises ValueError for a folder
-    that is damaged or unsafe to read, `CheckpointingException` when tensors are missing from it.
+    when the layout is the same. Without an optimizer only the model is read. Raises ConfigError when the
+    newest is not known (see `run_folder.latest_checkpoint`), when a file of it is not what was saved, which
+    it names, when it is unsafe to read, or of another model.
     """
-    folder = Path(run_dir) / "checkpoints"
-    name = _latest_name(folder)
-    if name is None:
+    path = on_first_rank(run_folder.latest_checkpoint, run_dir)
+    if path is None:
         return None
-    path = folder / name
-    if not (path / _STATE).is_file():
-        raise ValueError(
-            f"checkpoint: {folder / 'latest'} names {name}, which is not complete in {folder}; restore it, "
-            "name another in latest, or delete latest to start anew."
-        )
-    state = json.loads((path / _STATE).read_text())
-    _read_tensors(path, model_chunks, optimizer, scheduler)
+    state = _checked_state(path)
+    _read_tensors(path, bool(state["files"]), model_chunks, optimizer, scheduler)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     same_layout = state["layout"] == _layout()
     if same_layout:
-        _restore_rng(state["ranks"][dist.get_rank()]["rng"])
-    return CheckpointState(state["step"], path, _loader_states(state), same_layout, state["extra"])
+        restore_generators(state["ranks"][dist.get_rank()]["rng"])
+    later = [name for name in run_folder.complete_checkpoints(run_dir) if name > path.name]
+    return CheckpointState(state["step"], path, _loader_states(state), same_layout, state["extra"], later)
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def _files_of_rank(names: Iterable[str]) -> list[str]:
+    """The files that this rank wrote, or its share of those of another number of ranks: `__RANK_0.distcp`."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    writers = {name: re.match(r"__(\d+)_", name) for name in names}
+    return [name for name, found in writers.items() if (int(found[1]) if found else 0) % world == rank]
+
+
+def _checked_state(path: Path) -> dict[str, Any]:
+    """state.json of a checkpoint whose files are as saved: each file is read once, by one of the ranks."""
+    problems = on_first_rank(_problems_at_sight, path)
+    state = {} if problems else read_state(path)
+    if not problems:
+        mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
+        problems = [text for rank in _gather(checksum_problems(path, mine)) for text in rank]
+    if problems:
+        raise ConfigError(run_folder.damaged(path, problems))
+    return state
+
+
+def _problems_at_sight(path: Path) -> list[str]:
+    files = _state(path)["files"]
+    return size_problems(path, files) if files else []  # none were written down before there were checksums
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        return read_state(path)
+    except ValueError as error:
+        raise ConfigError(run_folder.damaged(path, [str(error)])) from error
 
 
 # ---- tensors, by Megatron ---------------------------------------------------------------------------------
 
 
-def _write_tensors(path: Path, model_chunks: list, optimizer) -> None:
+def _write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
     # Megatron asks a manager process for a queue even when it writes in this one; it costs seconds to start.
     filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    state = _sharded_state(model_chunks, optimizer, loading=False)
     try:
-        dist_checkpointing.save(state, str(path), strategy)
+        with run_folder.naming(path):
+            dist_checkpointing.save(state, str(path), strategy)
     except CheckpointException as error:
-        free = shutil.disk_usage(path).free
+        free = run_folder.free_bytes(path)
+        if dist.get_rank() == 0:
+            run_folder.remove(path)
         raise OSError(
-            f"checkpoint: {path} could not be written, with {free / 1e9:.1f} GB free there: "
-            f"{_reasons(error)}. The last complete checkpoint stays as it was; make room and start again."
+            f"checkpoint: {printable(path)} could not be written: {_reasons(error)}. It takes "
+            f"{readable_size(needed)}; {readable_size(free)} were left. The last complete checkpoint stays; "
+            "make room (a quota counts too) and start again."
         ) from error
 
 
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+def _bytes(state: Any) -> int:
+    """Of the tensors that this rank has to write, or gives to another to write."""
+    parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
+    return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
 
 
-def _read_tensors(path: Path, model_chunks: list, optimizer, scheduler) -> None:
-    _check_metadata(path / ".metadata")
+def _read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer, scheduler) -> None:
+    try:
+        check_metadata(path / ".metadata")
+    except ValueError as error:
+        raise ConfigError(run_folder.damaged(path, [str(error)])) from error
     wanted = _sharded_state(model_chunks, optimizer, loading=True)
-    with _weights_only():
-        loaded = dist_checkpointing.load(wanted, str(path))
+    try:
+        with weights_only():
+            loaded = dist_checkpointing.load(wanted, str(path))
+    except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
+        if not known_intact:
+            problem = f"{printable(path)} cannot be read ({_reasons(error)})"
+            raise ConfigError(run_folder.damaged(path, [problem])) from error
+        raise ConfigError(
+            f"checkpoint: {printable(path)} does not fit this model and configuration ({_reasons(error)}). "
+            "Train as it was trained, or in another run_dir."
+        ) from error
     for name, model in _named_models(model_chunks):
         model.load_state_dict(loaded[name])
     if optimizer is not None:
         _load_optimizer(optimizer, loaded["optimizer"], scheduler)
+
+
+def _reasons(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_reasons(why[0])}" for rank, why in error.failures.items())
+    return printable(f"{type(error).__name__}: {error}", 400)
 
 
 def _named_models(model_chunks: list) -> list[tuple[str, torch.nn.Module]]:
@@ -251,7 +323,11 @@ def _layout() -> dict[str, int]:
 
 def _rank_state(loader_state: Any) -> dict[str, Any]:
     json.dumps(loader_state)  # a TypeError here names what is not data, before anything is written
-    return {"dp_rank": parallel_state.get_data_parallel_rank(), "rng": _rng(), "loader": loader_state}
+    return {
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "rng": generator_states(),
+        "loader": loader_state,
+    }
 
 
 def _loader_states(state: dict[str, Any]) -> list[Any]:
@@ -259,123 +335,7 @@ def _loader_states(state: dict[str, Any]) -> list[Any]:
     return [saved[rank] for rank in sorted(saved)]
 
 
-def _rng() -> dict[str, Any]:
-    version, keys, gauss = random.getstate()
-    name, np_keys, *np_rest = np.random.get_state()
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return {
-        "python": [version, list(keys), gauss],
-        "numpy": [name, np_keys.tolist(), *np_rest],
-        "torch": _to_text(torch.get_rng_state()),
-        "device": _to_text(torch.cuda.get_rng_state()),
-        "tracker": {name: _to_text(state) for name, state in tracker.items()},
-    }
-
-
-def _restore_rng(rng: dict[str, Any]) -> None:
-    version, keys, gauss = rng["python"]
-    random.setstate((version, tuple(keys), gauss))
-    name, np_keys, *np_rest = rng["numpy"]
-    np.random.set_state((name, np.array(np_keys, dtype=np.uint32), *np_rest))
-    torch.set_rng_state(_from_text(rng["torch"]))
-    torch.cuda.set_rng_state(_from_text(rng["device"]))
-    states = {name: _from_text(text) for name, text in rng["tracker"].items()}
-    tensor_parallel.get_cuda_rng_tracker().set_states(states)
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
 def _gather(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-# ---- folders ----------------------------------------------------------------------------------------------
-
-
-def _latest_name(folder: Path) -> str | None:
-    """Rank 0's answer on every rank, whatever a network file system shows to the others."""
-    answer = [None]
-    if dist.get_rank() == 0 and (folder / "latest").is_file():
-        answer = [(folder / "latest").read_text().strip()]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    return answer[0]
-
-
-def _remove_partial(folder: Path) -> None:
-    for leftover in folder.glob("step_*.tmp"):
-        shutil.rmtree(leftover)
-
-
-def _prune(folder: Path, newest: str, keep: int) -> None:
-    """Later steps stay: they are there when somebody set `latest` back, and are not ours to delete."""
-    complete = sorted(path.name for path in folder.glob("step_*") if (path / _STATE).is_file())
-    for old in [name for name in complete if name <= newest][: -max(keep, 1)]:
-        shutil.rmtree(folder / old)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-# ---- safe reading -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _weights_only() -> Iterator[None]:
-    """torch's checkpoint planner calls `torch.load(weights_only=False)`; this variable overrules it."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
-_CHECKPOINT = "torch.distributed.checkpoint."
-_METADATA_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    (_CHECKPOINT + "filesystem", "_StorageInfo"),
-    *((_CHECKPOINT + "metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
-    *((_CHECKPOINT + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *((_CHECKPOINT + "metadata", name) for name in ("TensorProperties", "TensorStorageMetadata")),
-    (_CHECKPOINT + "metadata", "_MEM_FORMAT_ENCODING"),
-    *((_CHECKPOINT + "planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem")),
-    (_CHECKPOINT + "planner", "WriteItemType"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the plain records torch writes into `.metadata`, and refuses every other name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _METADATA_NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return super().find_class(module, name)
-
-
-def _check_metadata(path: Path) -> None:
-    """Raise ValueError when `.metadata`, which torch unpickles, names what torch does not write there."""
-    try:
-        with open(path, "rb") as file:
-            _MetadataUnpickler(file).load()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"checkpoint: {path} is not the metadata of a checkpoint of ours ({error}); "
-            "name another checkpoint in latest, or delete latest to start anew."
-        ) from error

@@ -1,0 +1,109 @@
+"""One run at a time in a run folder: each of its processes holds its part of `<run_dir>/lock` while it lives.
+
+The parts are POSIX record locks. The kernel frees them when the process ends, however it ends, and processes
+forked from it (DataLoader workers) do not hold them. Other hosts see them where the file system carries locks
+(NFS, GPFS, Lustre mounted with `flock`); mounted with `nolock` or `localflock` it shows no other host.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+
+FILE = "lock"
+RECORD = 128  # bytes of a rank's part: who it is
+_HELD = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_TO_THE_END = 0
+
+
+def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
+    """The lock of rank 0, held until it is closed or this process ends; the other ranks then `join`.
+
+    Raises ConfigError that names the processes of another run that still lives after `patience` seconds, the
+    time that the kernel may take to end a killed process. The run folder must exist. Do not open the lock
+    elsewhere in this process: closing any descriptor of the file frees it.
+    """
+    file = _opened(run_dir)
+    _lock_all(file, run_dir, patience)
+    file.truncate(0)
+    _sign(file, 0)
+    fcntl.lockf(file, fcntl.LOCK_UN, _TO_THE_END, RECORD)  # the parts of the other ranks
+    return file
+
+
+def join(run_dir: str | Path, rank: int) -> BinaryIO:
+    """The lock of another rank than 0, once rank 0 has its own. A run lives as long as one of its ranks."""
+    file = _opened(run_dir)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, RECORD, rank * RECORD)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:  # rank 0 has said so
+            raise
+    _sign(file, rank)
+    return file
+
+
+def check_free(run_dir: str | Path, patience: float = 1.0) -> None:
+    """Raise ConfigError as `take` does, and take nothing."""
+    if (Path(run_dir) / FILE).is_file():
+        with _opened(run_dir) as file:
+            _lock_all(file, run_dir, patience)
+
+
+def _opened(run_dir: str | Path) -> BinaryIO:
+    descriptor = os.open(Path(run_dir) / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    return open(descriptor, "r+b", buffering=0)
+
+
+def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not _try(file, _TO_THE_END, 0):
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"run_dir: {printable(run_dir)} belongs to a run that lives: {_holders(file)}. "
+                "Wait until it ends, end it with `kill` on its host, or give another run_dir."
+            )
+        time.sleep(0.05)
+
+
+def _try(file: BinaryIO, length: int, start: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+        print(
+            f"{printable(file.name)}: no locks on this file system ({error.strerror}); a second run in this "
+            "folder would not be noticed.",
+            file=sys.stderr,
+        )
+    return True
+
+
+def _holders(file: BinaryIO) -> str:
+    records = os.pread(file.fileno(), 1 << 20, 0)
+    alive = [
+        printable(records[start : start + RECORD].decode(errors="replace").strip("\0 \n"))
+        for start in range(0, len(records), RECORD)
+        if not _try(file, RECORD, start)
+    ]
+    more = f" and {len(alive) - 2} more" if len(alive) > 2 else ""
+    return "; ".join(filter(None, alive[:2])) + more or "its processes have not said who they are yet"
+
+
+def _sign(file: BinaryIO, rank: int) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = f"rank {rank} is process {os.getpid()} on {socket.gethostname()[:60]} since {since}"
+    os.pwrite(file.fileno(), f"{text:<{RECORD - 1}}\n".encode(), rank * RECORD)

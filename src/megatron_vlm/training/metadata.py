@@ -1,0 +1,78 @@
+"""Reading a checkpoint without running what its pickles name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_vlm.messages import printable
+
+_CHECKPOINT = "torch.distributed.checkpoint."
+_METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (_CHECKPOINT + "filesystem", "_StorageInfo"),
+    *((_CHECKPOINT + "metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_CHECKPOINT + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_CHECKPOINT + "metadata", name) for name in ("TensorProperties", "TensorStorageMetadata")),
+    (_CHECKPOINT + "metadata", "_MEM_FORMAT_ENCODING"),
+    *((_CHECKPOINT + "planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem")),
+    (_CHECKPOINT + "planner", "WriteItemType"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the plain records torch writes into `.metadata`, and refuses every other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+# what pickles of other things, and damaged ones, make the unpickler raise
+_NOT_A_PICKLE_OF_OURS = (
+    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, IndexError, KeyError, TypeError),
+    *(ValueError, OverflowError, MemoryError, RecursionError, OSError),
+)
+
+
+def check_metadata(path: Path) -> None:
+    """Raise ValueError when `.metadata`, which torch unpickles, is not just what torch writes there.
+
+    Nothing that it names is run, and the files that it refers to lie beside it.
+    """
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"a {type(metadata).__name__}")
+        for stored in (metadata.storage_data or {}).values():
+            if os.path.basename(stored.relative_path) != stored.relative_path:
+                raise ValueError(f"it refers to {stored.relative_path}")
+    except _NOT_A_PICKLE_OF_OURS as error:
+        raise ValueError(
+            f"{printable(path)} is not the metadata of a checkpoint of ours ({printable(error)})"
+        ) from error
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """torch's checkpoint planner calls `torch.load(weights_only=False)`; this variable overrules it."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

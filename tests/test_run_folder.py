@@ -1,0 +1,382 @@
+"""A run folder without torch: the checkpoint to go on from, who may start, what a kill left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm import run_folder, run_lock
+from megatron_vlm.checkpoint_files import checksum_problems, checksums, read_state, size_problems
+from megatron_vlm.config import ConfigError
+
+MODEL = "models/tiny"
+
+
+def save(run_dir: Path, step: int, keep: int = 10, content: bytes = b"") -> Path:
+    """A checkpoint as `training.checkpoint.save` makes it, of one small file of tensors."""
+    partial = run_folder.begin(run_dir, step)
+    (partial / "__0_0.distcp").write_bytes(content or b"tensors of %d" % step)
+    (partial / ".metadata").write_bytes(b"names")
+    (partial / "metadata.json").write_text("{}")
+    state = {"step": step, "layout": {"world": 1}, "schedule": {"lr": 0.1}, "extra": {}}
+    state["ranks"] = [{"dp_rank": 0, "rng": {}, "loader": None}]
+    state["files"] = checksums(partial, ["__0_0.distcp", ".metadata", "metadata.json"])
+    final = run_folder.complete(partial, state)
+    run_folder.prune(run_dir, final.name, keep)
+    return final
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """Complete checkpoints of steps 2, 4 and 6, in a path that a shell has to be told to leave alone."""
+    folder = tmp_path / "my run"
+    for step in (2, 4, 6):
+        save(folder, step)
+    return folder
+
+
+def refusal(run_dir: Path, hf_path: str = MODEL) -> str:
+    """What a start says; nothing may be changed by it."""
+    before = snapshot(run_dir)
+    with pytest.raises(ConfigError) as caught:
+        run_folder.check_start(run_dir, hf_path)
+    assert snapshot(run_dir) == before
+    return str(caught.value)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+# ---- which checkpoint -------------------------------------------------------------------------------------
+
+
+def test_latest_names_the_checkpoint_to_go_on_from(run_dir, tmp_path):
+    assert run_folder.latest_checkpoint(run_dir).name == "step_00000006"
+    (run_dir / "checkpoints/latest").write_text("step_00000002\n")
+    assert run_folder.latest_checkpoint(run_dir).name == "step_00000002"
+    assert run_folder.latest_checkpoint(tmp_path / "new") is None
+
+
+def make_fifo(latest: Path) -> None:
+    latest.unlink()
+    os.mkfifo(latest)
+
+
+def make_folder(latest: Path) -> None:
+    latest.unlink()
+    latest.mkdir()
+
+
+def make_link_to_a_step(latest: Path) -> None:
+    latest.unlink()
+    latest.symlink_to("step_00000004")
+
+
+BROKEN_LATEST = {
+    "deleted": (Path.unlink, "is missing"),
+    "empty": (lambda latest: latest.write_text(""), "holds ''"),
+    "whitespace": (lambda latest: latest.write_text(" \n\t\n"), "holds ''"),
+    "garbage": (lambda latest: latest.write_bytes(os.urandom(5000)), "and not the name of a checkpoint"),
+    "another case": (lambda latest: latest.write_text("STEP_00000006"), "holds 'STEP_00000006'"),
+    "digits of no step": (lambda latest: latest.write_text("step_٠٠٠٠٠٠٠٦"), "not the name of a checkpoint"),
+    "a folder": (make_folder, "is not a file"),
+    "a link to a step": (make_link_to_a_step, "is not a file"),
+    "a pipe": (make_fifo, "is not a file"),
+    "outside": (
+        lambda latest: latest.write_text("../../other/checkpoints/step_00000006"),
+        "and not the name",
+    ),
+    "the folder itself": (lambda latest: latest.write_text("."), "and not the name"),
+    "absolute": (lambda latest: latest.write_text("/tmp/step_00000006"), "and not the name"),
+    "not there": (lambda latest: latest.write_text("step_00000005"), "not complete: it is not there"),
+    "escapes": (lambda latest: latest.write_text("\x1b[2Jstep"), r"holds '\\x1b[2Jstep'"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_LATEST)
+def test_complete_checkpoints_without_a_valid_latest_are_refused_with_the_command_that_mends_it(
+    run_dir, kind
+):
+    breaking, fact = BROKEN_LATEST[kind]
+    breaking(run_dir / "checkpoints/latest")
+    message = refusal(run_dir)
+    assert fact in message and "step_00000002, step_00000004, step_00000006" in message
+    assert len(message.splitlines()) == 1
+    subprocess.run(message.rpartition("go on from one: ")[2], shell=True, check=True)
+    found = run_folder.latest_checkpoint(run_dir).name
+    assert found == ("step_00000004" if kind == "not there" else "step_00000006")
+    run_folder.check_start(run_dir, MODEL)
+
+
+def test_a_latest_without_any_complete_checkpoint_is_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest").write_text("step_00000006\n")
+    assert "Restore it, or delete" in refusal(tmp_path)
+
+
+def test_checkpoints_that_are_no_folder_are_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    assert "checkpoints is not a folder" in refusal(tmp_path)
+
+
+def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):
+    elsewhere = save(tmp_path / "other", 8)
+    (run_dir / "checkpoints/step_00000008").symlink_to(elsewhere)
+    assert run_folder.latest_checkpoint(run_dir).name == "step_00000006"
+    (run_dir / "checkpoints/latest").write_text("step_00000008\n")
+    assert "names step_00000008, which is not complete: it is a link" in refusal(run_dir)
+    (run_dir / "checkpoints/latest").write_text("step_00000006\n")
+    save(run_dir, 8)
+    assert (elsewhere / "__0_0.distcp").exists()  # the link went, not what it led to
+    assert not (run_dir / "checkpoints/step_00000008").is_symlink()
+
+
+# ---- whose folder -----------------------------------------------------------------------------------------
+
+
+def test_the_run_of_another_model_is_refused(run_dir):
+    (run_dir / "config.yaml").write_text("model:\n  hf_path: models/other\n")
+    message = refusal(run_dir)
+    assert "holds a run of models/other, and model.hf_path is models/tiny" in message
+    run_folder.check_start(run_dir, "models/other")
+    run_folder.check_start(run_dir, os.path.abspath("models/other"))
+
+
+def test_a_folder_in_which_nothing_was_trained_may_take_another_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("model:\n  hf_path: models/other\n")
+    run_folder.check_start(tmp_path, MODEL)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert "holds a run of models/other" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "- a\n- b\n", "model: [\n", "model: 3\n", "\0\1"])
+def test_a_config_of_something_else_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    assert "config.yaml is not the configuration of a run" in refusal(tmp_path)
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file is not a folder" in refusal(tmp_path / "file")
+
+
+# ---- damage -----------------------------------------------------------------------------------------------
+
+
+def problems(path: Path) -> list[str]:
+    try:
+        files = read_state(path)["files"]
+    except ValueError as error:
+        return [str(error)]
+    return size_problems(path, files) or checksum_problems(path, files)
+
+
+def edit_state(**changes):
+    def edit(path: Path) -> None:
+        state = json.loads((path / "state.json").read_text())
+        (path / "state.json").write_text(json.dumps(state | changes))
+
+    return edit
+
+
+def flip(name: str):
+    def change(path: Path) -> None:
+        content = bytearray((path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / name).write_bytes(content)
+
+    return change
+
+
+def write(name: str, text: str):
+    return lambda path: (path / name).write_text(text)
+
+
+DAMAGE = {
+    "a file truncated": (
+        lambda path: os.truncate(path / "__0_0.distcp", 3),
+        "__0_0.distcp has 3 bytes and had 12",
+    ),
+    "a bit of a file": (flip("__0_0.distcp"), "__0_0.distcp is not what was saved: its checksum differs"),
+    "a bit of the names": (flip(".metadata"), ".metadata is not what was saved: its checksum differs"),
+    "a file missing": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+    "a folder for a file": (lambda path: [flip_to_folder(path / ".metadata")], ".metadata is missing"),
+    "an extra file": (write("common.pt", "x"), "common.pt was not saved with it"),
+    "state.json truncated": (
+        lambda path: os.truncate(path / "state.json", 40),
+        "state.json is not what was saved:",
+    ),
+    "state.json empty": (write("state.json", ""), "state.json is not what was saved:"),
+    "state.json a list": (write("state.json", "[]"), "it holds a list and no mapping"),
+    "state.json deep": (write("state.json", "[" * 100_000), "state.json is not what was saved:"),
+    "state.json no text": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe{"), "state.json is not"),
+    "a number edited": (
+        edit_state(schedule={"lr": 0.2}),
+        "state.json is not what was saved: its checksum differs",
+    ),
+    "a step of text": (edit_state(step="6"), "step is 6 and no int"),
+    "ranks a mapping": (edit_state(ranks={}), "ranks is {} and no list"),
+    "ranks missing": (edit_state(ranks=[]), "ranks: 0 entries, of 1 ranks"),
+    "a rank without data": (edit_state(ranks=[{}]), "ranks: an entry lacks dp_rank, rng or loader"),
+    "another step": (edit_state(step=4), "it is of step 4"),
+    "files outside": (edit_state(files={"../x": [1, "a"]}), "files: ../x is no file with its size"),
+    "files of nothing": (edit_state(files={"x": 3}), "files: x is no file with its size and checksum"),
+}
+
+
+def flip_to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before(run_dir, kind):
+    path = run_folder.latest_checkpoint(run_dir)
+    assert problems(path) == []
+    damage, fact = DAMAGE[kind]
+    damage(path)
+    message = run_folder.damaged(path, problems(path))
+    assert fact in message and str(path) in message and len(message.splitlines()) == 1
+    subprocess.run(message.rpartition("complete one: ")[2], shell=True, check=True)
+    assert run_folder.latest_checkpoint(run_dir).name == "step_00000004"
+
+
+def test_a_way_on_that_is_damaged_too_is_not_offered(run_dir):
+    path = run_folder.latest_checkpoint(run_dir)
+    os.truncate(path / "__0_0.distcp", 3)
+    os.truncate(path.parent / "step_00000004/__0_0.distcp", 3)
+    assert run_folder.damaged(path, problems(path)).endswith(
+        f"echo step_00000002 > {shlex.quote(str(path.parent / 'latest'))}"
+    )
+    (path.parent / "step_00000002/metadata.json").unlink()
+    assert "begin in another run_dir: no other checkpoint here is complete" in run_folder.damaged(
+        path, problems(path)
+    )
+
+
+def test_files_that_a_file_system_or_an_editor_leaves_do_no_harm(run_dir):
+    path = run_folder.latest_checkpoint(run_dir)
+    (path / ".nfs0001").write_text("")
+    assert problems(path) == []
+
+
+# ---- one run at a time ------------------------------------------------------------------------------------
+
+HOLDER = """
+import multiprocessing, os, sys, time
+from megatron_vlm import run_lock
+held = run_lock.take(sys.argv[1])
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start()  # as a DataLoader worker: forked, with every descriptor of its parent
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock, and the process id of the worker that it forked."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    worker = int(process.stdout.readline())
+    yield process, worker
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_not_after_it_was_killed(tmp_path, holder):
+    process, worker = holder
+    began = time.monotonic()
+    message = refusal(tmp_path)
+    assert time.monotonic() - began < 2
+    assert f"rank 0 is process {process.pid} on {os.uname().nodename}" in message and "kill" in message
+    with pytest.raises(ConfigError, match="belongs to a run that lives"):
+        run_lock.take(tmp_path, patience=0)
+    process.kill()
+    process.wait()
+    os.kill(worker, 0)  # the worker lives and has the descriptor
+    run_lock.take(tmp_path, patience=0).close()
+
+
+def test_a_run_lives_as_long_as_one_of_its_ranks(tmp_path):
+    """Rank 0 goes, rank 1 (which may still write) is there."""
+    first, second = (run_lock_process(tmp_path, rank) for rank in (0, 1))
+    first.kill()
+    first.wait()
+    message = refusal(tmp_path)
+    assert f"rank 1 is process {second.pid} " in message and "rank 0" not in message
+    second.kill()
+    second.wait()
+    run_folder.check_start(tmp_path, MODEL)
+
+
+def run_lock_process(run_dir: Path, rank: int) -> subprocess.Popen:
+    call = "take(sys.argv[1])" if rank == 0 else f"join(sys.argv[1], {rank})"
+    code = (
+        f"import sys, time; from megatron_vlm import run_lock; held = run_lock.{call}; print(1, flush=True); "
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(60)", str(run_dir)], stdout=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    return process
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        run_folder.write_whole(tmp_path / "config.yaml", "text")
+    assert str(caught.value).startswith(f"{tmp_path}/config.yaml: No space left on device; ")
+    assert "free there; make room" in str(caught.value)
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(run_dir):
+    with pytest.raises(OSError, match=r"step_00000008.tmp takes 1000000000.0 GB, of which .* GB are free"):
+        run_folder.begin(run_dir, 8, needed=10**18)
+    assert sorted(os.listdir(run_dir / "checkpoints"))[-1] == "step_00000006"
+
+
+# ---- leftovers --------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_kill_are_removed_and_never_taken_for_a_checkpoint(run_dir):
+    folder = run_dir / "checkpoints"
+    (folder / "step_00000008.tmp").mkdir()
+    (folder / "step_00000008.tmp/state.json").write_text("{}")
+    os.rename(folder / "step_00000002", folder / "step_00000002.deleted")
+    (folder / "latest.tmp").write_text("step_0000")
+    (folder / "step_00000009.tmp.mine").mkdir()
+    assert run_folder.complete_checkpoints(run_dir) == ["step_00000004", "step_00000006"]
+    run_folder.tidy(run_dir)
+    assert sorted(os.listdir(folder)) == [
+        "latest",
+        "step_00000004",
+        "step_00000006",
+        "step_00000009.tmp.mine",
+    ]
+
+
+def test_a_first_checkpoint_whose_save_was_killed_before_latest_is_gone_on_from(tmp_path):
+    save(tmp_path, 2)
+    folder = tmp_path / "checkpoints"
+    os.rename(folder / "latest", folder / "latest.tmp")
+    run_folder.check_start(tmp_path, MODEL)
+    assert run_folder.latest_checkpoint(tmp_path).name == "step_00000002"
+    run_folder.tidy(tmp_path)
+    assert sorted(os.listdir(folder)) == ["latest", "step_00000002"]
