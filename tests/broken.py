@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 import struct
@@ -348,6 +349,8 @@ def hf_only(folder: Path) -> list[Wild]:
     (folder / "link.png").symlink_to(outside)
     (folder / "loop.png").symlink_to("loop.png")
     (folder / "up").symlink_to("..")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "to_pipe.jpg").symlink_to("pipe.jpg")
     paths = {"inside.jpg": TRAINED, "./up/../inside.jpg": None, "": None}
     names = [
         "missing.jpg",
@@ -358,6 +361,9 @@ def hf_only(folder: Path) -> list[Wild]:
         str(outside),
         ".",
         "a\0b",
+        "pipe.jpg",
+        "to_pipe.jpg",
+        "pipe.jpg/a.lmdb::b",
     ]
     names += ["x" * 5000, "../" * 50 + "etc/passwd", "/etc/passwd", "/dev/zero", "http://localhost/a.png"]
     paths |= dict.fromkeys(names, "missing_media")

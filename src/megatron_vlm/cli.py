@@ -11,6 +11,7 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checkpoints import refuse
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import read_file
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.run_folder import check_start
 from megatron_vlm.validation import validate, validate_paths
@@ -258,7 +259,7 @@ def verify(
     """
     is_run = (_existing(Path(checked)) / "config.yaml").exists()
     config = _config_of_run(Path(checked), None, None) if is_run else checked
-    encoded = _existing(image).read_bytes() if image else None
+    encoded = read_file(_existing(image)) if image else None
 
     from megatron_vlm.verify import verify as compare
     from megatron_vlm.verify import worst_tensors
@@ -284,7 +285,7 @@ def generate(
 ) -> None:
     """Ask a run's latest checkpoint a question, in one process."""
     run_config = _config_of_run(run_dir, None, None)
-    images = [_existing(path).read_bytes() for path in image or ()]
+    images = [read_file(_existing(path)) for path in image or ()]
 
     from megatron_vlm.runs import generate_from_run
 

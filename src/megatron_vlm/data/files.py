@@ -8,14 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.files import KINDS
+
 RESTORE = "restore the file or prepare the dataset again"
-KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def damaged(path: Any, fact: str, remedy: str = RESTORE) -> ValueError:

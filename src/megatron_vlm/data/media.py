@@ -8,6 +8,7 @@ import functools
 from pathlib import Path
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.files import check_file, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 
@@ -15,8 +16,8 @@ LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 def read_media(name: str, root: Path) -> bytes:
     """A file under `root`, a value of an LMDB under `root` (`db.lmdb::key`), or a base64 `data:` address.
 
-    Raises BadSample `missing_media` for what is not there or leads out of `root`, and ImportError for an LMDB
-    without the package `lmdb`.
+    Raises BadSample `missing_media` for what is not there, leads out of `root`, or is no regular file or a
+    file of over 2 GiB, and ImportError for an LMDB without the package `lmdb`.
     """
     if name.startswith("data:"):
         return _inline(name)
@@ -25,13 +26,14 @@ def read_media(name: str, root: Path) -> bytes:
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:
         if not is_lmdb:
-            return _inside(name, root).read_bytes()
+            return read_file(_inside(name, root))
         database = _inside(path + LMDB_KEY.removesuffix("::"), root)
         if not database.exists():
             raise BadSample("missing_media", f"there is no database {database}")
+        check_file(_inside(str(database / "data.mdb"), root) if database.is_dir() else database)
         value = _from_lmdb(database, key)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
-        raise BadSample("missing_media", str(error)) from error
+        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")
     return value

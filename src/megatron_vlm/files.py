@@ -1,0 +1,50 @@
+"""Files that strangers name: regular ones are read, a pipe or a device would be waited for without end."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half of it
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class NotAFile(ValueError):
+    """The path leads to something that is no regular file."""
+
+
+def check_file(path: str | Path) -> None:
+    """Raises NotAFile for what is no regular file nor a link to one, OSError for what is not there."""
+    _check_kind(path, os.stat(path))
+
+
+def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Raises NotAFile as `check_file`, OSError, and ValueError for a file of more than `most_bytes`.
+    """
+    check_file(path)  # to open a device may set it going
+    with open(path, "rb", opener=_open_at_once) as file:
+        found = os.fstat(file.fileno())
+        _check_kind(path, found)
+        if found.st_size > most_bytes:
+            raise ValueError(f"{path} has {found.st_size} bytes, more than {most_bytes}")
+        return file.read(most_bytes)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Also what was exchanged for a pipe after `check_file`."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _check_kind(path: str | Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise NotAFile(f"{path} is {kind}, not a file")
