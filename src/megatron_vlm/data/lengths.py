@@ -126,10 +126,10 @@ class Measure:
         return images * (height // self.patch_size) * (width // self.patch_size)
 
     def _probe(self) -> tuple[str, int, int]:
-        """The shortest text of an image, the id that an image is mostly made of, and how many
-        tokens of the text the processor counts, that id's the first."""
+        """The shortest text of an image, the id of the image token, and how many tokens of the text the
+        processor counts, that id's the first."""
         expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
-        image_id = int(np.bincount(expanded.input_ids[slice(*expanded.images[0])]).argmax())
+        image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
         processed = self._encode_text.marked_tokenizer.prompt
         short_image = processed.text[slice(*processed.images[0])]
         for token in placeholder_tokens(self._processor):
@@ -138,6 +138,19 @@ class Measure:
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
         told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
+
+    def _image_token(self, ids: np.ndarray) -> int:
+        """What the tokenizer or the processor calls so, or else the most frequent of the added tokens among
+        `ids`: there may be more newlines around a small image than tokens in it."""
+        counts, tokenizer = (
+            dict(zip(*np.unique(ids, return_counts=True), strict=True)),
+            self._processor.tokenizer,
+        )
+        named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
+        for candidates in (named, tokenizer.added_tokens_decoder, counts):
+            if found := [token for token in candidates if token in counts]:
+                return int(max(found, key=counts.__getitem__))
+        raise AssertionError("an image has tokens")
 
     def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
