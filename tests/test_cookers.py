@@ -3,6 +3,8 @@ import os
 import pickle
 
 import pytest
+from megatron.energon import EPath
+from megatron.energon.source_info import SourceInfo
 
 from megatron_vlm.data.cookers import cook_record
 
@@ -83,3 +85,17 @@ def test_anything_but_plain_data_is_refused(pickled, tmp_path, monkeypatch):
 )
 def test_a_bad_record_carries_its_problem(parts, reason):
     assert cook(**parts).problem.reason == reason
+
+
+def test_what_is_wrong_with_a_record_names_its_shard():
+    source = SourceInfo(dataset_path=EPath("/data"), index=1, shard_name="train-00003.tar", file_names=())
+    record = {
+        "__key__": "1",
+        "__restore_key__": (),
+        "__sources__": (source,),
+        "json": b'{"images": ["a.jpg"]}',
+    }
+    bad = cook_record(record).problem
+    assert bad.reason == "missing_media" and bad.detail.endswith(
+        "a.jpg'], its shard holds []; in shard train-00003.tar"
+    )

@@ -196,7 +196,8 @@ def test_refuses_an_output_that_holds_anything(tmp_path):
 def run_tool(*arguments):
     script = os.path.join(os.path.dirname(__file__), "../tools/prepare_energon_dataset.py")
     command = [sys.executable, script, *map(str, arguments)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
 
 
 def test_nothing_to_write_exits_non_zero_and_leaves_nothing(tmp_path):
@@ -206,6 +207,23 @@ def test_nothing_to_write_exits_non_zero_and_leaves_nothing(tmp_path):
     assert process.returncode == 1
     assert "nothing to write; skipped {'bad_json': 1}" in error
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
+    """As with images under a folder of their own and no --image-root."""
+    source = write_sharegpt(tmp_path / "in", 10)
+    (tmp_path / "in/images").rename(tmp_path / "images")
+    process = run_tool(source, tmp_path / "out", "--workers", "1")
+    output, error = process.communicate()
+    assert process.returncode == 1 and (tmp_path / "out/.nv-meta").is_dir()
+    assert "missing_media: 8" in output and "--image-root" in output
+    assert "8 of 10 records were skipped, over --max-skip-share 0.5" in error
+    detail = json.loads((tmp_path / "out/skipped.jsonl").read_text().splitlines()[0])["detail"]
+    assert f"images/0-0.jpg under {tmp_path / 'in'}" in detail
+    (tmp_path / "in/data.jsonl").write_text("".join(source.read_text().splitlines(True)[:2]))
+    process = run_tool(source, tmp_path / "none", "--workers", "1")
+    assert "nothing to write" in (error := process.communicate()[1]) and process.returncode == 1
+    assert "--image-root" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

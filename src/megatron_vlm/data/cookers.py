@@ -44,7 +44,7 @@ def cook_record(record: dict) -> ChatMLSample:
     try:
         fields = _read_parts(record)
     except BadSample as bad:
-        fields = {"conversation": "", "problem": bad.with_traceback(None)}
+        fields = {"conversation": "", "problem": BadSample(bad.reason, bad.detail + _place(record))}
     keys = basic_sample_keys(record)
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
@@ -52,6 +52,12 @@ def cook_record(record: dict) -> ChatMLSample:
 
 
 COOKERS = [Cooker(cook_record)]
+
+
+def _place(record: dict) -> str:
+    """The shard, where Energon tells it."""
+    shards = [source.shard_name for source in record.get("__sources__") or () if source.shard_name]
+    return f"; in shard {shards[0]}" if shards else ""
 
 
 class PlainUnpickler(pickle.Unpickler):

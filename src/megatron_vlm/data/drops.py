@@ -14,15 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_vlm.messages import printable
+
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
     "bad_json": "the record is not JSON; rebuild the shard from its source",
-    "bad_conversation": "megatron_vlm/data/chatml.py says which layouts are accepted",
-    "missing_media": "the record names a media part that its shard does not hold; prepare the dataset again",
+    "bad_conversation": "write turns of role and content; docs/data.md says which layouts are accepted",
+    "missing_media": "a file that the record names is not there or is none: for dataset_type hf set "
+    "data.media_dir to the folder that paths start from; for energon prepare the dataset again, with "
+    "--image-root",
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",
+    "decode_timeout": "the files take longer to decode than data.decode_seconds: replace them or raise it",
     "video_undecodable": "replace or remove the videos; mp4, mkv, webm, avi and lists of images are read",
     "video_truncated": "the files are cut short; copy them again",
     "video_too_large": "lower data.video_max_frames, set data.video_max_pixels, or shrink the videos",
@@ -34,12 +39,15 @@ REASONS = {
     "processor_error": "the Hugging Face processor refuses the sample; its message says why",
     "over_length": 'raise data.seq_length, lower data.max_pixels, or set data.over_length="truncate"',
     "over_patches": "raise data.max_patches, or lower data.max_pixels",
-    "no_trained_tokens": "the conversation has no assistant reply left to train on",
+    "no_trained_tokens": "the conversation has no assistant reply with content left to train on",
 }
 
 
+MIN_SAMPLES = 100  # a share of fewer says little
+
+
 class TooManyDrops(RuntimeError):
-    """A larger share of the samples was dropped than the run allows."""
+    """A larger share of the samples was dropped than the run allows, or all of an epoch."""
 
 
 class DropReport:
@@ -52,9 +60,10 @@ class DropReport:
     """
 
     def __init__(self, path: str | Path | None = None, details_per_reason: int = 100_000, ranks: int = 1):
-        numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 5)), np.int64)  # shared with forked workers
-        self._counts = numbers[: 1 + len(REASONS)]
-        self._others = numbers[1 + len(REASONS) :]  # [encoded, dropped] elsewhere, and here when told of them
+        numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 6)), np.int64)  # shared with forked workers
+        self._counts, rest = np.split(numbers, [1 + len(REASONS)])
+        # [encoded, dropped] elsewhere, and here when told of them; [samples of an epoch without any encoded]
+        self._others, self._fruitless = np.split(rest, [4])
         self._lock = tempfile.TemporaryFile(buffering=0)
         self.latest: str | None = None  # the key that this process counted last
         self._ranks = ranks
@@ -76,8 +85,11 @@ class DropReport:
         with self._locked():
             self._counts[0] += 1
 
-    def drop(self, key: str, reason: str, detail: str = "") -> None:
-        """One more sample was dropped. `reason` is one of REASONS."""
+    def passed(self, stage: str) -> None:
+        """One more sample went through a stage of its encoding: nothing to count."""
+
+    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
+        """One more sample was dropped, at a stage of its encoding. `reason` is one of REASONS."""
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
         if self._counts[slot] < self._details_per_reason:
@@ -146,11 +158,24 @@ class DropReport:
         *lines, _ = os.pread(self._file.fileno(), size - self._start, self._start).split(b"\n")
         return [json.loads(line) for line in lines]  # not what a worker is writing just now
 
-    def check(self, max_share: float, min_samples: int = 100) -> None:
-        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped.
+    def epoch_was_dropped(self, samples: int) -> None:
+        """A whole epoch of this rank gave nothing to train on: its last `samples` samples were all dropped.
+        From now on `check` raises, in every process."""
+        self._fruitless[0] = samples
+
+    def check(self, max_share: float, min_samples: int = MIN_SAMPLES) -> None:
+        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped; where
+        that is 0, at the first drop.
 
         Of all ranks; of this one alone only when it sees `min_samples` for each without being told of others.
         """
+        if self._fruitless[0]:
+            raise TooManyDrops(
+                f"data: a whole epoch of this rank has nothing to train on: all of the last "
+                f"{self._fruitless[0]} samples were dropped. Of this rank's samples until now, "
+                f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self._reason_lines())
+            )
+        min_samples = min_samples if max_share else 1
         encoded, dropped = self._at_one_time(min_samples * self._ranks if self._ranks > 1 else 0)
         seen = encoded + dropped
         if seen < min_samples or dropped <= max_share * seen:
@@ -159,14 +184,24 @@ class DropReport:
         here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         raise TooManyDrops(
             f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
-            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self._reason_lines(reasons))
+            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self._reason_lines())
         )
 
-    def _reason_lines(self, reasons: dict[str, int]) -> list[str]:
-        keys: dict[str, list[str]] = {}
+    def _reason_lines(self) -> list[str]:
+        """Of each reason its number, what helps, three keys and what was wrong with the first."""
+        reasons = self.summary()["reasons"]
+        found: dict[str, list[dict]] = {}
         for example in self.examples():
-            keys.setdefault(example["reason"], []).append(example["key"])
+            found.setdefault(example["reason"], []).append(example)
         return [
-            f"  {count} {reason}: {REASONS[reason]} (such as {', '.join(keys.get(reason, [])[:3])})"
+            f"  {count} {reason}: {REASONS[reason]}{_such_as(found.get(reason, [])[:3])}"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
         ]
+
+
+def _such_as(examples: list[dict]) -> str:
+    if not examples:
+        return ""
+    keys = ", ".join(printable(example["key"]) for example in examples)
+    detail = examples[0].get("detail")
+    return f" (such as {keys}" + (f"; the first: {printable(detail)})" if detail else ")")

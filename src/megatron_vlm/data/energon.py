@@ -95,6 +95,7 @@ class EnergonProvider(Provider):
         )
         _check_enough_samples(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
+        encoder.drops.set_epoch(*_epoch_of(dataset, workers), self._samples_held())
         settings = {
             "shuffle_buffer_size": self.shuffle_buffer_size,
             "max_samples_per_sequence": self.max_samples_per_sequence,
@@ -131,6 +132,10 @@ class EnergonProvider(Provider):
         return EnergonValidLoader(
             paths, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
         )
+
+    def _samples_held(self) -> int:
+        """Most samples that wait in a worker's buffers."""
+        return self.shuffle_buffer_size + (self.packing_buffer_size if self.packing == "stream" else 0)
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
         return WorkerConfig(
@@ -256,6 +261,14 @@ def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
                         f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x "
                         f"{max(1, workers.num_workers)} workers; lower data.num_workers or use fewer ranks."
                     )
+
+
+def _epoch_of(dataset, workers: WorkerConfig) -> tuple[int, int]:
+    """(samples of all ranks, most samples of one of this rank's workers) in an epoch."""
+    numbers = range(max(1, workers.num_workers))
+    inner = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
+    lengths = [sum(part.len_worker(number) for part in inner) for number in numbers]
+    return sum(lengths) * workers.world_size, max(lengths)
 
 
 def _check_restorable(dataset) -> None:

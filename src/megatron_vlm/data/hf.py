@@ -85,12 +85,14 @@ class HFProvider(Provider):
         Raises ValueError for fewer rows than ranks.
         """
         rows = self._stream(encoder) if self.streaming else self.train_rows(encoder)
-        if not self.streaming and (count := len(rows.table.rows_of(0, seed))) < world_size:
-            paths = ", ".join(paths_of(self.train_data_path))
-            raise ValueError(
-                f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks or "
-                "more data."
-            )
+        if not self.streaming:
+            if (count := len(rows.table.rows_of(0, seed))) < world_size:
+                paths = ", ".join(paths_of(self.train_data_path))
+                raise ValueError(
+                    f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks or "
+                    "more data."
+                )
+            rows.encoder.drops.set_epoch(count)
         settings = {
             "dataset": rows.fingerprint(),
             "repetitions": list(self.repetitions) or None,
@@ -128,7 +130,8 @@ class HFProvider(Provider):
             return order
         measure = _Measuring(rows, self.packing_buffer_size, self.num_workers)
         size, begin = self.packing_buffer_size, (*order.place, 0)
-        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin)
+        watch = rows.encoder.drops.watch_epochs
+        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin, watch)
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
@@ -228,8 +231,9 @@ class HFTrainLoader(TrainLoader):
         self._place = order.place
 
     def _make_batches(self) -> Iterator[dict]:
-        samples = []
+        samples, watch = [], self._drops.watch_epochs(self._place)
         for place, sample in self._ledger.settled(self._loader):
+            watch.see(place, sample is not None)
             if sample is not None:
                 samples.append(sample)
             if len(samples) == self._micro_batch_size:

@@ -7,17 +7,19 @@ import copy
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import fully_masked
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import DropReport
+from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
+PATIENCE = 30  # see `LimitedDrops.set_epoch`
 IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
 IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 
@@ -173,14 +175,19 @@ def _image_settings(processor: Any | None) -> dict:
 
 class LimitedDrops:
     """A DropReport that ends the run from inside a worker, where a dataset of which every sample is dropped
-    would otherwise be read for ever without a batch."""
+    would otherwise be read without end and without a batch."""
 
     def __init__(self, report: DropReport, max_share: float) -> None:
-        self._report, self._max_share = report, max_share
+        self._report, self._max_share, self._min_samples = report, max_share, MIN_SAMPLES
+        self._most_in_a_row: int | None = None  # dropped by one process that reads a share of its own
+        self._in_a_row: Counter[str] = Counter()  # by stage
         self.keep = report.keep
 
-    def drop(self, key: str, reason: str, detail: str = "") -> None:
+    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
         self._report.drop(key, reason, detail)
+        self._in_a_row[stage] += 1
+        if self._most_in_a_row is not None and self._in_a_row[stage] >= self._most_in_a_row:
+            self._report.epoch_was_dropped(self._in_a_row[stage])
         self.check()
 
     @property
@@ -188,9 +195,55 @@ class LimitedDrops:
         """The key that this process counted last."""
         return self._report.latest
 
+    def passed(self, stage: str) -> None:
+        """One more sample went through a stage of its encoding."""
+        self._in_a_row[stage] = 0
+
+    def set_epoch(self, samples: int, of_worker: int = 0, held: int = 0) -> None:
+        """Fewer samples than MIN_SAMPLES in an epoch of all ranks are judged together.
+
+        `of_worker`: those of one worker, where each reads a share of its own; it draws at random from `held`
+        in its buffers, so that one waits for PATIENCE times as many others with a chance of e^-PATIENCE.
+        """
+        self._min_samples = min(MIN_SAMPLES, samples or MIN_SAMPLES)
+        if of_worker:
+            self._most_in_a_row = max(MIN_SAMPLES, of_worker + PATIENCE * min(of_worker, held))
+
     def check(self) -> None:
         """Raises TooManyDrops."""
-        self._report.check(self._max_share)
+        self._report.check(self._max_share, self._min_samples)
+
+    def watch_epochs(self, place: Sequence[int]) -> EpochWatch:
+        return EpochWatch(self._report, place)
+
+
+class EpochWatch:
+    """Raises TooManyDrops when a whole epoch of this rank had nothing to train on, and at least MIN_SAMPLES
+    were dropped: a rank that goes on without a batch, and all others that wait for it, would never end.
+
+    `place`, where the reading begins, is an epoch and what of it is done.
+    """
+
+    def __init__(self, report: DropReport, place: Sequence[int]) -> None:
+        self._report = report
+        self._epoch, begins = place[0], not any(place[1:])
+        self._ends = int(begins)  # ends of epochs since the last sample, the one before the beginning too
+        self._kept, self._dropped_before = False, report.counted()[1]
+
+    def see(self, place: Sequence[int], kept: bool) -> None:
+        """The reading has come to `place`; `kept`: with a sample since it was last seen."""
+        self._kept |= kept
+        if place[0] == self._epoch:
+            return
+        if self._kept:
+            self._ends, self._dropped_before = 0, self._report.counted()[1]
+        else:
+            self._ends += place[0] - self._epoch
+        self._epoch, self._kept = place[0], False
+        dropped = self._report.counted()[1] - self._dropped_before
+        if self._ends > 1 and dropped >= MIN_SAMPLES:
+            self._report.epoch_was_dropped(dropped)
+            self._report.check(1.0)
 
 
 def with_limited_drops(encoder, max_share: float):
@@ -204,7 +257,7 @@ def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict
     """The next batch, None after the last; why a worker gave up or was killed comes without traceback."""
     try:
         batch = next(batches, None)
-    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: ended amid handing over
+    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: ended while handing over
         drops.check()
         if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
             raise RuntimeError(

@@ -71,6 +71,8 @@ class BufferedPacking:
 
     measure      gives for each of an order's rows the place after it, its index, and tokens and patches
     select_rows  (tokens, patches) of a buffer -> the documents of each row; depends on nothing else
+    watch        given the place of the beginning, has a method `see(place, kept)`, called after each buffer
+                 with whether it has documents; may raise
 
     A place is that of the buffer's beginning in `order`, and how many of the buffer's rows are done.
     """
@@ -80,6 +82,7 @@ class BufferedPacking:
     measure: Callable[[RandomOrder], Iterator[Measured]]
     select_rows: Callable[[list[int], list[int]], list[list[int]]]
     place: Place = (0, 0, 0)
+    watch: Callable[[Place], Any] | None = None
 
     @property
     def moves(self) -> Sequence[Move]:
@@ -114,9 +117,12 @@ class BufferedPacking:
         *begin, done = self.place
         self.order.place = tuple(begin)
         measured = self.measure(self.order)
+        watch = self.watch and self.watch(self.order.place)
         while True:
             buffer = list(itertools.islice(measured, self.buffer_size))
             rows, documents = self._rows(buffer)
+            if watch:
+                watch.see(buffer[-1][0], bool(documents))
             for number in range(done, len(rows)):
                 following = (*begin, number + 1) if number + 1 < len(rows) else (*buffer[-1][0], 0)
                 yield following, [documents[document][1] for document in rows[number]]

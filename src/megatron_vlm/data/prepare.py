@@ -30,7 +30,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_vlm.data.drops import REASONS
 from megatron_vlm.data.shards import ENGINES, ShardJob, ShardResult, Source
+from megatron_vlm.messages import printable_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # below this, starting worker processes costs more than they save
@@ -260,11 +262,12 @@ def _finish(folder: Path, output: Path, splits: list[str], results: list[ShardRe
     kept = [result for result in results if result.samples]
     if not kept:
         examples = (folder / "skipped.jsonl").read_text().splitlines()[:3] if skipped else []
-        raise ValueError(
-            "\n".join(
-                [f"prepare: nothing to write; skipped {dict(skipped)} of the source's records.", *examples]
-            )
+        what = (
+            f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
+        remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
+        lines = [f"prepare: nothing to write; {what}", *map(printable_lines, examples), *remedies]
+        raise ValueError("\n".join(lines))
     for result in results:
         if not result.samples:
             result.path.unlink()

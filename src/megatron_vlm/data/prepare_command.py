@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.prepare import PrepareSummary, prepare_energon_dataset
 
 
 def prepare_command(
@@ -36,6 +37,9 @@ def prepare_command(
     dataset: Annotated[
         list[str] | None, typer.Option(help="A name in a meta file; repeat. Default: all.")
     ] = None,
+    max_skip_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Exit with 1 when more of the records than this are skipped.")
+    ] = 0.5,
     engine: Annotated[str, typer.Option(help="local, or ray: on a cluster at RAY_ADDRESS.")] = "local",
 ) -> None:
     """Write image conversations as an Energon dataset.
@@ -64,7 +68,23 @@ def prepare_command(
         raise typer.Exit(1) from error
     typer.echo(str(summary))
     if summary.skipped:
-        typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
+        _explain(summary, max_skip_share)
+
+
+def _explain(summary: PrepareSummary, max_share: float) -> None:
+    """What helps against each reason. Raises Exit when more was skipped than is allowed."""
+    typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
+    for reason in summary.skipped:
+        typer.echo(f"  {reason}: {REASONS[reason]}")
+    skipped = sum(summary.skipped.values())
+    records = skipped + sum(summary.samples.values())
+    if skipped > max_share * records:
+        typer.echo(
+            f"prepare: {skipped} of {records} records were skipped, over --max-skip-share {max_share:g}; the "
+            f"lines above say what helps. {summary.output} holds the others.",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 def _parse_sources(sources: list[str]) -> str | dict[str, str]:

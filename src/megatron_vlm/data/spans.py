@@ -247,7 +247,7 @@ class SpanProcessor:
             raise ValueError(
                 f"The chat template has no {{% generation %}} blocks, and without, replies cannot be found: "
                 f"{error}. Put {{% generation %}} and {{% endgeneration %}} around what the assistant says, "
-                "end-of-turn token included, and pass the result as chat_template."
+                "end-of-turn token included, in chat_template.jinja of the folder model.hf_path."
             ) from error
 
     def _harmless(self, value: Any) -> Any:
@@ -304,7 +304,10 @@ def _template_of(processor: ProcessorMixin) -> str:
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
-        raise ValueError(f"{type(processor).__name__} has no chat template; pass one as chat_template")
+        raise ValueError(
+            f"{type(processor).__name__} has no chat template; write one into chat_template.jinja of the "
+            "folder that model.hf_path names."
+        )
     return template
 
 
