@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import DropReport, TooManyDrops
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder, _first_images
+from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.packing_encoder import join_documents
+from megatron_vlm.data.truncation import first_images
 from megatron_vlm.models.families import load
 from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
@@ -215,14 +216,14 @@ def test_truncation_keeps_whole_images_at_every_length(processor):
 def test_patch_layouts_are_cut_by_their_grids():
     grid = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 2]])
     visual = GenericVisualInputs(pixel_values=torch.arange(44.0)[:, None], image_grid_thw=grid)
-    first = _first_images(visual, 2, 3)
+    first = first_images(visual, 2, 3)
     assert first.image_grid_thw.equal(grid[:2]) and first.pixel_values.equal(visual.pixel_values[:28])
 
 
 def test_a_layout_that_cannot_be_cut_is_a_drop():
     crops = GenericVisualInputs(pixel_values=torch.zeros(7, 3, 2, 2))
     with pytest.raises(BadSample, match="over_length"):
-        _first_images(crops, 1, 2)
+        first_images(crops, 1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ drops

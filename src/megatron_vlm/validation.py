@@ -115,6 +115,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
     if config.data.video_fps <= 0:
         yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
+    if not 0 < config.data.decode_seconds < float("inf"):
+        yield f"data.decode_seconds: {config.data.decode_seconds} is no time to decode in; the default is 60."
     optimizer, steps = config.optimizer, config.train.steps
     if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.fast import fast_processor
 from megatron_vlm.data.images import decode_image, decode_pixels, image_size
 from megatron_vlm.data.lengths import Layout, Measure
-from megatron_vlm.data.marks import Span
+from megatron_vlm.data.patience import in_time
 from megatron_vlm.data.spans import EncodedText, SpanProcessor, most_characters
+from megatron_vlm.data.truncation import Document, cut
 from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
 
 # What processors return about the text. We make our own masks, and models find images by token id.
@@ -74,6 +74,7 @@ class HFEncoderVLMTaskEncoder(
     video_fps, video_max_frames, video_max_pixels   which frames of a video are taken, see `VideoRules`;
                    videos need "pixel_values_videos" among the visual keys
     images_or_videos   drop samples that hold both
+    decode_seconds   an image or video that takes longer is dropped with its sample
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
@@ -96,6 +97,7 @@ class HFEncoderVLMTaskEncoder(
         video_max_frames: int = VideoRules.max_frames,
         video_max_pixels: int | None = None,
         images_or_videos: bool = False,
+        decode_seconds: float = 60.0,
         position_ids: PositionIds | None = None,
         drops: DropReport | None = None,
         chat_template: str | None = None,
@@ -115,6 +117,7 @@ class HFEncoderVLMTaskEncoder(
         self.video_fps, self.video_max_frames = video_fps, video_max_frames
         self.video_max_pixels = video_max_pixels
         self.images_or_videos = images_or_videos
+        self._in_time = functools.partial(in_time, decode_seconds)
         self.position_ids = position_ids or _count_up
         self.drops = drops or DropReport()
         self._encode_text = SpanProcessor(processor, chat_template)
@@ -189,11 +192,13 @@ class HFEncoderVLMTaskEncoder(
 
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:
+        stage = type(sample).__name__
         try:
             yield
         except BadSample as bad:
-            self.drops.drop(sample.__key__, bad.reason, bad.detail)
+            self.drops.drop(sample.__key__, bad.reason, bad.detail, stage)
             raise SkipSample(f"{sample.__key__}: {bad}") from bad
+        self.drops.passed(stage)
 
     def _batch_rows(self, samples: list[HFEncoderTaskSample], length: int) -> HFEncoderTaskBatch:
         pad_id = self.tokenizer.pad_token_id or 0
@@ -212,7 +217,7 @@ class HFEncoderVLMTaskEncoder(
     def _encode(self, sample: ChatMLSample, layout: Layout | None = None) -> HFEncoderTaskSample:
         """`layout` spares reading the text again where it is known."""
         text = self._encoded_text(sample, layout)
-        document = self._fit(_Document(text, self._visual_inputs(text)))
+        document = self._fit(Document(text, self._visual_inputs(text)))
         ids, replies = document.text.input_ids, document.text.reply_mask
         labels, loss_mask = np.full(len(ids), IGNORE_INDEX), np.zeros(len(ids), np.float32)
         np.copyto(labels[:-1], ids[1:], where=replies[1:])  # the last position predicts nothing
@@ -234,21 +239,23 @@ class HFEncoderVLMTaskEncoder(
     def _encoded_text(self, sample: ChatMLSample, layout: Layout | None) -> EncodedText:
         messages, tools = (None, None) if layout and self._fast else self._read(sample)
         decode = decode_pixels if self._fast else decode_image
-        images = (decode(data, self.max_pixels, self.min_pixels) for data in sample.imgs or [])
-        videos = [decode_video(video, self.video_rules) for video in sample.videos or []]
+        limits = self.max_pixels, self.min_pixels
+        images = (self._in_time(decode, data, *limits) for data in sample.imgs or [])
+        videos = [self._in_time(decode_video, video, self.video_rules) for video in sample.videos or []]
         if self._fast:
             return self._fast(messages, tools, images, videos, layout)
         return self._encode_text(messages, tools, list(images), videos)
 
     def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
         messages, tools = self._read(sample)
-        sizes = [image_size(data, self.max_pixels, self.min_pixels) for data in sample.imgs or []]
-        plans = [plan_video(video, self.video_rules) for video in sample.videos or []]
+        limits = self.max_pixels, self.min_pixels
+        sizes = [self._in_time(image_size, data, *limits) for data in sample.imgs or []]
+        plans = [self._in_time(plan_video, video, self.video_rules) for video in sample.videos or []]
         layout = self._measure(messages, tools, sizes, plans)
         length, images, videos = len(layout), len(sizes), len(plans)
         if length > self.seq_length:
             self._check_over_length(length)
-            length, images, videos = _cut(layout.images, layout.videos, self.seq_length)
+            length, images, videos = cut(layout.images, layout.videos, self.seq_length)
         if not layout.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
         patches = sum([*layout.image_patches[:images], *map(math.prod, layout.video_grids[:videos])])
@@ -275,7 +282,7 @@ class HFEncoderVLMTaskEncoder(
         tensors = {key: text.outputs[key] for key in self.visual_keys if key in text.outputs}
         return GenericVisualInputs(**tensors) if tensors else None
 
-    def _fit(self, document: _Document) -> _Document:
+    def _fit(self, document: Document) -> Document:
         length = len(document.text.input_ids)
         if length <= self.seq_length:
             return document
@@ -285,35 +292,6 @@ class HFEncoderVLMTaskEncoder(
     def _check_over_length(self, length: int) -> None:
         if self.over_length == "drop":
             raise BadSample("over_length", f"{length} tokens, seq_length = {self.seq_length}")
-
-
-@dataclass
-class _Document:
-    text: EncodedText
-    visual_inputs: GenericVisualInputs | None
-
-    def truncated(self, length: int) -> _Document:
-        """The first `length` tokens, or fewer where the cut would go through an image or a video, and their
-        images and videos."""
-        text, visual = self.text, self.visual_inputs
-        length, images, videos = _cut(text.images, text.videos, length)
-        cut = EncodedText(
-            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos], {}
-        )
-        if text.videos:
-            kept = visual.items()
-            kept = [*kept[:images], *kept[len(text.images) :][:videos]]
-            return _Document(cut, GenericVisualInputs.cat(kept))
-        return _Document(cut, _first_images(visual, images, len(text.images)))
-
-
-def _cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:
-    """Where to cut to at most `length` tokens without going through an image or a video, and how many images
-    and videos remain."""
-    for start, stop in [*images, *videos]:
-        if start < length < stop:
-            length = start
-    return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
 
 
 def _count_up(input_ids: Tensor, visual_inputs: GenericVisualInputs | None) -> Tensor:
@@ -329,24 +307,3 @@ def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:
 def cat_visual(samples: list[HFEncoderTaskSample]) -> GenericVisualInputs | None:
     """The visual inputs of all samples, in order; None when none has any."""
     return GenericVisualInputs.cat([s.visual_inputs for s in samples if s.visual_inputs is not None])
-
-
-def _first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> GenericVisualInputs | None:
-    """The tensors of the first `keep` of `images` images.
-
-    Every tensor must have one entry per image, or be patches that `image_grid_thw` counts; raises BadSample
-    `over_length` for any other layout (such as crops of images).
-    """
-    if visual is None or keep == 0:
-        return None
-    if keep == images:
-        return visual
-    tensors = {}
-    for name, tensor in visual.as_model_kwargs().items():
-        if len(tensor) == images:
-            tensors[name] = tensor[:keep]
-        elif name == "pixel_values" and visual.image_grid_thw is not None:
-            tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
-        else:
-            raise BadSample("over_length", f"cannot divide {name} {tuple(tensor.shape)} into {images} images")
-    return GenericVisualInputs(**tensors)

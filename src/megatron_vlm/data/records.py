@@ -17,12 +17,15 @@ from typing import Any
 
 from PIL import Image
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, training_conversation
 from megatron_vlm.data.images import decode_image
 from megatron_vlm.data.layouts import IMAGES, TURNS, VIDEOS
 from megatron_vlm.data.media import read_media
+from megatron_vlm.data.patience import in_time
 from megatron_vlm.data.videos import VideoRules, file_extension, plan_video
 
+DECODE_SECONDS = DataConfig.decode_seconds
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
 EXTENSIONS = {
@@ -151,7 +154,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
 def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
     """How the conversation names the video, whose files are added to `files`."""
-    plan_video(video, VideoRules(max_frames=2))  # raises what no setting can help
+    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises what no setting can help
     if isinstance(video, bytes):
         name = f"{name}.{file_extension(video)}"
         files[name] = video
@@ -162,6 +165,6 @@ def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str
 
 
 def _extension(image: bytes) -> str:
-    decode_image(image)
+    in_time(DECODE_SECONDS, decode_image, image)
     format = Image.open(io.BytesIO(image)).format
     return EXTENSIONS.get(format, format.lower())

@@ -36,7 +36,7 @@ def train_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> 
 
 def _encoder_settings(data: DataConfig) -> dict[str, Any]:
     names = ("seq_length", "min_pixels", "max_pixels", "over_length")
-    names += ("video_fps", "video_max_frames", "video_max_pixels")
+    names += ("video_fps", "video_max_frames", "video_max_pixels", "decode_seconds")
     return {name: getattr(data, name) for name in names}
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.images import decode_pixels, image_size, target_size
+from megatron_vlm.data.patience import leave_if_late
 
 # Containers that hold one video each: no playlist, which would open other files, and no single image.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
@@ -171,7 +172,9 @@ class _FrameList:
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each with its place among the chosen."""
-        return ((place, decode_pixels(self._frames[index])) for place, index in enumerate(chosen))
+        for place, index in enumerate(chosen):
+            leave_if_late()
+            yield place, decode_pixels(self._frames[index])
 
 
 class _File:
@@ -210,6 +213,7 @@ class _File:
         """The first frame's size, when frames are shown, and when the last packet of any stream ends."""
         size, stamps, end = None, [], 0.0
         for number, packet in enumerate(container.demux()):
+            leave_if_late()
             if number > MAX_PACKETS:
                 raise BadSample("video_too_large", f"over {MAX_PACKETS} packets")
             stamp = packet.dts if packet.pts is None else packet.pts
@@ -237,6 +241,7 @@ class _File:
             for keyframe, last in last_of_run.items():
                 container.seek(keyframe, stream=stream)
                 for frame in container.decode(stream):
+                    leave_if_late()
                     if (place := places.pop(frame.pts, None)) is not None:
                         yield place, self._upright(frame)
                     if frame.pts is None or frame.pts >= last:
@@ -247,6 +252,7 @@ class _File:
         places = {index: place for place, index in enumerate(chosen)}
         with _opened(self._data) as (container, stream):
             for index, frame in enumerate(container.decode(stream)):
+                leave_if_late()
                 if index in places:
                     yield places.pop(index), self._upright(frame)
                 if not places:

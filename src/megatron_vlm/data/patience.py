@@ -1,0 +1,105 @@
+"""A medium is decoded within a set time or its sample is dropped: a damaged clip can cost FFmpeg hours.
+
+Decoding happens in a thread that is left behind when it is late, and the worker goes on with another. A check
+between frames alone would not do: the time may pass within one call of FFmpeg or Pillow, which let other
+threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megatron_vlm.data.chatml import BadSample
+
+# Seconds of one wait. A process that was stopped meanwhile has waited for one of these, however long it was.
+SLICE = 1.0
+
+_late: set[int] = set()  # hashes of files that were late
+_of_caller = threading.local()  # its decoding thread
+
+
+def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
+    """`decode(medium, *args)` of a file or a list of frames. Raises what that raises, and BadSample
+    `decode_timeout` after `seconds`.
+
+    A file that was late is refused at once when this process sees it again.
+    """
+    known = isinstance(medium, bytes)
+    if known and _late and hash(medium) in _late:
+        raise BadSample("decode_timeout", f"{len(medium)} bytes, not decoded in {seconds:g} seconds before")
+    thread = getattr(_of_caller, "thread", None)
+    if thread is None or thread.is_late:
+        thread = _of_caller.thread = _DecodingThread()
+    try:
+        return thread.call(seconds, decode, medium, *args)
+    except _Late as late:
+        if known:
+            _late.add(hash(medium))
+        size = f"{len(medium)} {'bytes' if known else 'frames'}" if hasattr(medium, "__len__") else ""
+        raise BadSample("decode_timeout", f"{size}, not decoded in {seconds:g} seconds") from late
+
+
+def leave_if_late() -> None:
+    """For the loops of decoders: ends a thread that nobody waits for any more."""
+    if getattr(threading.current_thread(), "is_late", False):
+        raise _Late
+
+
+class _Late(Exception):
+    pass
+
+
+class _DecodingThread(threading.Thread):
+    """Makes the calls it is handed, one at a time, until it is left behind."""
+
+    def __init__(self) -> None:
+        super().__init__(name="decode", daemon=True)
+        self.is_late = False
+        self._called, self._returned = threading.Lock(), threading.Lock()
+        self._called.acquire()
+        self._returned.acquire()
+        self.start()
+
+    def call(self, seconds: float, function: Callable, *args: Any) -> Any:
+        """Raises _Late, and what the function raises."""
+        self._call = function, args
+        self._called.release()
+        returned = False
+        try:
+            returned = self._has_returned(seconds)
+        finally:
+            self.is_late = not returned  # also when Ctrl-C ends the wait
+        if self.is_late:
+            raise _Late
+        (value, error), self._outcome = self._outcome, None
+        if error is not None:
+            raise error
+        return value
+
+    def _has_returned(self, seconds: float) -> bool:
+        slices = math.ceil(seconds / SLICE)
+        return any(self._returned.acquire(timeout=seconds / slices) for _ in range(slices))
+
+    def run(self) -> None:
+        while not self.is_late:
+            self._called.acquire()
+            (function, args), self._call = self._call, None
+            try:
+                self._outcome = function(*args), None
+            except BaseException as error:  # noqa: BLE001  `call` raises it again
+                self._outcome = None, error
+            del function, args
+            self._returned.release()
+
+
+def _forget_thread() -> None:
+    """A forked process has none."""
+    global _of_caller
+    _of_caller = threading.local()
+
+
+os.register_at_fork(after_in_child=_forget_thread)
