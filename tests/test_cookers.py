@@ -3,7 +3,7 @@ import os
 import pickle
 
 import pytest
-from megatron.energon import EPath
+from megatron.energon.epathlib import EPath
 from megatron.energon.source_info import SourceInfo
 
 from megatron_vlm.data.cookers import cook_record

@@ -152,14 +152,13 @@ def test_no_drop_allowed_means_none(tmp_path, processor, kind):
             next(loader)
 
 
-@pytest.mark.parametrize("kind", ["plain", "energon"])
 @pytest.mark.parametrize("spoilt_rows", [1, 3])
-def test_fewer_samples_than_a_hundred_are_judged_by_the_epoch(tmp_path, processor, kind, spoilt_rows):
-    """30 samples: 1 is 3 %, 3 are 10 %."""
+def test_fewer_samples_than_a_hundred_are_judged_by_whole_epochs(tmp_path, processor, spoilt_rows):
+    """Of 30 samples 1 is 3 %, also where it comes late in one epoch and early in the next; 3 are 10 %."""
     folder = write(tmp_path, "no reply", good=list(range(spoilt_rows, ROWS)))
-    loader = loader_of(folder, kind, processor, max_drop_share=0.05)
+    loader = loader_of(folder, "plain", processor, max_drop_share=0.05)
     if spoilt_rows == 1:
-        for _ in range(ROWS):  # two epochs
+        for _ in range(2 * ROWS):  # four epochs
             next(loader)
         return
     with pytest.raises(TooManyDrops, match="samples were dropped"):

@@ -81,8 +81,8 @@ class DataConfig:
     video_max_pixels: int | None = None  # larger frames are scaled before the processor sees them
     visual_share: float = 0.5  # of a row's tokens that stand for images: balances the pipeline's first stage
     decode_seconds: float = 60.0  # a sample with an image or a video that takes longer to decode is dropped
-    # the run stops when more of the samples than this are dropped, of 100 or, if these are fewer, an epoch's;
-    # 0: at the first drop; 1: when a whole epoch gives nothing to train on
+    # the run stops when more of the samples than this are dropped, of 100 or, where an epoch has fewer rows,
+    # of whole epochs; 0: at the first drop; 1: when a whole epoch gives nothing to train on
     max_drop_share: float = 0.05
     num_workers: int = 2
     # "none": a sample a row; "stream": rows of seq_length packed out of a buffer; "global": out of all

@@ -163,11 +163,11 @@ class DropReport:
         From now on `check` raises, in every process."""
         self._fruitless[0] = samples
 
-    def check(self, max_share: float, min_samples: int = MIN_SAMPLES) -> None:
-        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped; where
-        that is 0, at the first drop.
+    def check(self, max_share: float, min_samples: int = MIN_SAMPLES, epoch: int | None = None) -> None:
+        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped, of
+        whole epochs where these have fewer samples, and at the first drop where the share is 0.
 
-        Of all ranks; of this one alone only when it sees `min_samples` for each without being told of others.
+        Of all ranks; of this one alone only when it sees as many for each without being told of others.
         """
         if self._fruitless[0]:
             raise TooManyDrops(
@@ -175,10 +175,11 @@ class DropReport:
                 f"{self._fruitless[0]} samples were dropped. Of this rank's samples until now, "
                 f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self._reason_lines())
             )
-        min_samples = min_samples if max_share else 1
-        encoded, dropped = self._at_one_time(min_samples * self._ranks if self._ranks > 1 else 0)
+        epoch = epoch if epoch and epoch < min_samples else None
+        least = (epoch or min_samples) if max_share else 1
+        encoded, dropped = self._at_one_time(least * self._ranks if self._ranks > 1 else 0)
         seen = encoded + dropped
-        if seen < min_samples or dropped <= max_share * seen:
+        if seen < least or dropped <= max_share * (-(-seen // epoch) * epoch if epoch else seen):
             return
         reasons = self.summary()["reasons"]
         here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""

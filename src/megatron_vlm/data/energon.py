@@ -95,7 +95,7 @@ class EnergonProvider(Provider):
         )
         _check_enough_samples(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
-        encoder.drops.set_epoch(*_epoch_of(dataset, workers), self._samples_held())
+        encoder.drops.set_share(_largest_share(dataset, workers), self._samples_held())
         settings = {
             "shuffle_buffer_size": self.shuffle_buffer_size,
             "max_samples_per_sequence": self.max_samples_per_sequence,
@@ -263,12 +263,10 @@ def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
                     )
 
 
-def _epoch_of(dataset, workers: WorkerConfig) -> tuple[int, int]:
-    """(samples of all ranks, most samples of one of this rank's workers) in an epoch."""
-    numbers = range(max(1, workers.num_workers))
-    inner = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
-    lengths = [sum(part.len_worker(number) for part in inner) for number in numbers]
-    return sum(lengths) * workers.world_size, max(lengths)
+def _largest_share(dataset, workers: WorkerConfig) -> int:
+    """Most samples that one of this rank's workers has in an epoch."""
+    parts = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
+    return max(sum(part.len_worker(n) for part in parts) for n in range(max(1, workers.num_workers)))
 
 
 def _check_restorable(dataset) -> None:

@@ -92,7 +92,7 @@ class HFProvider(Provider):
                     f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks or "
                     "more data."
                 )
-            rows.encoder.drops.set_epoch(count)
+            rows.encoder.drops.epoch = count
         settings = {
             "dataset": rows.fingerprint(),
             "repetitions": list(self.repetitions) or None,

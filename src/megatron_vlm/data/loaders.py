@@ -19,7 +19,7 @@ from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
-PATIENCE = 30  # see `LimitedDrops.set_epoch`
+PATIENCE = 30  # see `LimitedDrops.set_share`
 IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
 IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 
@@ -178,7 +178,8 @@ class LimitedDrops:
     would otherwise be read without end and without a batch."""
 
     def __init__(self, report: DropReport, max_share: float) -> None:
-        self._report, self._max_share, self._min_samples = report, max_share, MIN_SAMPLES
+        self._report, self._max_share = report, max_share
+        self.epoch: int | None = None  # samples in an epoch of all ranks, where these come in exact epochs
         self._most_in_a_row: int | None = None  # dropped by one process that reads a share of its own
         self._in_a_row: Counter[str] = Counter()  # by stage
         self.keep = report.keep
@@ -199,19 +200,14 @@ class LimitedDrops:
         """One more sample went through a stage of its encoding."""
         self._in_a_row[stage] = 0
 
-    def set_epoch(self, samples: int, of_worker: int = 0, held: int = 0) -> None:
-        """Fewer samples than MIN_SAMPLES in an epoch of all ranks are judged together.
-
-        `of_worker`: those of one worker, where each reads a share of its own; it draws at random from `held`
-        in its buffers, so that one waits for PATIENCE times as many others with a chance of e^-PATIENCE.
-        """
-        self._min_samples = min(MIN_SAMPLES, samples or MIN_SAMPLES)
-        if of_worker:
-            self._most_in_a_row = max(MIN_SAMPLES, of_worker + PATIENCE * min(of_worker, held))
+    def set_share(self, samples: int, held: int) -> None:
+        """For workers that each read a share of their own, of at most `samples`, and draw at random from
+        `held` in their buffers: one waits for PATIENCE times as many others with a chance of e^-PATIENCE."""
+        self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
 
     def check(self) -> None:
         """Raises TooManyDrops."""
-        self._report.check(self._max_share, self._min_samples)
+        self._report.check(self._max_share, epoch=self.epoch)
 
     def watch_epochs(self, place: Sequence[int]) -> EpochWatch:
         return EpochWatch(self._report, place)
