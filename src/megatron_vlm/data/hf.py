@@ -89,8 +89,8 @@ class HFProvider(Provider):
             if (count := len(rows.table.rows_of(0, seed))) < world_size:
                 paths = ", ".join(paths_of(self.train_data_path))
                 raise ValueError(
-                    f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks or "
-                    "more data."
+                    f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks "
+                    "or more data."
                 )
             rows.encoder.drops.epoch = count
         settings = {
