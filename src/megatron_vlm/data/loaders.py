@@ -203,7 +203,8 @@ class LimitedDrops:
     def set_share(self, samples: int, held: int) -> None:
         """For workers that each read a share of their own, of at most `samples`, and draw at random from
         `held` in their buffers: one waits for PATIENCE times as many others with a chance of e^-PATIENCE."""
-        self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
+        if samples:
+            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
 
     def check(self) -> None:
         """Raises TooManyDrops."""
