@@ -140,6 +140,25 @@ def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):
     assert not (run_dir / "checkpoints/step_00000008").is_symlink()
 
 
+@pytest.mark.parametrize(
+    "command", [("export", "{}", "{}/out"), ("generate", "{}", "Hello?"), ("verify", "{}", "m")]
+)
+def test_commands_that_read_a_run_say_at_once_that_there_is_no_checkpoint(run_dir, tmp_path, command):
+    (tmp_path / "config.yaml").write_text("name: a\nmodel:\n  hf_path: m\n")
+    (run_dir / "config.yaml").write_text("name: a\nmodel:\n  hf_path: m\n")
+    (run_dir / "checkpoints/latest").unlink()
+    for folder, reason in (
+        (tmp_path, "no complete checkpoint in this run folder"),
+        (run_dir, "latest is missing"),
+    ):
+        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.cli"]
+        ended = subprocess.run(
+            [*call, *(word.format(folder) for word in command)], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2 and reason in ended.stderr.splitlines()[-1], ended.stderr[-2000:]
+        assert "| torch" not in ended.stderr
+
+
 # ---- whose folder -----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from megatron_vlm.checkpoints import refuse
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_file
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
-from megatron_vlm.run_folder import check_start
+from megatron_vlm.run_folder import check_start, latest_checkpoint
 from megatron_vlm.validation import validate, validate_paths
 
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -233,7 +233,7 @@ def export(
     nproc: Processes = None,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
-    run_config = _config_of_run(run_dir, settings, nproc)
+    run_config = _config_of_trained_run(run_dir, settings, nproc)
     if nproc:
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
@@ -258,7 +258,7 @@ def verify(
     Both are computed in this process, one after the other. A run is its latest checkpoint.
     """
     is_run = (_existing(Path(checked)) / "config.yaml").exists()
-    config = _config_of_run(Path(checked), None, None) if is_run else checked
+    config = _config_of_trained_run(Path(checked), None, None) if is_run else checked
     encoded = read_file(_existing(image)) if image else None
 
     from megatron_vlm.verify import verify as compare
@@ -284,7 +284,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
 ) -> None:
     """Ask a run's latest checkpoint a question, in one process."""
-    run_config = _config_of_run(run_dir, None, None)
+    run_config = _config_of_trained_run(run_dir, None, None)
     images = [read_file(_existing(path)) for path in image or ()]
 
     from megatron_vlm.runs import generate_from_run
@@ -363,6 +363,13 @@ def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None)
     arguments = {} if nproc or world_size() else ONE_PROCESS
     config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
     validate(_with_some_data(config), nproc or world_size() or 1)
+    return config
+
+
+def _config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
+    config = _config_of_run(run_dir, settings, nproc)
+    if latest_checkpoint(run_dir) is None:
+        raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
     return config
 
 
