@@ -217,7 +217,7 @@ def stop_and_continue(ended: threading.Event, longest: float) -> None:
 def stress(longest: float):
     """Workers are stopped at random, and all cores are busy."""
     ended = threading.Event()
-    spin = [sys.executable, "-c", "while True: pass"]
+    spin = [sys.executable, "-c", "import os\np = os.getppid()\nwhile os.getppid() == p: sum(range(10**5))"]
     busy = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
     stopping = threading.Thread(target=stop_and_continue, args=(ended, longest))
     stopping.start()
