@@ -1,6 +1,7 @@
 """The real command in real processes."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -116,16 +117,23 @@ def test_export_without_a_configuration_names_the_file(tmp_path):
     assert f"{tmp_path}/config.yaml: not readable" in answer.stderr
 
 
-def test_a_librarys_error_keeps_its_traceback():
+def test_a_librarys_error_names_the_file_of_its_traceback():
     code = "from megatron_vlm.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
     answer = ask(sys.executable, "-c", code)
-    assert answer.returncode == 1
-    assert "Traceback" in answer.stderr and "invalid literal" in answer.stderr
+    assert answer.returncode == 1 and "Traceback" not in answer.stderr
+    what, where = answer.stderr.splitlines()
+    assert what.startswith(
+        "bad: ValueError: invalid literal for int() with base 10: 'x'; in bad (<string>:2)"
+    )
+    kept = Path(re.search(r"the traceback is in (\S+)\.$", where)[1])
+    assert "Traceback" in kept.read_text()
+    kept.unlink()
 
 
 def test_our_own_error_shows_its_traceback_on_request():
     answer = ask(*COMMAND, "train", MEGATRON_VLM_DEBUG="1")
-    assert answer.returncode == 1 and "Traceback" in answer.stderr
+    assert answer.returncode == 2 and "Traceback" in answer.stderr
+    assert answer.stderr.splitlines()[-1].startswith("megatron-vlm: give --recipe NAME or --config FILE")
 
 
 def test_ctrl_c_ends_quietly():
@@ -146,6 +154,6 @@ def test_ctrl_c_ends_quietly():
 def test_nproc_starts_processes_and_returns_their_message_and_code():
     code = "from megatron_vlm.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
     answer = ask(sys.executable, "-c", code)
-    assert answer.returncode == 2
-    assert "megatron-vlm: no: no such recipe; known are gemma3_vl_4b, " in answer.stderr
-    assert "Traceback" not in answer.stderr
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    assert answer.stderr.startswith("megatron-vlm: no: no such recipe; known are gemma3_vl_4b, ")
+    assert len(answer.stderr.splitlines()) == 1  # of two ranks, one speaks

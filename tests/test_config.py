@@ -173,7 +173,10 @@ def test_derived_numbers_without_a_world_use_the_fewest_processes():
     assert derived(config("parallel.tp=2", "parallel.pp=2", "parallel.ep=3"))["processes"] == 12
 
 
-def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path):
+def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta/.info.json").write_text("{}")
     validate_paths(config(f"data.train_data_path={tmp_path}"))
     validate_paths(config("data.train_data_path=s3://bucket/data"))
     validate_paths(config("data.train_data_path=org/dataset", "data.dataset_type=hf"))

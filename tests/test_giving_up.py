@@ -177,12 +177,15 @@ def run_to_the_end(run_dir, checkpoint, dataset, *settings: str) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_run_that_drops_too_much_ends_with_the_reason_on_every_rank(half_bad, tiny_gemma3, tmp_path):
+def test_a_run_that_drops_too_much_ends_with_the_reason_said_once(half_bad, tiny_gemma3, tmp_path):
     ended = run_to_the_end(tmp_path / "run", tiny_gemma3, half_bad)
     assert ended.returncode not in (0, None)
-    ranks = re.findall(r"\[rank(\d)\]: \S*ReadFailed: data: rank \d could .* TooManyDrops", ended.stderr)
-    assert {*ranks} == {"0", "1"}, ended.stderr[-3000:]
-    assert "placeholder_mismatch: write one <image>" in ended.stderr
+    lines = ended.stderr.splitlines()  # of both ranks, if both gave up at once
+    starts = [number for number, line in enumerate(lines) if line.startswith("megatron-vlm: ")]
+    assert len(starts) == 1 and starts[0] >= len(lines) - 4
+    reason = r"megatron-vlm: rank \d, waiting for the data of step \d+: data: rank \d could .* TooManyDrops"
+    assert re.match(reason, lines[starts[0]])
+    assert "placeholder_mismatch: write one <image>" in lines[-1] and "Traceback" not in ended.stderr
     assert all((tmp_path / "run/drops" / f"rank{rank}.jsonl").stat().st_size for rank in range(2))
 
 
@@ -201,4 +204,5 @@ def test_a_loss_that_is_not_finite_names_its_samples(half_bad, tiny_gemma3, tmp_
     assert f"megatron-vlm replay {run_dir} --step {step}" in ended.stderr
     rows = read_step(run_dir, step)
     assert [(row["rank"], row["micro_batch"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(key in ended.stderr for key in rows[0]["keys"][0])
+    speaker = int(re.search(r"megatron-vlm: rank (\d), training step", ended.stderr)[1])
+    assert all(key in ended.stderr for key in next(r for r in rows if r["rank"] == speaker)["keys"][0])

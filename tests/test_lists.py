@@ -232,5 +232,5 @@ def test_what_lists_cannot_do_is_refused_by_name(settings, message):
 
 def test_each_path_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"data.train_data_path: {tmp_path}/none does not exist") as refusal:
-        validate_paths(config(**{"data.train_data_path": [str(tmp_path), f"{tmp_path}/none"]}))
-    assert str(refusal.value).count("\n") == 0
+        validate_paths(config(**{"data.train_data_path": [f"{tmp_path}/none", f"{tmp_path}/no"]}))
+    assert f"{tmp_path}/no does not exist" in str(refusal.value)

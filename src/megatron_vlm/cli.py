@@ -9,9 +9,11 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
+from megatron_vlm import watchdog
 from megatron_vlm.checkpoints import refuse
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_file
+from megatron_vlm.messages import printable
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.run_folder import check_start, latest_checkpoint
 from megatron_vlm.validation import validate, validate_paths
@@ -79,9 +81,10 @@ def train(
         given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
         raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
-    from megatron_vlm.train import train as run
+    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+        from megatron_vlm.train import train as run
 
-    run(run_config)
+        run(run_config)
 
 
 @app.command()
@@ -186,7 +189,7 @@ def replay(
     for row in logged:
         for number, keys in enumerate(row["keys"]):
             place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
-            typer.echo(f"{place}: {', '.join(keys)}")
+            typer.echo(f"{place}: {', '.join(map(printable, keys))}")
     if output is None:
         return
 
@@ -220,9 +223,10 @@ def import_(
         given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
         raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
 
-    from megatron_vlm.runs import import_run
+    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+        from megatron_vlm.runs import import_run
 
-    import_run(run_config)
+        import_run(run_config)
 
 
 @app.command()
@@ -234,12 +238,15 @@ def export(
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
     run_config = _config_of_trained_run(run_dir, settings, nproc)
+    if output.exists():
+        raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
     if nproc:
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
-    from megatron_vlm.runs import export_run
+    with watchdog.watching(run_dir, run_config.train.hang_seconds, "errors/export"):
+        from megatron_vlm.runs import export_run
 
-    export_run(run_config, output)
+        export_run(run_config, output)
     typer.echo(f"wrote {output}")
 
 
@@ -348,7 +355,7 @@ def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> Non
     if not needs_data:
         config = _with_some_data(config)
     validate(config, nproc or world_size() or 1)
-    validate_paths(config)
+    validate_paths(config, needs_data)
 
 
 def _check_run_folder(config: RunConfig) -> None:
@@ -382,7 +389,7 @@ def _with_some_data(config: RunConfig) -> RunConfig:
 
 def _existing(path: Path) -> Path:
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; give the path of an existing file or folder.")
+        raise ConfigError(f"{printable(path)} does not exist; give the path of an existing file or folder.")
     return path
 
 

@@ -119,6 +119,7 @@ class TrainConfig:
     eval_steps: int = 0  # validation steps; 0: the whole validation split
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2
+    hang_seconds: float = 480  # the job ends, with all stacks, when no rank comes further for so long
 
 
 @dataclass
@@ -171,7 +172,7 @@ def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{place}: not readable as YAML: {error}") from error
+        raise ConfigError(f"{place}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}."

@@ -113,9 +113,9 @@ class RunLogger:
         """Finish everything; safe to call more than once."""
         if not self.is_writer or self._file.closed:
             return
-        self.save()
         if self._bar is not None:
             self._bar.close()
+        self.save()
         self._file.close()
         if self._events:
             self._events.close()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+import signal
+import tempfile
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
+from pathlib import Path
+from typing import Any
 
 import typer
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm import ranks
+from megatron_vlm.failures import LAUNCHER_SPEAKS, LastWords, interrupted, last_words, say
 
 # `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -25,23 +28,12 @@ def single(command) -> typer.Typer:
 
 
 def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program and end the process: 2 with a short message for a user's error, 130 after Ctrl-C.
-
-    A ValueError or OSError that our own code raised is a message to the user; one from a library is shown
-    with its traceback. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
+    """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
+    Ctrl-C; see `failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
     _quiet()
-    try:
+    with LastWords(name):
         program(arguments, prog_name=name)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        ours = isinstance(error, ConfigError) or _is_ours(error.__traceback__)
-        if os.environ.get("MEGATRON_VLM_DEBUG") or not ours:
-            raise
-        # on every rank: torchrun stops the others at the first failure, whichever rank that is
-        typer.echo("\n".join([f"{name}: {error}", *getattr(error, "__notes__", ())]), err=True)
-        sys.exit(2)
 
 
 def world_size() -> int | None:
@@ -49,10 +41,10 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def torchrun(nproc: int, arguments: Sequence[str]) -> int:
-    """Run this program in `nproc` processes; returns the exit code of the first that failed, or 0.
+def torchrun(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli") -> int:
+    """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
-    torchrun's own report of a failure is left out: the failing process has already said why.
+    torchrun's own report of a failure is left out.
     """
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -60,17 +52,29 @@ def torchrun(nproc: int, arguments: Sequence[str]) -> int:
 
     logging.disable(logging.ERROR)  # this process only starts and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    command = ["--standalone", f"--nproc_per_node={nproc}", "-m", "megatron_vlm.cli", *arguments]
-    try:
-        launcher.run(launcher.parse_args(command))
-    except SignalException as stop:
-        return 128 + stop.sigval
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode < 0:
-            typer.echo(f"rank {rank} was ended by signal {-failure.exitcode}", err=True)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
+    os.environ[LAUNCHER_SPEAKS] = "1"
+    with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
+        command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
+        try:
+            launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
+        except SignalException as stop:
+            by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
+            code, message = 128 + stop.sigval, interrupted(list(_said(folder, nproc).values()), by)
+            message = message and f"megatron-vlm: {message}"
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            code, message = last_words(_said(folder, nproc), codes)
+        else:
+            return 0
+    os.environ.pop(LAUNCHER_SPEAKS)
+    say(message)
+    return code
+
+
+def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
+    """What the ranks have left in torchrun's folder of the last attempt."""
+    attempts = sorted(Path(folder).glob("*/attempt_*"))
+    return ranks.read_all(attempts[-1], nproc) if attempts else {}
 
 
 def _quiet() -> None:
@@ -81,10 +85,3 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _is_ours(traceback: TracebackType | None) -> bool:
-    while traceback and traceback.tb_next:
-        traceback = traceback.tb_next
-    package = traceback.tb_frame.f_globals.get("__package__") if traceback else None
-    return (package or "").partition(".")[0] == "megatron_vlm"

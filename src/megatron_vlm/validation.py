@@ -17,6 +17,8 @@ from megatron_vlm.config import (
     paths_of,
     suggestion,
 )
+from megatron_vlm.data_on_disk import data_problems
+from megatron_vlm.on_disk import checkpoint_problems, run_dir_problems
 
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
@@ -25,6 +27,7 @@ CHOICES = {
     "data.over_length": ("drop", "truncate"),
     "data.packing": ("none", "stream", "global"),
 }
+LONGEST_HANG = 86_400  # seconds
 FREEZE_GROUPS = ("tower", "projector", "language_model")
 _POSITIVE = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
@@ -64,36 +67,24 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
         yield from _size_problem({"pp": parallel.pp, "ep": parallel.ep}, world_size)
 
 
-def validate_paths(config: RunConfig) -> None:
-    """Raises ConfigError naming every local path of the configuration that does not exist."""
-    data, hub_data = config.data, config.data.dataset_type == "hf"
-    problems = [
-        f"{key}: {path} does not exist; {remedy}"
-        for key, paths, may_be_on_hub, remedy in (
-            (
-                "model.hf_path",
-                config.model.hf_path,
-                True,
-                "give a checkpoint folder or a Hugging Face hub name.",
-            ),
-            (
-                "data.train_data_path",
-                data.train_data_path,
-                hub_data,
-                "write one with `megatron-vlm prepare`.",
-            ),
-            (
-                "data.valid_data_path",
-                data.valid_data_path,
-                hub_data,
-                "leave it out to use the training data's.",
-            ),
-        )
-        for path in paths_of(paths)
-        if not _may_exist(path, may_be_on_hub)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
+    """Look at what the configuration names on disk; remote names are only looked for in the caches.
+
+    Raises ConfigError with every problem found, one a line.
+    """
+    if found := list(_problems_on_disk(config, needs_data)):
+        raise ConfigError("\n".join(found))
+
+
+def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
+    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
+    load_weights = config.model.load_weights and not resumes
+    yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
+    if needs_data:
+        data = config.data
+        yield from data_problems(data, "data.train_data_path", data.train_data_path)
+        yield from data_problems(data, "data.valid_data_path", data.valid_data_path)
+    yield from run_dir_problems(config.run_dir)
 
 
 def _setting_problems(config: RunConfig) -> Iterator[str]:
@@ -117,6 +108,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
     if not 0 < config.data.decode_seconds < float("inf"):
         yield f"data.decode_seconds: {config.data.decode_seconds} is no time to decode in; the default is 60."
+    if not 1 <= config.train.hang_seconds <= LONGEST_HANG:
+        yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
     optimizer, steps = config.optimizer, config.train.steps
     if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
@@ -202,9 +195,3 @@ def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
             f"train: {micro_batches} micro batches per step is not a multiple of pp {parallel.pp}, as vpp "
             f"{parallel.vpp} needs; use global_batch_size {enough}."
         )
-
-
-def _may_exist(path: str, may_be_on_hub: bool) -> bool:
-    """Object-store addresses and hub names (`owner/name`) are not looked up here."""
-    is_hub_name = may_be_on_hub and path.count("/") <= 1 and not path.startswith((".", "/", "~"))
-    return "://" in path or is_hub_name or Path(path).expanduser().exists()

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.failures import is_anothers_end, is_worker_death
+from megatron_vlm.messages import printable
+
 FOLDER = "batches"
 KEYS_SHOWN = 20
 
@@ -58,19 +61,27 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
-    """What is raised inside also says the step, its samples on this rank, and how to look at them."""
+    """What is raised inside also says the step, its samples on this rank, and how to look at them,
+    unless no sample can be its cause."""
     try:
         yield
     except Exception as error:
-        error.add_note(_describe(run_dir, step, micro_batches))
+        if _may_be_a_samples(error):
+            error.add_note(_describe(run_dir, step, micro_batches))
         raise
+
+
+def _may_be_a_samples(error: Exception) -> bool:
+    """A full disk, another rank's end and a killed worker are no sample's fault."""
+    return not (isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error))
 
 
 def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
     keys = [key for batch in micro_batches for row in batch["__key__"] for key in row]
+    shown = ", ".join(map(printable, keys[:KEYS_SHOWN]))
     more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
     return (
-        f"step {step}, on this rank with samples {', '.join(keys[:KEYS_SHOWN])}{more}; look at all of them: "
+        f"step {step}, on this rank with samples {shown}{more}; look at all of them: "
         f"megatron-vlm replay {run_dir} --step {step} --output page.html"
     )
 

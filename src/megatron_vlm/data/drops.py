@@ -121,6 +121,10 @@ class DropReport:
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
 
+    def glance(self) -> list[int]:
+        """The counts as they are, without waiting for who is counting: whether workers come further."""
+        return self._counts.tolist()
+
     def counted(self) -> list[int]:
         """[encoded, dropped] on this rank."""
         counts = self.summary()

@@ -17,6 +17,7 @@ from megatron_vlm.batch import fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
 from megatron_vlm.data.loader_state import FORMAT, check_fingerprint, digest
+from megatron_vlm.failures import worker_death
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
 PATIENCE = 30  # see `LimitedDrops.set_share`
@@ -257,10 +258,7 @@ def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict
     except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: ended while handing over
         drops.check()
         if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
-            raise RuntimeError(
-                f"data: {error}: something outside ended a DataLoader worker, most often for want of "
-                "memory; lower data.num_workers or the buffers, and start again from the last checkpoint."
-            ) from error
+            raise RuntimeError(worker_death(error)) from error
         raise
     drops.check()
     return batch

@@ -17,6 +17,7 @@ from numpy import ndarray
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from megatron_vlm import watchdog
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.loader_state import digest
 from megatron_vlm.data.loaders import encoder_settings
@@ -57,6 +58,7 @@ def measure_dataset(
     ) as bar:
         for count in loader:
             bar.update(count)
+            watchdog.beat()
     measured = np.concatenate([np.load(path) for path in parts])
     if len(measured) != len(rows):
         raise ValueError(

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vlm import watchdog
 from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
-from megatron_vlm.parallel.setup import device, parallel_state
+from megatron_vlm.failures import named
+from megatron_vlm.parallel.setup import collective_timeout, device, parallel_state
 
 _HEADER_DEVICE = torch.device("cpu")
 
@@ -51,6 +53,7 @@ class BatchBroadcaster:
         try:
             while len(batches) < count and (batch := self.next(iterator)) is not None:
                 batches.append(batch)
+                watchdog.beat()
         except ReadFailed as error:
             failure = error
         self._agree(failure, drops)
@@ -90,7 +93,7 @@ class BatchBroadcaster:
             batch = next(iterator, None)
             header = None if batch is None else _header(batch)
         except Exception as error:
-            text = f"data: rank {self._source} could not read a batch: {type(error).__name__}: {error}"
+            text = f"data: rank {self._source} could not read a batch: {named(error)}"
             self._exchange_header({"error": text})
             raise ReadFailed(text) from error
         return self._exchange_header(header), batch or {}
@@ -147,7 +150,7 @@ def _group_of_same_data() -> dist.ProcessGroup:
     dp_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank())
     members = [[r for r, dp in enumerate(dp_ranks) if dp == d] for d in sorted(set(dp_ranks))]
-    return dist.new_subgroups_by_enumeration(members)[0]
+    return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout())[0]
 
 
 def _header(batch: dict[str, Any]) -> dict[str, Any]:

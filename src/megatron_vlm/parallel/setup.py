@@ -6,12 +6,14 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_vlm import watchdog
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.parallel import cpu
 from megatron_vlm.validation import layout_problems
@@ -67,6 +69,12 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
+def collective_timeout() -> timedelta:
+    """Longer than the watchdog waits, who knows better which rank hangs."""
+    watched = watchdog.watch()
+    return timedelta(seconds=max(1800, 2 * watched.hang_seconds if watched else 0))
+
+
 def device() -> torch.device:
     """This process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu.CPU
@@ -119,7 +127,7 @@ def _check_layout(parallel: ParallelConfig, processes: int) -> None:
 def _join_processes() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=collective_timeout())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -132,6 +140,7 @@ def _make_groups(parallel: ParallelConfig) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
         create_gloo_process_groups=False,  # the default groups carry CPU tensors already
     )
 

@@ -106,6 +106,8 @@ def _read_run_file(file: Path) -> dict[str, Any]:
         written = load_yaml(file.read_text(encoding="utf-8"), place=str(file))
     except OSError as error:
         raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: no text, but a binary file; give a YAML file of recipes/.") from error
     if "recipe" not in written:
         return written
     for key in written:

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
+from megatron_vlm import watchdog
 from megatron_vlm.batch import padded
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.deepstack import extras_between_stages
@@ -27,6 +28,7 @@ from megatron_vlm.models.vlm import VLMModel
 
 def vlm_step(data_iterator: Iterator[dict], model: VLMModel):
     """Megatron's forward step: one micro batch of the batch contract through one model chunk."""
+    watchdog.beat()
     batch = next(data_iterator)
     losses_BS = model(
         batch["input_ids"],

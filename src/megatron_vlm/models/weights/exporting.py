@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
 
+from megatron_vlm import watchdog
 from megatron_vlm.checkpoints import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
@@ -88,6 +89,7 @@ def hf_pieces(
             local = value(weight) if rule.export else None
             if local is None:
                 continue
+            watchdog.beat()
             names = _names_of_group(name, chunk.config)
             for global_name, shards in zip(names, _gather(name, local, rule, collect), strict=False):
                 rule, keys = find_rule(rules, global_name, files)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
+from megatron_vlm import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import EXPERT, Rule, find_rule, matches, named_global_weights
 
@@ -44,7 +45,7 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
     _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family)
     with ThreadPoolExecutor(READERS) as readers:
         for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
-            pass
+            watchdog.beat()
 
 
 @dataclass(frozen=True)

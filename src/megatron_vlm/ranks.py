@@ -1,0 +1,151 @@
+"""What the ranks of one job know of each other: a small file for each, which outlives its rank.
+
+A rank's file says what it does (`doing`, `step`: the last one completed), how often it came further (`beats`)
+and how it ended (`ended`). The files lie in torchrun's own folder of this start, or, when the job has several
+machines, in the run folder, which all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOM = 1 << 15  # bytes taken at the start, so that a rank can say its last word on a full disk
+LONGEST_WORD = 12_000  # characters of it
+STALE_SECONDS = 120  # older files than ours by more than this are of an earlier job
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def several_machines() -> bool:
+    return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def shared_folder(run_dir: str | Path | None = None) -> Path | None:
+    """Where the files of this job's ranks lie; None when there is nobody to share with, or nowhere."""
+    if world_size() == 1:
+        return None
+    if several_machines() and run_dir is not None:
+        return Path(run_dir) / "ranks"
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parent.parent if error_file else None
+
+
+class RankFile:
+    """This rank's file; without a folder it is kept in memory alone."""
+
+    def __init__(self, folder: Path | None):
+        self.folder, self._file = folder, None
+        self.content: dict[str, Any] = {
+            "rank": rank(),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "job": _job(),
+            "doing": "starting",
+            "step": 0,
+            "beats": 0,
+            "hang": None,
+            "ended": None,
+        }
+        self._writing = threading.Lock()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if rank() == 0 and several_machines():  # torchrun's own folder is new at every start
+                _spoken(folder).unlink(missing_ok=True)
+            self._file = os.open(_path(folder, rank()), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.pwrite(self._file, b" " * ROOM, 0)
+            self._started = os.fstat(self._file).st_mtime
+            self.write()
+
+    def write(self, **news: Any) -> None:
+        """Change some of the content; a few microseconds, and others see it at once."""
+        with self._writing:  # the watchdog's thread writes, too
+            self.content |= news
+            if self._file is not None:
+                os.pwrite(self._file, json.dumps(self.content).encode() + b"\n", 0)
+
+    def end(self, kind: str, message: str, **more: Any) -> None:
+        """The last word: nothing that is written later changes it."""
+        if self.content["ended"] is None:
+            ended = {"kind": kind, "message": message[:LONGEST_WORD], "time": time.time(), **more}
+            self.write(ended=ended)
+            self.flush()
+
+    def flush(self) -> None:
+        """For the other machines' eyes."""
+        if self._file is not None:
+            os.fsync(self._file)
+
+    def others(self) -> dict[int, dict[str, Any]]:
+        """The content of the other ranks' files, of those that have one."""
+        if self.folder is None:
+            return {}
+        found = read_all(self.folder, world_size(), self._started - STALE_SECONDS)
+        return {
+            number: content
+            for number, content in found.items()
+            if number != rank() and content["job"] == self.content["job"]
+        }
+
+    def claim(self) -> bool:
+        """Whether this rank is the one that speaks for all: the first that asks, once a job."""
+        if self.folder is None:
+            return True
+        try:
+            os.close(os.open(_spoken(self.folder), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def read_all(folder: Path, count: int, not_before: float = 0.0) -> dict[int, dict[str, Any]]:
+    """Rank → content of its file in `folder`, of those that can be read now."""
+    found = {}
+    for number in range(count):
+        path = _path(folder, number)
+        try:
+            if path.stat().st_mtime >= not_before:
+                found[number] = json.loads(path.read_bytes().partition(b"\n")[0])
+        except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
+            continue
+    return found
+
+
+def state(content: dict[str, Any]) -> str:
+    """The kernel's letter for a rank on this machine: R, S, D, T (stopped), Z; empty when it is gone, and "?"
+    for one of another machine or where there is no /proc."""
+    if content["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return "?"
+    return process_state(content["pid"])
+
+
+def process_state(pid: int) -> str:
+    """As `state`, of a process of this machine."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _job() -> str:
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+
+
+def _spoken(folder: Path) -> Path:
+    return folder / f"spoken-{_job()}"
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"rank{number}.json"

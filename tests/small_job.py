@@ -1,0 +1,98 @@
+"""A job of two ranks without a model, to fail in: each step is an all-reduce, one rank does as it is told.
+
+python -m small_job RUN_DIR FAULT [--hang-seconds S] [--rank R] [--alone]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import typer
+
+from megatron_vlm import ranks, watchdog
+from megatron_vlm.config import ConfigError
+from megatron_vlm.failures import closing
+from megatron_vlm.program import run, single, torchrun
+
+STEPS, FAILS_IN = 4, 3
+
+
+def job(run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alone: bool = False) -> None:
+    if not alone and "RANK" not in os.environ:
+        given = [str(run_dir), fault, f"--hang-seconds={hang_seconds}", f"--rank={rank}"]
+        raise typer.Exit(torchrun(2, given, "small_job"))
+    if fault == "config":
+        raise ConfigError("train.steps: 0 is less than 1.")
+    with watchdog.watching(run_dir, hang_seconds):
+        if fault == "before" and ranks.rank() == rank:
+            time.sleep(10_000)
+        import torch
+        import torch.distributed as dist
+
+        one = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
+        dist.init_process_group("gloo", **one)
+        total = torch.ones(1)
+        with closing(Closes(run_dir)):
+            for step in range(1, STEPS + 1):
+                watchdog.beat(f"training step {step}")
+                if step == FAILS_IN and ranks.rank() == rank:
+                    FAULTS[fault](run_dir)
+                dist.all_reduce(total)
+                watchdog.beat(step=step)
+        print(f"rank {ranks.rank()} sums {total.item():g}", flush=True)
+        dist.destroy_process_group()
+
+
+class Closes:
+    """As the run's logger: closing fails, too, on a full disk."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+
+    def close(self) -> None:
+        if (self._run_dir / "full").exists():
+            raise OSError(28, "No space left on device")
+
+
+def full_disk(run_dir: Path) -> None:
+    (run_dir / "full").touch()
+    watchdog.beat(f"saving step {FAILS_IN} in {run_dir}")
+    raise OSError(28, "No space left on device")
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process now; another continues it."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+FAULTS = {
+    "none": lambda _: None,
+    "value": lambda _: int("x"),
+    "type": lambda _: len(3),
+    "path": lambda _: Path("/no/such\x1b[31mfile").read_text(),
+    "full": full_disk,
+    "exit": lambda _: sys.exit(0),
+    "os_exit": lambda _: os._exit(0),
+    "os_exit_7": lambda _: os._exit(7),
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
+    "hang": lambda _: time.sleep(10_000),
+    "spin": lambda _: spin(),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "pause": lambda _: stop_for(5),
+}
+
+if __name__ == "__main__":
+    run(single(job), "megatron-vlm")

@@ -1,0 +1,136 @@
+"""Whatever ends a job of two ranks: the last lines are the reason, said once, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+HANG = 15  # seconds; imports count as work, but this machine may be slow between them
+FROM_CHECKPOINT = "Start again to go on from the last checkpoint."
+STACKS = r"The stacks of all ranks and workers are in .*/errors; "
+LONG = pytest.mark.long
+
+# fault, of two ranks or one alone, exit code, pattern of each of the last lines
+CASES = [
+    (
+        "value",
+        2,
+        1,
+        r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda> \(small_job.py:\d+\)",
+        r"This is a bug .*; the traceback is in .*/errors/rank1.txt\.",
+    ),
+    (
+        "os_exit",
+        2,
+        1,
+        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\.",
+        FROM_CHECKPOINT,
+    ),
+    (
+        "kill",
+        2,
+        137,
+        r"rank 1 was ended by signal 9 \(SIGKILL\) while training step 3: .* want of memory",
+        FROM_CHECKPOINT,
+    ),
+    (
+        "stop",
+        2,
+        3,
+        rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\) while training step 3\.",
+        STACKS,
+    ),
+    ("exit", 1, 1, r"training step 3: it left with sys.exit\(0\) before the work was done; start again"),
+    (
+        "full",
+        1,
+        2,
+        r"saving step 3 in .*: No space left on device; make room on that disk and start again; .*",
+    ),
+    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
+    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
+    (
+        "hang",
+        1,
+        3,
+        rf"no rank came further for {HANG} s: rank 0 hangs while training step 3, in .*small_job.py:\d+",
+        STACKS,
+    ),
+]
+LONG_CASES = [
+    ("hang", 2, 3, r"rank 1 hangs while training step 3, in .*small_job.py:\d+", STACKS),
+    ("before", 2, 3, r"rank 1 hangs while starting, in .*small_job.py:\d+", STACKS),
+    ("spin", 2, 3, r"rank 1 hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
+    (
+        "crash",
+        2,
+        139,
+        r"rank 1 was ended by signal 11 \(SIGSEGV\) while training step 3: it crashed",
+        FROM_CHECKPOINT,
+    ),
+    ("exit", 2, 1, r"rank 1, training step 3: it left with sys.exit\(0\) before the work was done"),
+    ("full", 2, 2, r"rank 1, saving step 3 in .*: No space left on device; make room"),
+    ("config", 2, 2, r"train.steps: 0 is less than 1\."),
+    ("os_exit_7", 2, 7, r"rank 1 ended with code 7 and said nothing"),
+]
+
+
+def end(run_dir: Path, fault: str, ranks: int) -> tuple[int, str]:
+    """(exit code, all that was printed) of a job in which this happens."""
+    command = [sys.executable, "-m", "small_job", str(run_dir), fault, "--hang-seconds", str(HANG)]
+    if ranks == 1:
+        command += ["--alone", "--rank", "0"]
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=280
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "code", "lines"),
+    [(*case[:3], case[3:]) for case in CASES]
+    + [pytest.param(*case[:3], case[3:], marks=LONG) for case in LONG_CASES],
+)
+def test_the_last_lines_are_the_reason(fault, ranks, code, lines, tmp_path):
+    ended, output = end(tmp_path, fault, ranks)
+    assert ended == code, output
+    printed = output.splitlines()
+    assert printed[-len(lines)].startswith("megatron-vlm: "), output
+    for pattern, line in zip(lines, printed[-len(lines) :], strict=True):
+        assert re.search(pattern, line), output
+    assert "Traceback" not in output and len(printed) == len(lines)
+    assert not still_running(tmp_path)
+    if fault == "hang":
+        stacks = (tmp_path / f"errors/rank{ranks - 1}.txt").read_text()
+        assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)
+
+
+def still_running(run_dir: Path) -> list[str]:
+    """Command lines of processes of the job, looked at for some seconds."""
+    for _ in range(50):
+        found = [line for line in map(_command, Path("/proc").glob("[0-9]*/cmdline")) if str(run_dir) in line]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _command(path: Path) -> str:
+    try:
+        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
+    code, output = end(tmp_path, "pause", 2)
+    assert code == 0 and sorted(output.splitlines()) == ["rank 0 sums 16", "rank 1 sums 16"]
+    assert not (tmp_path / "errors").exists()

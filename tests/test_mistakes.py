@@ -1,0 +1,534 @@
+"""Everyday mistakes: the last line says what is wrong, where and what to do, within two seconds of CPU time.
+
+`python tests/test_mistakes.py --write` makes each of them and writes docs/mistakes.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "mistakes.md"
+SECONDS = 2.0
+COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
+GOOD = {
+    "recipe": "gemma3_tiny_digits",
+    "hf_path": "checkpoint",
+    "dataset_type": "hf",
+    "train_data_path": "rows.jsonl",
+    "run_dir": "run",
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    what: str
+    words: tuple[str, ...]
+    last_line: str  # a pattern
+
+
+def train(what: str, last_line: str, *more: str, **instead: str | None) -> Mistake:
+    """The good command with some of it replaced, left out (None) or added."""
+    options = {name: value for name, value in (GOOD | instead).items() if value is not None}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return Mistake(what, ("train", *words, "tp=1", *more), last_line)
+
+
+def energon(what: str, last_line: str, path: str) -> Mistake:
+    return train(what, last_line, dataset_type="energon", train_data_path=path)
+
+
+def checkpoint(what: str, last_line: str, path: str) -> Mistake:
+    return train(what, last_line, hf_path=path)
+
+
+MISTAKES = [
+    Mistake("no recipe", ("train",), r"give --recipe NAME or --config FILE; the recipes are gemma3_vl_4b, "),
+    train(
+        "a recipe that does not exist",
+        r"gemma_vl_4b: no such recipe; did you mean gemma3_vl_4b\?",
+        recipe="gemma_vl_4b",
+    ),
+    train("a flag that does not exist", r"No such option: --dryrun.*--dry-run", "--dryrun"),
+    Mistake("a command that does not exist", ("exprot", "run", "out"), r"No such command 'exprot'.*export"),
+    train("an argument that does not exist", r"tpp: not an argument of a recipe; did you mean tp\?", "tpp=2"),
+    train(
+        "a setting that does not exist",
+        r"train.step: no such setting; did you mean train.steps\?",
+        "train.step=2",
+    ),
+    train(
+        "a setting without a value",
+        r"train.steps: expected key.path=value, as train.steps=100\.",
+        "train.steps",
+    ),
+    train("a value of the wrong type", r"train.steps: 'many' does not fit; expected int\.", "steps=many"),
+    train(
+        "a choice that does not exist",
+        r"model.dtype: fp16 does not exist; known are bf16, fp32|did you mean bf16",
+        "model.dtype=fp16",
+    ),
+    train(
+        "a dataset type that does not exist",
+        r"data.dataset_type: parquet does not exist; known are energon, hf",
+        dataset_type="parquet",
+    ),
+    train(
+        "a configuration file that is not there",
+        r"no.yaml: not readable \(No such file or directory\); give a file",
+        config="no.yaml",
+        recipe=None,
+    ),
+    train(
+        "a configuration file that is binary",
+        r"clip.bin: no text, but a binary file; give a YAML file",
+        config="clip.bin",
+        recipe=None,
+    ),
+    train(
+        "a folder as configuration file",
+        r"checkpoint: not readable \(Is a directory\); give a file",
+        config="checkpoint",
+        recipe=None,
+    ),
+    train(
+        "a configuration file that is no YAML",
+        r"broken.yaml: not readable as YAML",
+        config="broken.yaml",
+        recipe=None,
+    ),
+    train(
+        "a configuration file that is a list",
+        r"list.yaml: expected settings as `key: value` lines, found list",
+        config="list.yaml",
+        recipe=None,
+    ),
+    checkpoint(
+        "a typo in the checkpoint's path",
+        r"model.hf_path: ./chekpoint does not exist; give a checkpoint folder",
+        "./chekpoint",
+    ),
+    checkpoint(
+        "a hub name without a network",
+        r"model.hf_path: google/gemma-3-4b-it does not exist here, nor in the hub's cache, and HF",
+        "google/gemma-3-4b-it",
+    ),
+    checkpoint(
+        "a dataset as checkpoint",
+        r"model.hf_path: energon is a prepared Energon dataset; give the folder of a Hugging Face checkpoint",
+        "energon",
+    ),
+    checkpoint(
+        "rows of `datasets` as checkpoint",
+        r"model.hf_path: saved is a dataset saved by `datasets`; give",
+        "saved",
+    ),
+    checkpoint(
+        "a run folder as checkpoint",
+        r"model.hf_path: trained is a run folder; export it first: megatron-vlm export trained OUTPUT",
+        "trained",
+    ),
+    checkpoint(
+        "an adapter as checkpoint",
+        r"model.hf_path: adapter is an adapter without its base model; give",
+        "adapter",
+    ),
+    checkpoint(
+        "a weight file as checkpoint",
+        r"model.hf_path: checkpoint/model.safetensors is a file; give the folder",
+        "checkpoint/model.safetensors",
+    ),
+    checkpoint(
+        "an empty folder as checkpoint",
+        r"model.hf_path: empty is a folder without config.json; give",
+        "empty",
+    ),
+    checkpoint(
+        "a damaged config.json",
+        r"checkpoint bad_config: config.json is not JSON .*; download it again",
+        "bad_config",
+    ),
+    checkpoint(
+        "a model that is not supported",
+        r"checkpoint llama: model type 'llama' \(without a vision tower\) is not supported; supported are",
+        "llama",
+    ),
+    checkpoint(
+        "a quantised checkpoint",
+        r"checkpoint awq: its weights are quantised .*'awq'\), which cannot be trained; take",
+        "awq",
+    ),
+    checkpoint(
+        "a checkpoint with code of its own",
+        r"checkpoint own_code: model type 'mine'.*code of the checkpoint's own \(auto_map\) is never run",
+        "own_code",
+    ),
+    checkpoint(
+        "a checkpoint without weights",
+        r"model.hf_path: no_weights holds no weights; add model.safetensors",
+        "no_weights",
+    ),
+    checkpoint(
+        "pickled weights only",
+        r"model.hf_path: pickled holds only pickled weights, which are not read; convert them",
+        "pickled",
+    ),
+    checkpoint(
+        "a download that is not complete",
+        r"model.hf_path: sharded lacks 1 of its 2 weight files, such as model-2.safetensors; complete",
+        "sharded",
+    ),
+    checkpoint(
+        "a Git LFS pointer",
+        r"pointer/model.safetensors is a Git LFS pointer, not weights; run `git lfs pull`",
+        "pointer",
+    ),
+    checkpoint(
+        "a weight file cut short",
+        r"cut/model.safetensors holds 100 bytes, its header says 1\d+; download it again",
+        "cut",
+    ),
+    checkpoint(
+        "a checkpoint without tokenizer",
+        r"model.hf_path: no_tokenizer has no tokenizer .*; copy",
+        "no_tokenizer",
+    ),
+    checkpoint(
+        "a checkpoint without image processor",
+        r"model.hf_path: no_processor has no image processor .*; copy",
+        "no_processor",
+    ),
+    checkpoint(
+        "a checkpoint without chat template",
+        r"model.hf_path: no_template has no chat template; put",
+        "no_template",
+    ),
+    train(
+        "no training data",
+        r"data.train_data_path: not set; pass --train_data_path",
+        train_data_path=None,
+        recipe="gemma3_vl_4b",
+    ),
+    energon(
+        "a dataset that is not there",
+        r"data.train_data_path: shards does not exist; write one with `megatron-vlm prepare`",
+        "shards",
+    ),
+    energon(
+        "a JSONL file as Energon dataset",
+        r"train_data_path: rows.jsonl is a file, .*; set data.dataset_type=hf, or run `megatron-vlm prepare`",
+        "rows.jsonl",
+    ),
+    energon(
+        "a folder that is not prepared",
+        r"data.train_data_path: tars is not a prepared Energon dataset; run `megatron-vlm prepare`",
+        "tars",
+    ),
+    energon(
+        "the folder above the dataset",
+        r"data.train_data_path: above is not a prepared Energon dataset; did you mean above/inner\?",
+        "above",
+    ),
+    energon(
+        "a checkpoint as dataset",
+        r"data.train_data_path: checkpoint is a Hugging Face checkpoint, not a dataset; give",
+        "checkpoint",
+    ),
+    energon(
+        "rows of `datasets` as Energon dataset",
+        r"data.train_data_path: saved is a dataset saved by `datasets`, .*; set data.dataset_type=hf",
+        "saved",
+    ),
+    train(
+        "an Energon dataset as rows",
+        r"data.train_data_path: energon is a prepared Energon dataset; set data.dataset_type=energon",
+        train_data_path="energon",
+    ),
+    train(
+        "a checkpoint as rows",
+        r"data.train_data_path: checkpoint is a Hugging Face checkpoint, not a dataset; give",
+        train_data_path="checkpoint",
+    ),
+    train(
+        "a typo in the data's path",
+        r"data.train_data_path: row.jsonl does not exist; give a file or folder",
+        train_data_path="row.jsonl",
+    ),
+    train(
+        "a hub dataset without a network",
+        r"data.train_data_path: org/data does not exist here, nor in the caches, .*; give",
+        train_data_path="org/data",
+    ),
+    train(
+        "an empty file as data",
+        r"data.train_data_path: empty.jsonl is an empty file; give",
+        train_data_path="empty.jsonl",
+    ),
+    train(
+        "an empty folder as data",
+        r"data.train_data_path: empty is an empty folder; give",
+        train_data_path="empty",
+    ),
+    train(
+        "a binary file as data",
+        r"data.train_data_path: clip.bin is no text, but a binary file; give JSON",
+        train_data_path="clip.bin",
+    ),
+    train(
+        "a text file as data",
+        r"data.train_data_path: notes.jsonl holds no JSON record; write one conversation a line",
+        train_data_path="notes.jsonl",
+    ),
+    train(
+        "validation data that is not there",
+        r"data.valid_data_path: val.jsonl does not exist; give",
+        valid_data_path="val.jsonl",
+    ),
+    train(
+        "images in another folder",
+        r"none of the first 1 media paths .*, such as 1.jpg; set data.media_dir=pictures",
+        train_data_path="elsewhere.jsonl",
+    ),
+    train(
+        "no images at all",
+        r"such as no/1.jpg; set data.media_dir to the folder that these paths start from",
+        train_data_path="lost.jsonl",
+    ),
+    train(
+        "a media folder that is not there",
+        r"data.media_dir: imgs is not a folder; give",
+        "data.media_dir=imgs",
+    ),
+    train("a file as run folder", r"run_dir: rows.jsonl is a file; give a folder", run_dir="rows.jsonl"),
+    train(
+        "a run folder inside a file",
+        r"run_dir: rows.jsonl/run cannot be made, .*rows.jsonl is a file; give",
+        run_dir="rows.jsonl/run",
+    ),
+    train(
+        "a run folder where nobody may write",
+        r"run_dir: /proc/1/run: you may not write in /proc/1; give|run_dir: /proc",
+        run_dir="/proc/1/run",
+    ),
+    train(
+        "one process for two",
+        r"this layout needs 2 processes and this is one; add --nproc 2",
+        "parallel.tp=2",
+    ),
+    train(
+        "processes that the layout does not divide",
+        r"tp 3 .* = 3 does not divide 4 processes; change",
+        "parallel.tp=3",
+        "--nproc=4",
+    ),
+    train("no process", r"Invalid value for '--nproc': ", "--nproc=0"),
+    train(
+        "a batch that does not divide",
+        r"train.global_batch_size: 3 is not divisible by micro_batch_size 2 .*; use 2 or 4",
+        "global_batch_size=3",
+        "micro_batch_size=2",
+    ),
+    train(
+        "a watchdog without patience", r"train.hang_seconds: 0 is not between 1 and", "train.hang_seconds=0"
+    ),
+    Mistake(
+        "export of a folder that is no run",
+        ("export", "checkpoint", "out"),
+        r"checkpoint/config.yaml: not readable",
+    ),
+    Mistake(
+        "export of a run without checkpoint",
+        ("export", "untrained", "out"),
+        r"untrained: no complete checkpoint in this run folder; train it first",
+    ),
+    Mistake(
+        "export over something",
+        ("export", "trained", "checkpoint"),
+        r"checkpoint already exists; give a folder that does not",
+    ),
+    Mistake(
+        "a question to a run that is not there",
+        ("generate", "rnu", "What is this?"),
+        r"rnu does not exist; give the path",
+    ),
+    Mistake(
+        "an image that is not there",
+        ("generate", "trained", "What?", "--image=no.png"),
+        r"no.png does not exist; give the path",
+    ),
+    Mistake(
+        "a step that never was",
+        ("replay", "trained", "--step=9"),
+        r"trained: no batch of step 9 in batches/; it holds no step",
+    ),
+    train(
+        "a name that a terminal would obey",
+        r"model.hf_path: \./\\x1b\[31mred\\n\\u202e does not exist; give",
+        hf_path="./\x1b[31mred\n\u202e",
+    ),
+]
+
+
+def safetensors(size: int = 64) -> bytes:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size)
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def record(image: str) -> str:
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It."}]
+    return json.dumps({"images": [image], "conversations": turns}) + "\n"
+
+
+def make_everything(folder: Path) -> None:
+    """What the mistakes are made with; an odd checkpoint is the good one with a part changed or left out."""
+    parts: dict[str, str | bytes] = {
+        "config.json": '{"model_type": "gemma3"}',
+        "model.safetensors": safetensors(),
+        "tokenizer.json": "{}",
+        "processor_config.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+    }
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    without_weights = {"model.safetensors": None}
+    changed: dict[str, dict] = {
+        "checkpoint": {},
+        "bad_config": {"config.json": "{"},
+        "llama": {"config.json": '{"model_type": "llama"}'},
+        "awq": {"config.json": '{"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}'},
+        "own_code": {
+            "config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "x.C"}, "vision_config": {}}'
+        },
+        "no_weights": without_weights,
+        "pickled": without_weights | {"pytorch_model.bin": b"PK"},
+        "sharded": without_weights
+        | {"model.safetensors.index.json": json.dumps(index), "model-1.safetensors": safetensors()},
+        "pointer": {"model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
+        "cut": {"model.safetensors": safetensors()[:100]},
+        "no_tokenizer": {"tokenizer.json": None},
+        "no_processor": {"processor_config.json": None},
+        "no_template": {"chat_template.jinja": None},
+    }
+    for name, difference in changed.items():
+        files = {key: value for key, value in (parts | difference).items() if value is not None}
+        write(folder / name, files)
+    info = {".nv-meta/.info.json": '{"shard_counts": {"a.tar": 1}}'}
+    write(folder / "energon", info)
+    write(folder / "above/inner", info)
+    write(folder / "saved", {"state.json": "{}", "dataset_info.json": "{}"})
+    write(folder / "adapter", {"adapter_config.json": "{}"})
+    write(folder / "tars", {"a.tar": b""})
+    config = (
+        "name: run\nmodel: {hf_path: checkpoint}\ndata: {train_data_path: rows.jsonl}\nparallel: {tp: 1}\n"
+    )
+    write(
+        folder / "trained",
+        {
+            "config.yaml": config,
+            "checkpoints/step_00000001/state.json": "{}",
+            "checkpoints/latest": "step_00000001\n",
+        },
+    )
+    write(folder / "untrained", {"config.yaml": config})
+    (folder / "empty").mkdir()
+    write(
+        folder,
+        {
+            "clip.bin": b"\x80\x00" * 100,
+            "broken.yaml": "a: [",
+            "list.yaml": "- a\n",
+            "empty.jsonl": "",
+            "notes.jsonl": "remember the milk\n",
+            "rows.jsonl": record("pictures/1.jpg"),
+            "elsewhere.jsonl": record("1.jpg"),
+            "lost.jsonl": record("no/1.jpg"),
+            "pictures/1.jpg": b"\xff\xd8",
+        },
+    )
+
+
+def make(mistake: Mistake, folder: Path) -> tuple[int, str, float]:
+    """(exit code, all that was printed, seconds of processor time)."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "COLUMNS": "200"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*COMMAND, *mistake.words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, (done.stdout + done.stderr).replace(str(folder), "…"), seconds
+
+
+def row(mistake: Mistake, output: str) -> str:
+    """A line of the page, up to the seconds."""
+    cells = (mistake.what, f"`{output.splitlines()[-1]}`")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " | "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("mistakes")
+    make_everything(made)
+    return made
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
+def test_the_last_line_is_the_reason(mistake, folder):
+    code, output, seconds = make(mistake, folder)
+    assert code == 2, output
+    assert "Traceback" not in output and len(output.splitlines()) <= 4
+    assert re.search(mistake.last_line, output.splitlines()[-1]), output
+    assert output.replace("\n", "").isprintable()
+    assert row(mistake, output) in PAGE.read_text(encoding="utf-8"), f"{PAGE}: run {__file__} --write"
+    assert seconds < SECONDS
+
+
+def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
+    from megatron_vlm.recipes import compose
+    from megatron_vlm.validation import validate, validate_paths
+
+    monkeypatch.chdir(folder)
+    arguments = {name: value for name, value in GOOD.items() if name != "recipe"}
+    config = compose(GOOD["recipe"], None, ["tp=1"], arguments)
+    validate(config, 1)
+    validate_paths(config)
+
+
+def write_page() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        make_everything(Path(folder))
+        lines = []
+        for mistake in MISTAKES:
+            _, output, seconds = make(mistake, Path(folder))
+            lines.append(f"{row(mistake, output)}{seconds:.1f} |")
+            print(lines[-1], flush=True)
+    PAGE.write_text(
+        "# Mistakes and what is said of them\n\n"
+        "Each is found before torch or Megatron are imported. The seconds are processor time where this "
+        "page was\nwritten (`python tests/test_mistakes.py --write`); a test makes every one of them.\n\n"
+        "| mistake | last line | seconds |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        write_page()
