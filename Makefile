@@ -29,6 +29,7 @@ lint: $(READY)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@$(PY) tools/tables.py --check
+	@$(PY) tools/configs.py --check
 
 setup: $(READY)
 

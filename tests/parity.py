@@ -167,7 +167,7 @@ def split_rows(batch: dict, visual: list[GenericVisualInputs]) -> list[dict]:
     ]
 
 
-def case_for(path: Path | str, rows: list[str]) -> dict[str, Any]:
+def case_for(path: Path | str, rows: list[str], processor: Any = None) -> dict[str, Any]:
     """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
@@ -176,7 +176,8 @@ def case_for(path: Path | str, rows: list[str]) -> dict[str, Any]:
 
     hf_config = AutoConfig.from_pretrained(path)
     family = family_for(hf_config)
-    hf, batch, single = encode(AutoProcessor.from_pretrained(path), family, hf_config, rows)
+    processor = processor or AutoProcessor.from_pretrained(path)
+    hf, batch, single = encode(processor, family, hf_config, rows)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     output = model(**hf, use_cache=False)
     output.loss.backward()

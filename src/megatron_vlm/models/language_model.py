@@ -45,6 +45,8 @@ class LanguageModelConfig(TransformerConfig):
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all the first
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
+    pad_token: int | None = None  # its embedding has no gradient where it stands in the text
+    add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "sdpa"
     images_spread: bool = False  # over the tensor-parallel ranks, see `models.vision_parallel`
@@ -121,7 +123,7 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=BiasedRowParallelLinear if config.add_proj_bias else RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -145,6 +147,13 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
             mlp_bda=add,
         ),
     )
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """For attention alone; Megatron's `add_bias_linear` would give feed-forwards biases too."""
+
+    def __init__(self, *args, bias: bool, **kwargs):
+        super().__init__(*args, bias=True, **kwargs)
 
 
 class LanguageModel(GPTModel):
@@ -179,9 +188,17 @@ class LanguageModel(GPTModel):
         ).item()
 
     def embed(self, input_ids_BS: Tensor) -> Tensor:
-        """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank."""
-        hidden_SBD = self.embedding(input_ids=input_ids_BS, position_ids=None)
-        return hidden_SBD.transpose(0, 1) * self.embedding_scale
+        """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank.
+
+        Those of the padding token have no gradient, as in Transformers (`nn.Embedding` with padding_idx). A
+        checkpoint that pads with a token of its text, such as the end of a turn, keeps that token's embedding
+        as it is. As an output weight, where both are one, it is trained.
+        """
+        hidden_BSD = self.embedding(input_ids=input_ids_BS, position_ids=None).transpose(0, 1)
+        if self.config.pad_token is not None:
+            is_pad_BS1 = (input_ids_BS == self.config.pad_token)[..., None]
+            hidden_BSD = torch.where(is_pad_BS1, hidden_BSD.detach(), hidden_BSD)
+        return hidden_BSD * self.embedding_scale
 
     def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
         if labels is not None:

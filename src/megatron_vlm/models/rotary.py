@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
+def inverse_frequencies(
+    text_config: Any, layer_type: str | None = None, part_of_head: bool = False
+) -> tuple[Tensor, float]:
     """(inverse frequencies (R/2,), factor on cos and sin) of `text_config.rope_parameters`, fp32 on CPU.
 
     The scaled rules (linear, YaRN, ...) are Transformers' own functions, so they round as Transformers does.
+    They read `partial_rotary_factor`; the default rule does in families that say `part_of_head`.
     """
     rule = text_config.rope_parameters[layer_type] if layer_type else text_config.rope_parameters
     with torch.device("cpu"):  # real numbers also while the model is built on the meta device
@@ -22,19 +25,19 @@ def inverse_frequencies(text_config: Any, layer_type: str | None = None) -> tupl
             return ROPE_INIT_FUNCTIONS[rule["rope_type"]](text_config, torch.device("cpu"), **by_layer)
         head_dim = getattr(text_config, "head_dim", None)
         head_dim = head_dim or text_config.hidden_size // text_config.num_attention_heads
-        width = int(head_dim * rule.get("partial_rotary_factor", 1.0))
+        width = int(head_dim * rule.get("partial_rotary_factor", 1.0)) if part_of_head else head_dim
         return 1.0 / rule["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
 
 
-def mrope_axes(sections: list[int], interleaved: bool) -> Tensor:
+def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tensor:
     """(R/2,) int64: the position axis (time, height, width) that turns each frequency.
 
-    `sections`, the config's `mrope_section`, says how many frequencies each axis has: in three chunks, or
-    interleaved as time, height, width, time, ... until height and width have theirs, then time alone.
+    `sections`, the config's `mrope_section`, says how many frequencies each axis has: in chunks, axes in
+    turn, or interleaved: time, height, width, time, ... until height and width have theirs, then time alone.
     """
-    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [section % 3 for section, count in enumerate(sections) for _ in range(count)]
     if interleaved:
-        axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(len(axes))]
+        axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(frequencies)]
     return torch.tensor(axes, device="cpu")
 
 

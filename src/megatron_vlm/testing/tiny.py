@@ -52,7 +52,7 @@ def build_tiny_checkpoint(
     parts = TINY_FAMILIES[family]
     template = parts.template if generation_tags else without_generation_tags(parts.template)
     processor = parts.processor(corpus or default_corpus(), template, **processor_sizes)
-    model = _random_model(parts.config(processor, text or {}, vision or {}), seed, dtype)
+    model = random_model(parts.config(processor, text or {}, vision or {}), seed, dtype)
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
     model.save_pretrained(path)
@@ -66,9 +66,12 @@ def without_generation_tags(template: str) -> str:
     return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", template)
 
 
-def _random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Transformers starts some weights at 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias):
-    move those too, so that every weight matters to the output and an error in any of them shows."""
+def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config with weights that all matter.
+
+    Transformers starts some weights at 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias):
+    move those too, so that every weight matters to the output and an error in any of them shows.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False)

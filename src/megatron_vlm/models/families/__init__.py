@@ -14,10 +14,18 @@ FAMILIES = {model_type: known.module for model_type, known in SUPPORTED.items()}
 
 
 def family_for(hf_config: Any) -> Family:
-    """The family of an HF config; raises ValueError for a model type the package does not know."""
+    """The family of an HF config. Every path to a model starts here.
+
+    Raises ValueError for a model type that the package does not know, and for keys whose values the family
+    does not support, see `keys.check`.
+    """
     if hf_config.model_type not in FAMILIES:
         raise ValueError(unsupported(hf_config.model_type))
-    return load(hf_config.model_type)
+    from megatron_vlm.models.families.keys import check  # imports torch, which FAMILIES need not
+
+    family = load(hf_config.model_type)
+    check(family, hf_config)
+    return family
 
 
 def load(model_type: str) -> Family:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families.keys import Section
 from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
 from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.models.weights import Rule
@@ -26,6 +27,7 @@ class Family:
     """
 
     model_type: str
+    sections: tuple[Section, Section, Section]  # of config.json: its top level, text_config, vision_config
     visual_keys: tuple[str, ...]
     architecture: Callable[[Any], dict]  # fields of LanguageModelConfig
     rotary: Callable[[Any], Rotary]
@@ -35,7 +37,8 @@ class Family:
     weights: Callable[[Any], list[Rule]]
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()
-    ignored_keys: dict[str, str] = field(default_factory=dict)  # pattern -> why it is not imported
+    # pattern -> why it is not imported
+    ignored_keys: Callable[[Any], dict[str, str]] = lambda hf_config: {}
     # freeze group -> prefixes of its parameters in VLMModel
     groups: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {

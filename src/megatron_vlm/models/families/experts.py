@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from megatron_vlm.models.families import keys
 from megatron_vlm.models.families.llama import layer_rule
 from megatron_vlm.models.weights import GatedMLP, Rule, Shard, Whole
+
+TEXT = keys.any_of("moe_intermediate_size", "output_router_logits", "router_aux_loss_coef")
+
+
+def balance(text: Any) -> float:
+    """The weight of the experts' balance in the loss. Transformers up to 5.12 has no field for the switch."""
+    return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
 
 
 def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:

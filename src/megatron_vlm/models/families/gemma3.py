@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,32 +10,67 @@ from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import llama, llava
+from megatron_vlm.models.families import keys, llama, llava
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule, Whole
 
-LAYER_TYPES = ("full_attention", "sliding_attention")  # index: rotary rule of the layer
+
+def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
+    """Average pooling gives so many."""
+    vision = hf_config.vision_config
+    patches, side = int(vision.image_size // vision.patch_size), int(tokens**0.5)
+    return 0 < side <= patches and (patches // (patches // side)) ** 2 == tokens
+
+
+SECTIONS = (
+    keys.Section(
+        ("gemma3",),
+        keys.TOP
+        | keys.any_of("image_token_index", "image_token_id")
+        | {"mm_tokens_per_image": keys.Values("what the projector makes of an image", _tokens_fit)},
+        no_effect=("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+    ),
+    keys.Section(
+        ("gemma3_text",),
+        keys.text("hidden_activation")
+        | keys.any_of("query_pre_attn_scalar", "sliding_window", "attention_bias")
+        | {"layer_types": keys.LAYER_TYPES}
+        | {"use_bidirectional_attention": keys.only(False, None)},
+        rope=keys.ROPE,
+        rope_by_layer=True,
+    ),
+    keys.Section(
+        ("siglip_vision_model",),
+        keys.VISION
+        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "layer_norm_eps")
+        | keys.any_of("vision_use_head"),
+    ),
+)
 
 
 def architecture(hf_config: Any) -> dict:
     text = hf_config.text_config
-    return llama.architecture(hf_config) | {
+    return llama.architecture(hf_config, activation="hidden_activation") | {
         "softmax_scale": text.query_pre_attn_scalar**-0.5,
-        "activation_func": partial(nn.functional.gelu, approximate="tanh"),
+        **llama.attention_bias(text),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "norm_after_sublayer": True,
         "embedding_scale": text.hidden_size**0.5,
-        "layer_windows": tuple(
-            text.sliding_window if kind == "sliding_attention" else None for kind in text.layer_types
-        ),
-        "layer_rotary": tuple(LAYER_TYPES.index(kind) for kind in text.layer_types),
+        "layer_windows": llama.layer_windows(text),
+        "layer_rotary": tuple(_kinds(text).index(kind) for kind in text.layer_types),
     }
 
 
+def _kinds(text: Any) -> list[str]:
+    """Of layers, each with a rotary rule of its own."""
+    return sorted(set(text.layer_types))
+
+
 def rotary(hf_config: Any) -> Rotary:
-    return Rotary([inverse_frequencies(hf_config.text_config, kind) for kind in LAYER_TYPES])
+    text = hf_config.text_config
+    return Rotary([inverse_frequencies(text, kind) for kind in _kinds(text)])
 
 
 class Gemma3Vision(nn.Module):
@@ -66,10 +100,11 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
 
 
 def weights(hf_config: Any) -> list[Rule]:
+    text = hf_config.text_config
     norms_after = {"self_attn_bda": "post_attention_layernorm", "mlp_bda": "post_feedforward_layernorm"}
     return [
         *llava.outer_rules(hf_config),
-        *llama.attention_rules(hf_config.text_config, llava.LAYER, qk_norm=True),
+        *llama.attention_rules(text, llava.LAYER, text.attention_bias, text.attention_bias, qk_norm=True),
         *llama.mlp_rules(llava.LAYER, norm="pre_feedforward_layernorm"),
         *[
             llama.layer_rule(llava.LAYER, f"{ours}.norm.weight", (f"{theirs}.weight",), Whole())
@@ -80,6 +115,7 @@ def weights(hf_config: Any) -> list[Rule]:
 
 FAMILY = Family(
     model_type="gemma3",
+    sections=SECTIONS,
     visual_keys=("pixel_values",),
     architecture=architecture,
     rotary=rotary,

@@ -8,21 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.models.families import experts, grids, llama
+from megatron_vlm.models.families import experts, grids, keys, llama
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
 HF_MODEL = "model.language_model."
+MROPE = grids.MRope(sections=(8, 12, 12), part_of_head=True)
+
+
+def _chosen(count: Any, text: Any) -> bool:
+    return 2 <= count <= text.n_routed_experts
+
+
+def _groups(count: Any, text: Any) -> bool:
+    """Megatron ranks groups of experts by their best topk / topk_group experts, Transformers by two."""
+    even = 0 < text.topk_group <= count <= text.n_routed_experts // 2 and text.n_routed_experts % count == 0
+    return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
+
+
+SECTIONS = (
+    keys.Section(
+        ("glm4v_moe",),
+        grids.TOP | keys.any_of("video_start_token_id", "video_end_token_id"),
+        no_effect=("image_start_token_id", "image_end_token_id"),
+    ),
+    keys.Section(
+        ("glm4v_moe_text",),
+        keys.text()
+        | experts.TEXT
+        | keys.any_of("attention_bias", "n_routed_experts", "num_local_experts", "topk_group")
+        | keys.any_of("routed_scaling_factor", "first_k_dense_replace")
+        | {
+            "norm_topk_prob": keys.only(True),
+            "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
+            "num_experts_per_tok": keys.Values("2 to n_routed_experts", _chosen),
+            "n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups),
+        },
+        rope=MROPE.keys(),
+    ),
+    keys.Section(
+        ("glm4v_moe_vision", "glm4v_moe"), grids.VISION | keys.any_of("attention_bias", "rms_norm_eps")
+    ),
+)
 
 
 def architecture(hf_config: Any) -> dict:
     text = hf_config.text_config
-    if not text.norm_topk_prob or text.num_experts_per_tok < 2:
-        raise ValueError(
-            f"text_config: norm_topk_prob {text.norm_topk_prob}, num_experts_per_tok "
-            f"{text.num_experts_per_tok}: only weights normalised over at least 2 experts are supported."
-        )
     return llama.architecture(hf_config) | {
         "add_qkv_bias": text.attention_bias,
         "num_moe_experts": text.n_routed_experts,
@@ -36,20 +68,14 @@ def architecture(hf_config: Any) -> dict:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
+        "moe_aux_loss_coeff": experts.balance(text),
         **_group_limit(text),
     }
 
 
 def _group_limit(text: Any) -> dict:
-    """Megatron ranks groups of experts by their best topk / topk_group experts, Transformers by two."""
     if text.n_group == text.topk_group:
         return {}
-    if text.num_experts_per_tok != 2 * text.topk_group:
-        raise ValueError(
-            f"text_config: num_experts_per_tok {text.num_experts_per_tok} is not twice topk_group "
-            f"{text.topk_group}; other limits to groups of experts are not supported."
-        )
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
 
 
@@ -107,16 +133,23 @@ def weights(hf_config: Any) -> list[Rule]:
     ]
 
 
+def ignored_keys(hf_config: Any) -> dict[str, str]:
+    """The layer after the last."""
+    layer = f"{HF_MODEL}layers.{hf_config.text_config.num_hidden_layers}."
+    return {layer + "**": "multi-token prediction, which Transformers leaves out too"}
+
+
 FAMILY = Family(
     model_type="glm4v_moe",
+    sections=SECTIONS,
     visual_keys=grids.VISUAL_KEYS,
     architecture=architecture,
-    rotary=grids.rotary,
+    rotary=MROPE.rotary,
     build_vision=Glm4vMoeVision,
     blank_image=grids.blank_image,
     visual_tokens=grids.visual_tokens,
     weights=weights,
-    ignored_keys={HF_MODEL + "layers.46.**": "multi-token prediction, which Transformers leaves out too"},
+    ignored_keys=ignored_keys,
     groups={
         "tower": (
             *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),

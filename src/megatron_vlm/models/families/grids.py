@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,16 @@ from torch import Tensor, nn
 from transformers import AutoModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families import keys, llama
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies, mrope_axes
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+TOP = keys.TOP | keys.any_of("image_token_id", "video_token_id")
+VISION = keys.VISION | {
+    **keys.any_of("depth", "num_heads", "in_channels", "out_hidden_size", "spatial_merge_size"),
+    **keys.any_of("rope_parameters"),
+    "temporal_patch_size": keys.NUMBER,
+}
 
 
 class GridVision(nn.Module):
@@ -22,6 +30,7 @@ class GridVision(nn.Module):
         self.visual = AutoModel.from_config(
             hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
         )
+        self.deepstack = deepstack_features(hf_config)
 
     def forward(
         self,
@@ -36,8 +45,9 @@ class GridVision(nn.Module):
         grids_N3 = _joined(image_grid_thw, video_grid_thw).cpu()
         plan = self._plan(grids_N3, patches_PF.device)
         output = self.visual(patches_PF, grid_thw=grids_N3.to(patches_PF.device, non_blocking=True), **plan)
-        deepstack = getattr(output, "deepstack_features", None)
-        return torch.stack((output.pooler_output, *deepstack)) if deepstack else output.pooler_output
+        if not self.deepstack:
+            return output.pooler_output
+        return torch.stack((output.pooler_output, *output.deepstack_features[: self.deepstack]))
 
     def _plan(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What the tower derives from the grids, by the names under which it takes it.
@@ -64,6 +74,17 @@ class GridVision(nn.Module):
         return lengths | {name: t.to(device, non_blocking=True) for name, t in indices.items()}
 
 
+def deepstack_features(hf_config: Any) -> int:
+    """How many layers of the tower give features that a layer of the language model takes.
+
+    As in Transformers, indexes beyond the tower's depth give none, and features beyond the last layer of the
+    language model are left out.
+    """
+    vision = hf_config.vision_config
+    indexes = set(getattr(vision, "deepstack_visual_indexes", ()))
+    return min(len(indexes & set(range(vision.depth))), hf_config.text_config.num_hidden_layers)
+
+
 def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
     return torch.cat([part for part in (images, videos) if part is not None])
 
@@ -86,8 +107,40 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
 
 
-def rotary(hf_config: Any) -> Rotary:
-    """M-RoPE as the text config's `rope_parameters` say."""
-    rule = hf_config.text_config.rope_parameters
-    axes = mrope_axes(rule["mrope_section"], rule.get("mrope_interleaved", False))
-    return Rotary([inverse_frequencies(hf_config.text_config)], axes)
+@dataclass(frozen=True)
+class MRope:
+    """A family's M-RoPE: in chunks or `interleaved`, which is the family's and not the config's choice.
+
+    `sections` stand in for a missing `mrope_section`; `part_of_head`: `partial_rotary_factor` is read.
+    """
+
+    sections: tuple[int, ...]
+    interleaved: bool = False
+    part_of_head: bool = False
+
+    def rotary(self, hf_config: Any) -> Rotary:
+        text = hf_config.text_config
+        rule = inverse_frequencies(text, part_of_head=self.part_of_head)
+        return Rotary(
+            [rule], mrope_axes(self._sections(text.rope_parameters), self.interleaved, len(rule[0]))
+        )
+
+    def keys(self) -> dict[str, keys.Values]:
+        """Of `rope_parameters`, as `Section.rope` wants them."""
+        words = "three numbers" if self.interleaved else "numbers that add up to half the rotated channels"
+        mrope = {"mrope_section": keys.Values(words, self._fits)}
+        partial = {"partial_rotary_factor": keys.ANY} if self.part_of_head else {}
+        return keys.ROPE | partial | mrope
+
+    def _sections(self, rule: dict) -> list[int]:
+        return rule.get("mrope_section", list(self.sections))
+
+    def _fits(self, _: Any, rule_and_text: tuple[dict, Any]) -> bool:
+        rule, text = rule_and_text
+        sections = self._sections(rule)
+        if not isinstance(sections, list) or not all(isinstance(n, int) and n >= 0 for n in sections):
+            return False
+        if self.interleaved:
+            return len(sections) >= 3
+        factor = rule.get("partial_rotary_factor", 1.0) if self.part_of_head else 1.0
+        return 2 * sum(sections) == int(llama.head_dim(text) * factor)

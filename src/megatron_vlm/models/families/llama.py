@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from transformers.activations import ACT2FN
 
 from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Operation, Rule, Shard, Twice, Whole
 
@@ -16,7 +16,8 @@ def head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def architecture(hf_config: Any) -> dict:
+def architecture(hf_config: Any, activation: str = "hidden_act") -> dict:
+    """`activation` is the key that names the one of the feed-forwards."""
     text = hf_config.text_config
     return {
         "num_layers": text.num_hidden_layers,
@@ -25,11 +26,22 @@ def architecture(hf_config: Any) -> dict:
         "num_attention_heads": text.num_attention_heads,
         "num_query_groups": text.num_key_value_heads,
         "kv_channels": head_dim(text),
-        "activation_func": nn.functional.silu,
+        "activation_func": ACT2FN[getattr(text, activation)],
         "layernorm_epsilon": text.rms_norm_eps,
         "vocab_size": text.vocab_size,
+        "pad_token": None if text.pad_token_id is None else text.pad_token_id % text.vocab_size,  # may be -1
         "tie_embeddings": hf_config.tie_word_embeddings,
     }
+
+
+def layer_windows(text: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None for a layer that sees everything before it."""
+    return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in text.layer_types)
+
+
+def attention_bias(text: Any) -> dict:
+    """Biases of all four projections, where the config has them."""
+    return {"add_qkv_bias": text.attention_bias, "add_proj_bias": text.attention_bias}
 
 
 def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
@@ -54,7 +66,9 @@ def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") 
     ]
 
 
-def attention_rules(text: Any, hf_layer: str, qkv_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
+def attention_rules(
+    text: Any, hf_layer: str, qkv_bias: bool = False, proj_bias: bool = False, qk_norm: bool = False
+) -> list[Rule]:
     """Attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
     operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
@@ -70,6 +84,10 @@ def attention_rules(text: Any, hf_layer: str, qkv_bias: bool = False, qk_norm: b
             layer_rule(
                 hf_layer, "self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), operation
             )
+        )
+    if proj_bias:
+        rules.append(
+            layer_rule(hf_layer, "self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), Whole())
         )
     if qk_norm:
         rules += [

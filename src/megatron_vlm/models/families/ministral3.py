@@ -15,18 +15,42 @@ from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import llama, llava
+from megatron_vlm.models.families import keys, llama, llava
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule
 
 
+def _one_layer(layer: Any, hf_config: Any) -> bool:
+    """The projector's norm is as wide as one of them, also in Transformers."""
+    return isinstance(layer, int) or len(layer) == 1
+
+
+SECTIONS = (
+    keys.Section(
+        ("mistral3",),
+        keys.TOP
+        | keys.any_of("image_token_index", "image_token_id", "projector_hidden_act")
+        | keys.any_of("multimodal_projector_bias", "spatial_merge_size")
+        | {"vision_feature_layer": keys.Values("one layer, alone or in a list", _one_layer)},
+    ),
+    keys.Section(
+        ("ministral3",),
+        keys.text() | keys.any_of("sliding_window"),
+        rope=keys.ROPE
+        | dict.fromkeys(("llama_4_scaling_beta", "original_max_position_embeddings"), keys.NUMBER),
+    ),
+    keys.Section(
+        ("pixtral",),
+        keys.VISION
+        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "rope_parameters")
+        | keys.any_of("tie_last_hidden_states"),
+    ),
+)
+
+
 def architecture(hf_config: Any) -> dict:
     text = hf_config.text_config
-    if text.model_type != "ministral3":
-        raise ValueError(
-            f"mistral3 checkpoint with text model type {text.model_type!r}; only 'ministral3' is supported."
-        )
     windows = (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()
     return llama.architecture(hf_config) | {"layer_windows": windows}
 
@@ -56,7 +80,8 @@ class Ministral3Vision(nn.Module):
             hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
         )
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
-        self.feature_layer = hf_config.vision_feature_layer
+        layer = hf_config.vision_feature_layer
+        self.feature_layer = layer if isinstance(layer, int) else layer[0]
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         sizes = image_sizes.tolist()  # they stay on the host, see batch.HOST_FIELDS
@@ -100,6 +125,7 @@ def portable_config(config: dict) -> dict:
 
 FAMILY = Family(
     model_type="mistral3",
+    sections=SECTIONS,
     visual_keys=("pixel_values", "image_sizes"),
     architecture=architecture,
     rotary=rotary,

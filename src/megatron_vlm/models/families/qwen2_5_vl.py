@@ -5,14 +5,39 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import grids, llama
+from megatron_vlm.models.families import grids, keys, llama
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
+MROPE = grids.MRope(sections=(16, 24, 24))
+
+
+def _whole_heads(head_dim: Any, text: Any) -> bool:
+    """Transformers' rotary embedding reads it, its attention does not."""
+    return head_dim in (None, text.hidden_size // text.num_attention_heads)
+
+
+SECTIONS = (
+    keys.Section(("qwen2_5_vl",), grids.TOP, no_effect=("vision_start_token_id", "vision_end_token_id")),
+    keys.Section(
+        ("qwen2_5_vl_text",),
+        keys.text()
+        | keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
+        | {"head_dim": keys.Values("hidden_size / num_attention_heads", _whole_heads)}
+        | {"layer_types": keys.LAYER_TYPES},
+        rope=MROPE.keys(),
+    ),
+    keys.Section(
+        ("qwen2_5_vl_vision", "qwen2_5_vl"),
+        grids.VISION | keys.any_of("tokens_per_second", "window_size", "fullatt_block_indexes"),
+    ),
+)
+
 
 def architecture(hf_config: Any) -> dict:
-    return llama.architecture(hf_config) | {"add_qkv_bias": True}
+    windows = llama.layer_windows(hf_config.text_config)
+    return llama.architecture(hf_config) | {"add_qkv_bias": True, "layer_windows": windows}
 
 
 def position_ids(hf_config: Any) -> partial:
@@ -36,9 +61,10 @@ def weights(hf_config: Any) -> list[Rule]:
 
 FAMILY = Family(
     model_type="qwen2_5_vl",
+    sections=SECTIONS,
     visual_keys=(*grids.VISUAL_KEYS, "second_per_grid_ts"),
     architecture=architecture,
-    rotary=grids.rotary,
+    rotary=MROPE.rotary,
     build_vision=grids.GridVision,
     blank_image=grids.blank_image,
     visual_tokens=grids.visual_tokens,

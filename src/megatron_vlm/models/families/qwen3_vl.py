@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import grids, llama
+from megatron_vlm.models.families import grids, keys, llama
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
@@ -16,12 +16,22 @@ GROUPS = {
     "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
     "language_model": ("language_model.",),
 }
+MROPE = grids.MRope(sections=(24, 20, 20), interleaved=True)
+TEXT = keys.text() | keys.any_of("attention_bias")
+VISION = grids.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
+MARKERS = ("vision_start_token_id", "vision_end_token_id")  # only the processor needs them
+SECTIONS = (
+    keys.Section(("qwen3_vl",), grids.TOP, no_effect=MARKERS),
+    keys.Section(("qwen3_vl_text",), TEXT, rope=MROPE.keys()),
+    keys.Section(("qwen3_vl_vision", "qwen3_vl"), VISION),
+)
 
 
 def architecture(hf_config: Any) -> dict:
     return llama.architecture(hf_config) | {
         "qk_layernorm": True,
-        "deepstack_layers": len(hf_config.vision_config.deepstack_visual_indexes),
+        **llama.attention_bias(hf_config.text_config),
+        "deepstack_layers": grids.deepstack_features(hf_config),
     }
 
 
@@ -40,15 +50,18 @@ def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
     return [
         Rule("vision.visual.**", ("model.visual.**",), Whole()),
         *llama.outer_rules(hf_config, HF_MODEL),
-        *llama.attention_rules(text, HF_MODEL + "layers.*.", qk_norm=True),
+        *llama.attention_rules(
+            text, HF_MODEL + "layers.*.", text.attention_bias, text.attention_bias, qk_norm=True
+        ),
     ]
 
 
 FAMILY = Family(
     model_type="qwen3_vl",
+    sections=SECTIONS,
     visual_keys=grids.VISUAL_KEYS,
     architecture=architecture,
-    rotary=grids.rotary,
+    rotary=MROPE.rotary,
     build_vision=grids.GridVision,
     blank_image=grids.blank_image,
     visual_tokens=grids.visual_tokens,

@@ -5,18 +5,39 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.models.families import experts, llama, qwen3_vl
+from megatron_vlm.models.families import experts, grids, keys, llama, qwen3_vl
 from megatron_vlm.models.weights import Rule
+
+
+def _chosen(count: Any, text: Any) -> bool:
+    return not text.num_experts or 2 <= count <= text.num_experts
+
+
+SECTIONS = (
+    keys.Section(("qwen3_vl_moe",), grids.TOP, no_effect=qwen3_vl.MARKERS),
+    keys.Section(
+        ("qwen3_vl_moe_text",),
+        qwen3_vl.TEXT
+        | experts.TEXT
+        | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
+        | keys.any_of("sliding_window")
+        | {"num_experts_per_tok": keys.Values("2 to num_experts", _chosen)},
+        rope=qwen3_vl.MROPE.keys(),
+    ),
+    keys.Section(("qwen3_vl_moe_vision", "qwen3_vl_moe"), qwen3_vl.VISION),
+)
 
 
 def architecture(hf_config: Any) -> dict:
     text = hf_config.text_config
+    if not text.num_experts:
+        return qwen3_vl.architecture(hf_config)
     return qwen3_vl.architecture(hf_config) | {
         "num_moe_experts": text.num_experts,
         "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_router_topk": text.num_experts_per_tok,
-        "moe_aux_loss_coeff": text.router_aux_loss_coef if text.output_router_logits else 0.0,
+        "moe_aux_loss_coeff": experts.balance(text),
     }
 
 
@@ -36,6 +57,7 @@ def weights(hf_config: Any) -> list[Rule]:
 FAMILY = replace(
     qwen3_vl.FAMILY,
     model_type="qwen3_vl_moe",
+    sections=SECTIONS,
     architecture=architecture,
     weights=weights,
     has_experts=True,

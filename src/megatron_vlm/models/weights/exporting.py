@@ -169,7 +169,7 @@ def export_hf(
     dist.all_gather_object(stages, written)
     if dist.get_rank() == 0:
         files = {file: keys for stage in stages for file, keys in stage.items()}
-        _check_complete(files, checkpoint, family)
+        _check_complete(files, checkpoint, family.ignored_keys(hf_config))
         _name_shards(unfinished, files)
         unfinished.rename(output)
     dist.barrier()
@@ -249,12 +249,12 @@ def _keys_of_stage(chunks: list[VLMModel], rules: list[Rule], files: Collection[
     return list(keys)
 
 
-def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, family: Family) -> None:
+def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignored: Collection[str]) -> None:
     exported = [key for keys in files.values() for key in keys]
     expected = {
         stored
         for key, (_, stored) in checkpoint.files.items()
-        if not any(matches(ignored, key) for ignored in family.ignored_keys)
+        if not any(matches(pattern, key) for pattern in ignored)
     }
     assert len(exported) == len(set(exported)), "an HF key was exported twice"
     assert set(exported) == expected, (

@@ -42,7 +42,7 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
     ]
     for load in loads:
         load.check(checkpoint)
-    _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family)
+    _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family, hf_config)
     with ThreadPoolExecutor(READERS) as readers:
         for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
             watchdog.beat()
@@ -94,13 +94,14 @@ def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
     return tqdm(steps, "import", total, unit="tensor", disable=quiet, leave=False)
 
 
-def _check_all_used(checkpoint: HFCheckpoint, used: set[str], family: Family) -> None:
+def _check_all_used(checkpoint: HFCheckpoint, used: set[str], family: Family, hf_config: Any) -> None:
     """Collective: every key has a place on some rank, or the family says why not."""
     keys = sorted(checkpoint.files)
     held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
     dist.all_reduce(held, dist.ReduceOp.MAX)
+    ignored = family.ignored_keys(hf_config)
     unused = [key for key, somewhere in zip(keys, held.tolist(), strict=True) if not somewhere]
-    if unknown := [key for key in unused if not any(matches(known, key) for known in family.ignored_keys)]:
+    if unknown := [key for key in unused if not any(matches(known, key) for known in ignored)]:
         some = ", ".join(f"{key!r} {tuple(checkpoint.shape(key))}" for key in unknown[:5])
         raise ValueError(
             f"{checkpoint.folder}: {len(unknown)} keys that this {family.model_type} does not have, such as "

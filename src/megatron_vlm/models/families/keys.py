@@ -1,0 +1,205 @@
+"""Which keys of config.json a family knows, section by section, and the refusal of every other value.
+
+A field of Transformers' config class is read, has no effect on what is trained, or must keep its default.
+Keys that are no fields Transformers ignores, and so do we, but for a few that its modelling code asks for
+all the same: those are declared here like fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from transformers.activations import ACT2FN
+
+from megatron_vlm.messages import printable
+
+if TYPE_CHECKING:
+    from megatron_vlm.models.families.base import Family
+
+NAMES = ("", "text_config", "vision_config")  # of the sections of config.json; "" is its top level
+
+
+@dataclass(frozen=True)
+class Values:
+    """The supported values of a key: in words, and as a test of (value, its section of the config)."""
+
+    words: str
+    holds: Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a family makes of one section of config.json.
+
+    `reads` and `no_effect` may name keys that only some versions of Transformers have. `rope` are the keys of
+    `rope_parameters`; their tests get (value or None, (the rule, the section)).
+    """
+
+    model_types: tuple[str, ...]
+    reads: dict[str, Values]
+    no_effect: tuple[str, ...] = ()
+    rope: dict[str, Values] = field(default_factory=dict)
+    rope_by_layer: bool = False  # `rope_parameters` has a rule for each type of layer
+
+    def known(self) -> set[str]:
+        """The keys that may differ from the default."""
+        return {*self.reads, *self.no_effect, *NO_EFFECT, *ASKED_FOR, *NAMES}
+
+    def fixed(self, config: Any) -> dict[str, Any]:
+        """The fields of the config's class that must have these values, its defaults."""
+        default = _default(type(config))
+        names = [each.name for each in fields(config)]
+        return {name: getattr(default, name) for name in names if name not in self.known()}
+
+
+@cache
+def _default(config_class: type) -> Any:
+    return config_class()
+
+
+def check(family: Family, hf_config: Any) -> None:
+    """Raises ValueError, one for all of them, naming each key whose value the family does not support."""
+    lines = []
+    for name, section in zip(NAMES, family.sections, strict=True):
+        config, prefix = (getattr(hf_config, name), f"{name}.") if name else (hf_config, "")
+        lines += [f"  {prefix}{problem}" for problem in _problems(section, config)]
+    if lines:
+        raise ValueError(
+            f"config.json of this {family.model_type} checkpoint asks for what is not supported:\n"
+            + "\n".join(lines)
+            + "\nThe trained model would not be Transformers'; docs/configs.md lists what is supported."
+        )
+
+
+def _problems(section: Section, config: Any) -> Iterator[str]:
+    if config.model_type not in section.model_types:
+        yield _problem("model_type", config.model_type, only(*section.model_types).words)
+        return
+    if getattr(config, "is_heterogeneous", False):  # reading such a config's keys raises
+        yield _problem("per_layer_config", "given", "null")
+        return
+    for key, values in (ASKED_FOR | section.reads).items():
+        if hasattr(config, key) and not values.holds(getattr(config, key), config):
+            yield _problem(key, getattr(config, key), values.words)
+    for key, default in section.fixed(config).items():
+        if getattr(config, key) != default:
+            yield _problem(key, getattr(config, key), shown(default))
+    yield from _rope_problems(section, config)
+
+
+def _rope_problems(section: Section, config: Any) -> Iterator[str]:
+    if not section.rope:
+        return
+    rules = config.rope_parameters
+    if not section.rope_by_layer:
+        rules = {"": rules}
+    for kind, rule in rules.items():
+        prefix = "rope_parameters." + (f"{kind}." if kind else "")
+        if not isinstance(rule, dict):
+            continue
+        for key, values in section.rope.items():
+            if not values.holds(rule.get(key), (rule, config)):
+                yield _problem(prefix + key, rule.get(key), values.words)
+
+
+def _problem(key: str, value: Any, supported: str) -> str:
+    return f"{printable(key)} is {shown(value)}; supported: {supported}"
+
+
+def shown(value: Any) -> str:
+    """As in config.json, cut where it is long."""
+    return printable(json.dumps(value, default=str, ensure_ascii=False), 60)
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+ANY = Values("any", lambda value, section: True)
+NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
+
+
+def only(*values: Any) -> Values:
+    return Values(" or ".join(map(shown, values)), lambda value, section: value in values)
+
+
+def any_of(*keys: str) -> dict[str, Values]:
+    return dict.fromkeys(keys, ANY)
+
+
+def _without_weights(name: Any, section: Any) -> bool:
+    return name in ACT2FN and not any(True for _ in ACT2FN[name].parameters())
+
+
+def _full_attention(layer_types: Any, section: Any) -> bool:
+    return set(layer_types or ()) <= {"full_attention"}
+
+
+def _with_window(layer_types: Any, text: Any) -> bool:
+    return set(layer_types) <= {"full_attention"} | ({"sliding_attention"} if text.sliding_window else set())
+
+
+def _in_vocabulary(token: Any, text: Any) -> bool:
+    return token is None or -text.vocab_size <= token < text.vocab_size
+
+
+def _whole_head(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
+    return factor in (None, 1) or rule_and_text[0].get("rope_type") == "default"
+
+
+ACTIVATION = Values("the names of Transformers' activations that have no weights", _without_weights)
+FULL_ATTENTION = Values('null, or "full_attention" in every layer', _full_attention)
+LAYER_TYPES = Values('"full_attention", and "sliding_attention" where sliding_window is set', _with_window)
+
+# --- what sections have in common --------------------------------------------------------------------------
+
+# `dtype` is the run's own setting, model.dtype
+NO_EFFECT = (
+    *("architectures", "auto_map", "dtype", "transformers_version", "name_or_path"),
+    *("id2label", "label2id", "num_labels", "problem_type", "bos_token_id", "eos_token_id"),
+    *("output_hidden_states", "use_cache", "gradient_checkpointing"),
+    *("initializer_range", "initializer_factor", "init_std"),
+    *("vision_aspect_ratio", "vision_feature_select_strategy"),
+)
+# No fields of most classes, but asked for by Transformers' modelling code
+ASKED_FOR = {
+    **{"is_causal": only(True), "output_attentions": only(False), "is_heterogeneous": only(False)},
+    **dict.fromkeys(("decoder", "generator", "text_encoder", "fusion_config"), only(None)),
+    **dict.fromkeys(("transformers_weights", "distributed_config"), only(None)),
+    **dict.fromkeys(("mlp_layer_types", "mtp_layer_types"), only(None)),
+    **any_of(
+        "per_layer_config", "quantization_config"
+    ),  # see `_problems`; what is refused before, by weights
+    **any_of("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),  # in rope_parameters
+    **any_of("num_heads", "vision_feature_layer"),  # compared, or looked for and not used
+}
+TOP = any_of("tie_word_embeddings", "head_dim", "layer_types", "rope_parameters")
+
+
+def text(activation: str = "hidden_act") -> dict[str, Values]:
+    """What every language model reads; `activation` is the key that names the one of its feed-forwards."""
+    return {
+        **any_of("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"),
+        **any_of("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        **any_of("tie_word_embeddings", "rope_parameters"),
+        "pad_token_id": Values("null, or a token of the vocabulary", _in_vocabulary),
+        activation: ACTIVATION,
+        "layer_types": FULL_ATTENTION,
+        "text_config": only(None),
+    }
+
+
+# The towers are Transformers' own modules, which read their keys themselves
+VISION = {
+    **any_of("hidden_size", "intermediate_size", "hidden_act", "head_dim", "rope_parameters"),
+    **any_of("num_attention_heads", "tie_word_embeddings", "vocab_size", "output_router_logits"),
+    **dict.fromkeys(("text_config", "layer_types"), only(None)),
+    **dict.fromkeys(("image_size", "patch_size"), NUMBER),
+}
+# The rules' other keys, such as `factor`, are arguments of Transformers' own functions, which we call
+ROPE = {
+    "rope_type": only("default", "linear", "llama3", "yarn"),
+    "partial_rotary_factor": Values('1, or any where rope_type is "default", which ignores it', _whole_head),
+}

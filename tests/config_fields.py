@@ -1,0 +1,109 @@
+"""What this Transformers' config classes have and its models ask for, and what `family_for` says of each.
+
+Run as a program by `test_configs.py`, under the oldest and the newest version, with one folder a family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import torch
+import transformers
+
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families.keys import NAMES
+
+asked: dict[int, set[str]] = {}  # of configs, by identity
+
+
+def listen(section: Any, key: str) -> Any:
+    asked.setdefault(id(type(section)), set()).add(key)
+    return _plain(section, key)
+
+
+_plain = transformers.PretrainedConfig.__getattribute__
+
+
+def another(value: Any) -> Any:
+    """A value of the kind, but not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    return 0.5 if value is None else list(value)[:-1]
+
+
+def unrefused(folder: str) -> list[str]:
+    """Fields that are neither known nor refused by name when they change."""
+    found = []
+    for number, name in enumerate(NAMES):
+        whole = transformers.AutoConfig.from_pretrained(folder)
+        family = family_for(whole)
+        for key in family.sections[number].fixed(_section(whole, name)):
+            whole = transformers.AutoConfig.from_pretrained(folder)
+            section = _section(whole, name)
+            setattr(section, key, another(getattr(section, key)))
+            path = f"{name}.{key}" if name else key
+            try:
+                family_for(whole)
+            except ValueError as error:
+                if f"  {path} is " in str(error):
+                    continue
+            found.append(path)
+    return found
+
+
+def _section(whole: Any, name: str) -> Any:
+    return getattr(whole, name) if name else whole
+
+
+def names_asked(folder: str) -> list[list[str]]:
+    """By section: what Transformers asks its configs for while it loads, runs and differentiates a model."""
+    hf_config = transformers.AutoConfig.from_pretrained(folder)
+    family = family_for(hf_config)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    rows = [row for row in ("t", "it", "vt") if "v" not in row or "pixel_values_videos" in family.visual_keys]
+    inputs = [parity.encode(processor, family, hf_config, [row])[0] for row in rows]
+    asked.clear()
+    transformers.PretrainedConfig.__getattribute__ = listen
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    for each in inputs:
+        model(**each, use_cache=False).loss.backward()
+    transformers.PretrainedConfig.__getattribute__ = _plain
+    return [sorted(_no_constants(_section(hf_config, name))) for name in NAMES]
+
+
+def _no_constants(section: Any) -> set[str]:
+    """Names that config.json can set: neither private nor constants and methods of Transformers' class."""
+    kind = type(section)
+    settable = {name for name in dir(kind) if isinstance(getattr(kind, name, None), property)}
+    names = {each.name for each in dataclasses.fields(kind)} | settable
+    return {
+        key
+        for key in asked.get(id(kind), ())
+        if not key.startswith("_") and (key in names or not hasattr(kind, key))
+    }
+
+
+def main(folders: list[str]) -> dict:
+    result: dict[str, Any] = {"version": transformers.__version__, "families": {}}
+    for folder in folders:
+        hf_config = transformers.AutoConfig.from_pretrained(folder)
+        sections = [_section(hf_config, name) for name in NAMES]
+        result["families"][Path(folder).name] = {
+            "fields": [sorted(each.name for each in dataclasses.fields(section)) for section in sections],
+            "unrefused": unrefused(folder),
+            "asked": names_asked(folder),
+        }
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))

@@ -1,0 +1,172 @@
+"""One change of a tiny checkpoint's config.json: is it refused, or are we what Transformers is?
+
+Runs inside the process that `test_configs.py` starts, which goes through all changes of a family.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import parity
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from megatron_vlm.config import ParallelConfig
+
+REMOVED = "(removed)"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What Transformers raises on configs that it cannot run
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ERRORS += (StrictDataclassError,)
+LOUDER = 5.0  # random weights are so small that attention sees everything alike, and no position would matter
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A change: `{"text_config.hidden_act": "relu"}`, or REMOVED; tried on `rows`, see `parity.INPUTS`."""
+
+    change: dict[str, Any]
+    rows: tuple[str, ...] = ("it", "t")
+    same_weights: bool = False  # those of the unchanged checkpoint
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        change = ", ".join(f"{key}={json.dumps(value)}" for key, value in self.change.items())
+        object.__setattr__(self, "name", self.name or change)
+
+
+class Swapped:
+    """A processor whose output has other token ids, as a changed config.json wants them."""
+
+    def __init__(self, processor: Any, swaps: dict[int, int]):
+        self._processor = processor
+        self._swaps = swaps | {new: old for old, new in swaps.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def __call__(self, **kwargs: Any) -> dict:
+        output = dict(self._processor(**kwargs))
+        ids = output["input_ids"]
+        output["input_ids"] = ids.clone().apply_(lambda token: self._swaps.get(token, token))
+        return output
+
+
+def changed(config: dict, change: dict[str, Any]) -> dict:
+    config = json.loads(json.dumps(config))
+    for path, value in change.items():
+        *sections, key = path.split(".")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+        if value == REMOVED:
+            del place[key]
+    return config
+
+
+def verdicts(source: str, work: str, cells: list[Cell], layouts: list[ParallelConfig]) -> list[dict]:
+    """Of every cell: refused, equal (in all layouts), wrong, crash (ours) or fails (Transformers'), and why.
+
+    `effect` is how far the change moves Transformers' logits, infinity where shapes differ.
+    """
+    from transformers import AutoProcessor
+
+    from megatron_vlm.parallel import setup
+
+    if not torch.distributed.is_initialized():
+        setup.init_distributed(layouts[0], seed=1)
+    if torch.distributed.get_rank() == 0:  # Transformers saves on the first rank only
+        shutil.copytree(source, work)
+    torch.distributed.barrier()
+    tried = _Tried(Path(source), Path(work), AutoProcessor.from_pretrained(source), layouts)
+    return [{"name": cell.name} | tried.verdict(cell) for cell in cells]
+
+
+class _Tried:
+    def __init__(self, source: Path, work: Path, processor: Any, layouts: list[ParallelConfig]):
+        self.source, self.work, self.processor, self.layouts = source, work, processor, layouts
+        self.config = json.loads((source / CONFIG).read_text())
+        self.logits: dict[tuple, torch.Tensor] = {}  # (rows, weights) -> those of the unchanged checkpoint
+
+    def verdict(self, cell: Cell) -> dict:
+        from megatron_vlm.models.families import family_for
+
+        kind = (cell.rows, cell.same_weights)
+        if kind not in self.logits and cell.change:
+            self.verdict(Cell({}, *kind))
+        config = changed(self.config, cell.change)
+        hf_config = self._load(config)
+        if isinstance(hf_config, Exception):
+            return {"verdict": "fails", "why": repr(hf_config)}
+        try:
+            family_for(hf_config)
+        except ValueError as error:
+            return {"verdict": "refused", "why": str(error)}
+        try:
+            self._write_weights(hf_config, cell)
+            self._write_config(config)
+            case = self._case(cell)
+        except ERRORS as error:
+            return {"verdict": "fails", "why": repr(error)}
+        return self._compare(cell, case)
+
+    def _load(self, config: dict) -> Any:
+        from transformers import AutoConfig
+
+        self._write_config(config)
+        try:
+            return AutoConfig.from_pretrained(self.work)
+        except ERRORS as error:
+            return error
+
+    def _write_config(self, config: dict) -> None:
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            (self.work / CONFIG).write_text(json.dumps(config))
+        torch.distributed.barrier()
+
+    def _write_weights(self, hf_config: Any, cell: Cell) -> None:
+        from megatron_vlm.testing.tiny import random_model
+
+        if cell.same_weights:
+            if torch.distributed.get_rank() == 0:
+                shutil.copy(self.source / WEIGHTS, self.work / WEIGHTS)
+            return
+        model = random_model(hf_config, 0, torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith(("proj.weight", "qkv.weight")):
+                    weight.mul_(LOUDER)
+        model.save_pretrained(self.work)
+
+    def _case(self, cell: Cell) -> dict:
+        """`parity.case_for` with token ids as the changed config wants them."""
+        swaps = {
+            self.config[key]: value
+            for key, value in cell.change.items()
+            if key in self.config and key.endswith(("_token_id", "_token_index"))
+        }
+        return parity.case_for(self.work, list(cell.rows), Swapped(self.processor, swaps))
+
+    def _compare(self, cell: Cell, case: dict) -> dict:
+        from megatron_vlm.parallel import setup
+
+        logits = case["logits"]
+        base = self.logits.setdefault((cell.rows, cell.same_weights), logits)
+        same = logits.shape == base.shape
+        result = {"effect": (logits - base).abs().max().item() if same else float("inf")}
+        for layout in self.layouts:
+            setup.reset_layout(layout, seed=1)
+            try:
+                found = parity.compare(layout, str(self.work), case)
+            except ERRORS as error:
+                return result | {"verdict": "crash", "why": repr(error)}
+            result |= {"verdict": "equal" if found["passed"] else "wrong", "why": str(found)}
+            if not found["passed"]:
+                return result
+        return result

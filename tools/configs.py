@@ -1,0 +1,90 @@
+"""Write docs/configs.md: what every family makes of the keys of config.json.
+
+python tools/configs.py            write the page
+python tools/configs.py --check    exit 1 when the page is not what the families declare
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING
+
+from megatron_vlm.models.families import FAMILIES, load
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.families.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, shown
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
+HEAD = """# What is read of config.json
+
+Written by `tools/configs.py` from what the families declare (`models/families/*.py`); `make lint`
+compares.
+
+A key is read, has no effect on what is trained, or must keep the default of Transformers' config class.
+Any other value is refused before anything is built, all such keys in one message. Keys that are no fields
+of the class are ignored, as Transformers ignores them. `tests/test_configs.py` changes every key of a
+tiny checkpoint of each family: what is not refused has Transformers' logits and gradients, in the newest
+Transformers; every field of the oldest supported one is accounted for as well.
+
+- Dropout of every kind must be 0: random numbers would differ from Transformers' under every layout.
+- `pad_token_id`: the embedding of the padding token gets no gradient where it stands in the text, as in
+  Transformers. A checkpoint that pads with a token of its text keeps that token's embedding as it is (its
+  output weight, where both are one, is trained). Name another `pad_token_id` in config.json to train it.
+- `deepstack_visual_indexes` beyond the tower's depth give no features, and features beyond the last layer
+  of the language model are left out.
+- GLM's layer number `num_hidden_layers`, the one after the last, is multi-token prediction, which
+  Transformers leaves out too: it is neither imported nor exported.
+- `output_router_logits` adds the experts' balance to the loss, weighed by `router_aux_loss_coef`: the
+  mean over layers of each layer's balance, where Transformers balances all layers as one.
+  `model.load_balancing` goes over both keys.
+- `mrope_interleaved` is not read, as in Transformers: Qwen3-VL always interleaves, the other families
+  never do.
+
+In every section these have no effect: {no_effect}. These, fields or not, must have one value:
+{asked_for}.
+"""
+
+
+def page() -> str:
+    listed = ", ".join(f"`{key}`" for key in sorted(NO_EFFECT))
+    fixed = ", ".join(f"`{key}` {values.words}" for key, values in sorted(ASKED_FOR.items()) if values != ANY)
+    parts = [HEAD.format(no_effect=listed, asked_for=fixed)]
+    return "\n".join([*parts, *(_family(load(model_type)) for model_type in sorted(FAMILIES))])
+
+
+def _family(family: Family) -> str:
+    sections = zip(NAMES, family.sections, strict=True)
+    return f"## {family.model_type}\n" + "".join(_section(name, section) for name, section in sections)
+
+
+def _section(name: str, section: Section) -> str:
+    rule = {f"rope_parameters.{key}": values for key, values in section.rope.items()}
+    reads = {key: values for key, values in (section.reads | rule).items() if key not in ASKED_FOR}
+    plain = sorted(key for key, values in reads.items() if values == ANY)
+    limited = sorted((key, values.words) for key, values in reads.items() if values != ANY)
+    default = CONFIG_MAPPING[section.model_types[0]]()
+    lines = [f"\n### {name or 'top level'}: {' or '.join(section.model_types)}\n"]
+    lines.append(f"- read: {_keys(plain)}")
+    lines += [f"- `{key}`: {words}" for key, words in limited]
+    if section.no_effect:
+        lines.append(f"- no effect: {_keys(sorted(section.no_effect))}")
+    fixed = [f"`{key}` {shown(value)}" for key, value in sorted(section.fixed(default).items())]
+    lines.append(f"- refused unless: {', '.join(fixed)}")
+    return "\n".join(lines) + "\n"
+
+
+def _keys(keys: list[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def main() -> None:
+    new = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(new, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != new:
+        sys.exit(f"{PAGE.name} does not show what the families declare; run tools/configs.py")
+
+
+if __name__ == "__main__":
+    main()
