@@ -23,31 +23,6 @@ from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 T, V = "text_config.", "vision_config."
 ROPE = T + "rope_parameters."
-# Neither model runs when these change alone: others, or the tiny checkpoint's processor, must go with them
-NOT_ALONE = {
-    *("vision_config.patch_size", "vision_config.temporal_patch_size", "vision_config.spatial_merge_size"),
-    *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
-    *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
-}
-# Read, but this change of them moves no logits of this model
-WITHOUT_A_TRACE = {
-    *("text_config.max_position_embeddings", "text_config.pad_token_id", "text_config.tie_word_embeddings"),
-    *(
-        "text_config.router_aux_loss_coef",
-        "text_config.output_router_logits",
-        "text_config.use_sliding_window",
-    ),
-    *("text_config.max_window_layers", "text_config.sliding_window", "vision_config.tokens_per_second"),
-    *("vision_config.tie_last_hidden_states", "vision_config.vision_use_head", "video_token_id"),
-    *(
-        "tie_word_embeddings",
-        "image_token_id",
-        "image_token_index",
-        "video_start_token_id",
-        "video_end_token_id",
-    ),
-    *("text_config.topk_group", "text_config.layer_types"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -329,21 +304,6 @@ def test_a_changed_key_is_refused_or_gives_what_transformers_gives(tried):
     assert len(found) > 60
     bad = [row for row in found.values() if row["verdict"] in ("wrong", "crash")]
     assert not bad, json.dumps(bad, indent=1)
-
-
-def test_every_read_key_is_seen_to_matter_and_to_be_equal(tried):
-    """A guard: Transformers runs at least one change of it, which moves its logits."""
-    names, found = tried
-    unseen = []
-    for path, changes in names.items():
-        rows = [found[name] for name in changes]
-        equal = [row for row in rows if row["verdict"] == "equal"]
-        moved = [row for row in equal if row["effect"] > 1e-3]
-        if path in NOT_ALONE or path in WITHOUT_A_TRACE and equal:
-            continue
-        if not moved and not (rows and all(row["verdict"] == "refused" for row in rows)):
-            unseen.append((path, rows))
-    assert not unseen, unseen
 
 
 def test_keys_without_effect_change_nothing(tried):
