@@ -89,22 +89,13 @@ def test_memory_stays_flat_over_an_epoch(kind, paths):
 
 # -- many small samples
 
-MAX_SLOPE = 300  # bytes a sample; with the tars' members kept: 1,1xx
+MAX_SLOPE = 300  # bytes a sample; seen: 113, and 523 with the tars' members kept
 MAX_SLOPE_OF_MANY = 60
-READERS = [  # path, settings, samples
-    pytest.param("energon", {}, 10_000, id="energon-10000"),
-    pytest.param("energon", {}, 100_000, id="energon-100000", marks=pytest.mark.long),
-    pytest.param("parquet", {"streaming": True}, 100_000, id="stream-100000", marks=pytest.mark.long),
-    pytest.param("data.jsonl", {}, 100_000, id="jsonl-100000", marks=pytest.mark.long),
-    pytest.param("saved", {}, 100_000, id="saved-100000", marks=pytest.mark.long),
-    *(
-        pytest.param(name, settings, 30_000, id=f"{name}-packed-{how}", marks=pytest.mark.long)
-        for name, how, settings in (
-            ("energon", "stream", {"packing": "stream", "packing_buffer_size": 100}),
-            ("saved", "stream", {"packing": "stream", "packing_buffer_size": 100}),
-            ("saved", "global", {"packing": "global"}),
-        )
-    ),
+READERS = [  # path, samples
+    pytest.param("energon", 10_000, id="energon-10000"),
+    pytest.param("energon", 100_000, id="energon-100000", marks=pytest.mark.long),
+    pytest.param("data.jsonl", 100_000, id="jsonl-100000", marks=pytest.mark.long),
+    pytest.param("saved", 100_000, id="saved-100000", marks=pytest.mark.long),
 ]
 
 
@@ -123,7 +114,7 @@ class OneEncoding(HFEncoderVLMTaskEncoder):
 
 @pytest.fixture(scope="module")
 def small_samples(tmp_path_factory):
-    """4,000 conversations of a few words: as JSONL, in 8 shards, and in 4 parquet files."""
+    """4,000 conversations of a few words: as JSONL, in 8 shards, and saved by `datasets`."""
     folder = tmp_path_factory.mktemp("small")
     question = {"role": "user", "content": "Which number?"}
     rows = [
@@ -133,11 +124,7 @@ def small_samples(tmp_path_factory):
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"samples_per_shard": 500, "workers": 1, "progress": False}
     prepare_energon_dataset(folder / "data.jsonl", folder / "energon", splits={"train": 4000}, **options)
-    saved = datasets.Dataset.from_list(rows)
-    saved.save_to_disk(folder / "saved")
-    (folder / "parquet").mkdir()
-    for number in range(4):
-        saved.shard(4, number).to_parquet(folder / f"parquet/train-{number}.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
     return folder
 
 
@@ -151,20 +138,17 @@ def slope(loader, count: int) -> float:
     return float(np.polyfit(*np.array(points[10:]).T, 1)[0])
 
 
-@pytest.mark.parametrize("name, settings, count", READERS)
-def test_memory_stays_flat_over_many_small_samples(name, settings, count, small_samples, record_property):
+@pytest.mark.parametrize("name, count", READERS)
+def test_memory_stays_flat_over_many_small_samples(name, count, small_samples, record_property):
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template)
-    kind = PackingVLMTaskEncoder if "packing" in settings else OneEncoding
-    encoder = kind(processor, 256, load("gemma3").visual_keys)
-    provider = PROVIDERS["energon" if name == "energon" else "hf"](
-        str(small_samples / name), num_workers=2, **settings
-    )
+    encoder = OneEncoding(processor, 256, load("gemma3").visual_keys)
+    provider = PROVIDERS["energon" if name == "energon" else "hf"](str(small_samples / name), num_workers=2)
     loader = provider.train_loader(encoder, micro_batch_size=10, rank=0, world_size=1, seed=0)
     try:
         found = slope(loader, count)
     finally:
         loader.close()
     record_property("bytes a sample", found)
-    print(f"{name} {settings}: {found:.1f} bytes a sample over {count:,}")
+    print(f"{name}: {found:.1f} bytes a sample over {count:,}")
     assert found < (MAX_SLOPE if count < 20_000 else MAX_SLOPE_OF_MANY)
