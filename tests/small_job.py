@@ -71,6 +71,28 @@ def stop_for(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class Sleeps:
+    """A dataset whose first item never comes."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        time.sleep(10_000)
+
+
+def wait_for_data() -> None:
+    from torch.utils.data import DataLoader
+
+    watchdog.beat(f"waiting for the data of step {FAILS_IN}")
+    next(iter(DataLoader(Sleeps(), num_workers=1)))
+
+
+def hang_in_files(doing: str) -> None:
+    watchdog.beat(doing, files=True)
+    time.sleep(10_000)
+
+
 def spin() -> None:
     while True:
         pass
@@ -91,6 +113,9 @@ FAULTS = {
     "hang": lambda _: time.sleep(10_000),
     "spin": lambda _: spin(),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "data": lambda _: wait_for_data(),
+    "import": lambda _: hang_in_files("importing a checkpoint"),
+    "save": lambda _: hang_in_files(f"saving step {FAILS_IN}"),
     "pause": lambda _: stop_for(5),
 }
 

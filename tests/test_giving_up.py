@@ -13,10 +13,12 @@ import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.data.batch_log import read_step
+from megatron_vlm.data.batch_log import naming_samples, read_step
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.loaders import LimitedDrops
 from megatron_vlm.testing.distributed import run_distributed
@@ -57,6 +59,20 @@ def _run(parallel: ParallelConfig, dropped_by_rank: list[int], steps: int) -> tu
     return steps, str(report.on_all_ranks()), time.monotonic() - began
 
 
+def _not_finite(by_rank: list[list[float]], run_dir: str) -> str:
+    """What this rank raises when these are the losses of its micro batches."""
+    from megatron_vlm.training.step import _raise_not_finite
+
+    rank = dist.get_rank()
+    reports = [{"sum_and_count": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]
+    micro_batches = [{"__key__": [[f"rank{rank}-{number}"]]} for number in range(len(reports))]
+    try:
+        with naming_samples(run_dir, 7, micro_batches):
+            _raise_not_finite("the loss is nan", reports)
+    except (ValueError, RuntimeError) as error:
+        return "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+
+
 def _all_cases() -> dict:
     from megatron_vlm.parallel import setup
 
@@ -65,6 +81,8 @@ def _all_cases() -> dict:
         "uneven": _run(ParallelConfig(), [15, 0], 8),  # 15 % of one rank's, 7.5 % of all
         "many": _run(ParallelConfig(), [60, 0], 8),  # 15 % of all
         "group": _run(ParallelConfig(tp=2), [30], 8),
+        "not finite on rank 1": _not_finite([[1.0, 2.0], [1.0, float("inf")]], "run"),
+        "gradients not finite": _not_finite([[1.0], [1.0]], "run"),
     }
 
 
@@ -89,6 +107,19 @@ def test_every_rank_ends_with_the_reason_of_the_one_that_gave_up(by_rank):
 def test_ranks_that_share_a_reader_end_with_its_reason(by_rank):
     assert by_rank[0]["group"][1] == by_rank[1]["group"][1]
     assert "TooManyDrops" in by_rank[0]["group"][1]
+
+
+def test_the_rank_whose_loss_is_not_finite_names_those_samples(by_rank):
+    other, guilty = (rank["not finite on rank 1"] for rank in by_rank)
+    assert guilty.startswith("NotFinite\ntraining: the loss is nan; not finite are the losses of this rank's")
+    assert "micro batches [1]." in guilty and "step 7, on this rank with samples rank1-1; look" in guilty
+    assert other == "AnotherRankFailed\ntraining: the loss is nan, as rank 1 says"
+
+
+def test_no_sample_is_blamed_for_gradients_that_are_not_finite(by_rank):
+    said, other = (rank["gradients not finite"] for rank in by_rank)
+    assert "samples rank" not in said and "step 7; look at all of them: megatron-vlm replay run" in said
+    assert other.startswith("AnotherRankFailed")
 
 
 def test_drops_of_other_ranks_count(tmp_path):

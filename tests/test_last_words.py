@@ -66,6 +66,9 @@ CASES = [
 ]
 LONG_CASES = [
     ("hang", 2, 3, r"rank 1 hangs while training step 3, in .*small_job.py:\d+", STACKS),
+    ("data", 2, 3, r"rank 1 hangs while waiting for the data of step 3, in select ", STACKS),
+    ("import", 2, 3, r"rank 1 hangs while importing a checkpoint, in .*small_job.py:\d+", STACKS),
+    ("save", 2, 3, r"rank 1 hangs while saving step 3, in .*small_job.py:\d+", STACKS),
     ("before", 2, 3, r"rank 1 hangs while starting, in .*small_job.py:\d+", STACKS),
     ("spin", 2, 3, r"rank 1 hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
     (
@@ -82,9 +85,9 @@ LONG_CASES = [
 ]
 
 
-def end(run_dir: Path, fault: str, ranks: int) -> tuple[int, str]:
+def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str]:
     """(exit code, all that was printed) of a job in which this happens."""
-    command = [sys.executable, "-m", "small_job", str(run_dir), fault, "--hang-seconds", str(HANG)]
+    command = [sys.executable, *launcher, "-m", "small_job", str(run_dir), fault, "--hang-seconds", str(HANG)]
     if ranks == 1:
         command += ["--alone", "--rank", "0"]
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -108,9 +111,31 @@ def test_the_last_lines_are_the_reason(fault, ranks, code, lines, tmp_path):
         assert re.search(pattern, line), output
     assert "Traceback" not in output and len(printed) == len(lines)
     assert not still_running(tmp_path)
+    if fault == "data":
+        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (tmp_path / "errors/rank1.txt").read_text())
     if fault == "hang":
         stacks = (tmp_path / f"errors/rank{ranks - 1}.txt").read_text()
         assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("value", r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda>"),
+        ("stop", rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\)"),
+        ("kill", r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\."),
+    ],
+)
+def test_under_torchrun_itself_the_rank_that_failed_speaks(fault, reason, tmp_path):
+    """torchrun's own report, with its traceback, comes after it: nothing of ours can be last there."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    ended, output = end(tmp_path, fault, 2, *torchrun)
+    assert ended == 1, output
+    ours = [line for line in output.splitlines() if line.startswith("megatron-vlm: ")]
+    assert len(ours) == 1 and re.search(reason, ours[0]), output
+    assert "Traceback" not in output[: output.index(ours[0])]
+    assert not still_running(tmp_path)
 
 
 def still_running(run_dir: Path) -> list[str]:

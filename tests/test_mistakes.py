@@ -49,6 +49,10 @@ def energon(what: str, last_line: str, path: str) -> Mistake:
     return train(what, last_line, dataset_type="energon", train_data_path=path)
 
 
+def prepare(what: str, last_line: str, *words: str) -> Mistake:
+    return Mistake(what, ("prepare", *words), last_line)
+
+
 def checkpoint(what: str, last_line: str, path: str) -> Mistake:
     return train(what, last_line, hf_path=path)
 
@@ -302,7 +306,7 @@ MISTAKES = [
     ),
     train(
         "no images at all",
-        r"such as no/1.jpg; set data.media_dir to the folder that these paths start from",
+        r"such as no/1.jpg; set data.media_dir=FOLDER, where these paths start",
         train_data_path="lost.jsonl",
     ),
     train(
@@ -371,6 +375,62 @@ MISTAKES = [
         "a step that never was",
         ("replay", "trained", "--step=9"),
         r"trained: no batch of step 9 in batches/; it holds no step",
+    ),
+    prepare(
+        "preparing a file that is not there",
+        r"prepare: source row.jsonl does not exist; give a file or folder",
+        *("row.jsonl", "out"),
+    ),
+    prepare(
+        "preparing a folder of pictures",
+        r"prepare: source pictures is a folder of media alone; give the folder or file of the conversations",
+        *("pictures", "out"),
+    ),
+    prepare(
+        "preparing an empty folder",
+        r"prepare: source empty is an empty folder; give",
+        *("empty", "out"),
+    ),
+    prepare(
+        "preparing a checkpoint",
+        r"prepare: source checkpoint is a Hugging Face checkpoint, not a dataset; give",
+        *("checkpoint", "out"),
+    ),
+    prepare(
+        "preparing what is prepared",
+        r"prepare: source energon is a prepared Energon dataset already; train from it",
+        *("energon", "out"),
+    ),
+    prepare(
+        "preparing a binary file",
+        r"prepare: source clip.bin is no text, but a binary file; give JSON",
+        *("clip.bin", "out"),
+    ),
+    prepare(
+        "preparing without the folder of the images",
+        r"none of the first 1 media paths .*, such as 1.jpg; add --image-root pictures",
+        *("elsewhere.jsonl", "out"),
+    ),
+    prepare(
+        "preparing without any image",
+        r"such as no/1.jpg; add --image-root FOLDER, where these paths start",
+        *("train=rows.jsonl", "val=lost.jsonl", "out"),
+    ),
+    prepare(
+        "an image root that is not there",
+        r"prepare: --image-root imgs is not a folder; give",
+        *("rows.jsonl", "out", "--image-root=imgs"),
+    ),
+    prepare(
+        "preparing into a folder that holds something",
+        r"prepare: …/checkpoint is not empty; choose another output or remove it first",
+        *("rows.jsonl", "checkpoint"),
+    ),
+    prepare("preparing without an output", r"Missing argument 'sources'", "rows.jsonl"),
+    prepare(
+        "a split without a size",
+        r"prepare: --split train; write NAME=SIZE, such as train=0.9",
+        *("rows.jsonl", "out", "--split=train"),
     ),
     train(
         "a name that a terminal would obey",

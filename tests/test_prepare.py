@@ -201,29 +201,30 @@ def run_tool(*arguments):
 
 
 def test_nothing_to_write_exits_non_zero_and_leaves_nothing(tmp_path):
-    (tmp_path / "data.jsonl").write_text("{broken\n")
+    (tmp_path / "data.jsonl").write_text('{"conversations": 1}\n')
     process = run_tool(tmp_path / "data.jsonl", tmp_path / "out", "--workers", "1")
     error = process.communicate()[1]
-    assert process.returncode == 1
-    assert "nothing to write; skipped {'bad_json': 1}" in error
+    assert process.returncode == 2
+    assert "nothing to write; skipped {'bad_conversation': 1}" in error
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
-    """As with images under a folder of their own and no --image-root."""
     source = write_sharegpt(tmp_path / "in", 10)
     (tmp_path / "in/images").rename(tmp_path / "images")
     process = run_tool(source, tmp_path / "out", "--workers", "1")
+    assert f"add --image-root {tmp_path}." in process.communicate()[1] and process.returncode == 2
+    (tmp_path / "in/images").mkdir()
+    last = sorted((tmp_path / "images").iterdir())[-1]
+    last.rename(tmp_path / "in/images" / last.name)
+    process = run_tool(source, tmp_path / "out", "--workers", "1")
     output, error = process.communicate()
     assert process.returncode == 1 and (tmp_path / "out/.nv-meta").is_dir()
-    assert "missing_media: 8" in output and "--image-root" in output
-    assert "8 of 10 records were skipped, over --max-skip-share 0.5" in error
+    assert "missing_media: 7" in output and "--image-root" in output
+    assert "7 of 10 records were skipped, over --max-skip-share 0.5" in error
     detail = json.loads((tmp_path / "out/skipped.jsonl").read_text().splitlines()[0])["detail"]
     assert f"images/0-0.jpg under {tmp_path / 'in'}" in detail
     (tmp_path / "in/data.jsonl").write_text("".join(source.read_text().splitlines(True)[:2]))
-    process = run_tool(source, tmp_path / "none", "--workers", "1")
-    assert "nothing to write" in (error := process.communicate()[1]) and process.returncode == 1
-    assert "--image-root" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

@@ -1,8 +1,7 @@
 """The same as `megatron-vlm prepare`; see `--help`."""
 
-import typer
-
 from megatron_vlm.data.prepare_command import prepare_command
+from megatron_vlm.program import run, single
 
 if __name__ == "__main__":
-    typer.run(prepare_command)
+    run(single(prepare_command), "prepare_energon_dataset")

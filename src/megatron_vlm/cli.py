@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,15 +11,23 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm import watchdog
 from megatron_vlm.checkpoints import refuse
+from megatron_vlm.commands import (
+    check,
+    check_run_folder,
+    config_of_data,
+    config_of_run,
+    config_of_trained_run,
+    each,
+    existing,
+    one_or_all,
+)
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.program import PLAIN, run, single, torchrun, world_size
-from megatron_vlm.run_folder import check_start, latest_checkpoint
-from megatron_vlm.validation import validate, validate_paths
+from megatron_vlm.validation import validate
 
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
 app = typer.Typer(
     **PLAIN, no_args_is_help=True, help="Train vision-language models: Hugging Face checkpoint in and out."
@@ -64,8 +72,8 @@ def train(
     """
     flags = {
         "dataset_type": dataset_type,
-        "train_data_path": _one_or_all(train_data_path),
-        "valid_data_path": _one_or_all(valid_data_path),
+        "train_data_path": one_or_all(train_data_path),
+        "valid_data_path": one_or_all(valid_data_path),
         "hf_path": hf_path,
         "run_dir": run_dir,
     }
@@ -74,11 +82,11 @@ def train(
     if dry_run:
         _show(run_config, nproc or world_size())
         return
-    _check(run_config, nproc)
-    _check_run_folder(run_config)
+    check(run_config, nproc)
+    check_run_folder(run_config)
     if nproc:
         options = {"recipe": recipe, "config": config, **arguments}
-        given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
+        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
         raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
     with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
@@ -147,7 +155,7 @@ def preview(
 
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
-    run_config = _data_config(recipe, config, settings, dataset_type, train_data_path, hf_path)
+    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
 
     from megatron_vlm.views import preview_page
 
@@ -166,7 +174,7 @@ def stats(
     samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
 ) -> None:
     """Print how long the training data's samples are, and propose seq_length and max_patches."""
-    run_config = _data_config(recipe, config, settings, dataset_type, train_data_path, hf_path)
+    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
 
     from megatron_vlm.views import stats_text
 
@@ -181,7 +189,7 @@ def replay(
     output: Annotated[Path | None, typer.Option(help="An HTML file to write, that shows them.")] = None,
 ) -> None:
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
-    run_config = _config_of_run(run_dir, settings, None)
+    run_config = config_of_run(run_dir, settings, None)
 
     from megatron_vlm.data.batch_log import read_step
 
@@ -216,11 +224,11 @@ def import_(
 ) -> None:
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
     run_config = recipe_table.compose(recipe, config, settings or ())
-    _check(run_config, nproc, needs_data=False)
-    _check_run_folder(run_config)
+    check(run_config, nproc, needs_data=False)
+    check_run_folder(run_config)
     if nproc:
         options = {"recipe": recipe, "config": config}
-        given = [f"--{name}={one}" for name, value in options.items() for one in _each(value)]
+        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
         raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
 
     with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
@@ -237,13 +245,14 @@ def export(
     nproc: Processes = None,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
-    run_config = _config_of_trained_run(run_dir, settings, nproc)
+    run_config = config_of_trained_run(run_dir, settings, nproc)
     if output.exists():
         raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
     if nproc:
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
     with watchdog.watching(run_dir, run_config.train.hang_seconds, "errors/export"):
+        watchdog.own()
         from megatron_vlm.runs import export_run
 
         export_run(run_config, output)
@@ -264,9 +273,9 @@ def verify(
 
     Both are computed in this process, one after the other. A run is its latest checkpoint.
     """
-    is_run = (_existing(Path(checked)) / "config.yaml").exists()
-    config = _config_of_trained_run(Path(checked), None, None) if is_run else checked
-    encoded = read_file(_existing(image)) if image else None
+    is_run = (existing(Path(checked)) / "config.yaml").exists()
+    config = config_of_trained_run(Path(checked), None, None) if is_run else checked
+    encoded = read_file(existing(image)) if image else None
 
     from megatron_vlm.verify import verify as compare
     from megatron_vlm.verify import worst_tensors
@@ -291,34 +300,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
 ) -> None:
     """Ask a run's latest checkpoint a question, in one process."""
-    run_config = _config_of_trained_run(run_dir, None, None)
-    images = [read_file(_existing(path)) for path in image or ()]
+    run_config = config_of_trained_run(run_dir, None, None)
+    images = [read_file(existing(path)) for path in image or ()]
 
     from megatron_vlm.runs import generate_from_run
 
     typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
-
-
-def _data_config(
-    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: Any
-) -> RunConfig:
-    """The checked configuration of a command that reads data in this process alone."""
-    names = ("dataset_type", "train_data_path", "hf_path")
-    dataset_type, paths, hf_path = flags
-    given = zip(names, (dataset_type, _one_or_all(paths), hf_path), strict=True)
-    arguments = {name: value for name, value in given if value is not None}
-    run_config = recipe_table.compose(recipe, config, settings or (), {**ONE_PROCESS, **arguments})
-    _check(run_config, 1)
-    return run_config
-
-
-def _one_or_all(paths: list[str] | None) -> str | list[str] | None:
-    """The only path as text, as a configuration file would have it."""
-    return paths[0] if paths and len(paths) == 1 else paths or None
-
-
-def _each(value: Any) -> list:
-    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def commands(*names: str) -> typer.Typer:
@@ -343,54 +330,6 @@ def _show(config: RunConfig, world_size: int | None) -> None:
         typer.echo(f"# {name}: {value}")
     if missing:
         typer.echo(f"# still to give: {', '.join(missing)}")
-
-
-def _check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
-    needed = configs.fewest_processes(config.parallel)
-    if needed > 1 and (nproc or world_size()) is None:
-        raise ConfigError(
-            f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
-            f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
-        )
-    if not needs_data:
-        config = _with_some_data(config)
-    validate(config, nproc or world_size() or 1)
-    validate_paths(config, needs_data)
-
-
-def _check_run_folder(config: RunConfig) -> None:
-    """Before anything heavy is imported; torchrun's processes do it later, together."""
-    if world_size() is None:
-        check_start(config.run_dir, config.model.hf_path)
-
-
-def _config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
-    """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
-    file = _existing(run_dir) / "config.yaml"
-    arguments = {} if nproc or world_size() else ONE_PROCESS
-    config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
-    validate(_with_some_data(config), nproc or world_size() or 1)
-    return config
-
-
-def _config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
-    config = _config_of_run(run_dir, settings, nproc)
-    if latest_checkpoint(run_dir) is None:
-        raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
-    return config
-
-
-def _with_some_data(config: RunConfig) -> RunConfig:
-    """For commands that read none: a data path, where the configuration names none."""
-    if config.data.train_data_path != configs.MISSING:
-        return config
-    return configs.apply_overrides(config, {"data.train_data_path": "none://"})
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise ConfigError(f"{printable(path)} does not exist; give the path of an existing file or folder.")
-    return path
 
 
 if __name__ == "__main__":

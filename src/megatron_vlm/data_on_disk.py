@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from megatron_vlm.config import DataConfig, DataPaths, paths_of
 from megatron_vlm.messages import printable
 from megatron_vlm.on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
 
-FIRST_RECORDS, FIRST_BYTES = 20, 1 << 20
+FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
+PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
+MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
 MEDIA_COLUMNS = ("images", "image", "videos", "video")
 REAL_MEDIA_FOLDERS = 200  # that are looked through for one that holds a missing file
 NO_PATHS = ("data:", "://", "::")  # in what a record names: base64, addresses, keys of an LMDB
@@ -68,20 +72,52 @@ def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterato
     if data.media_dir is not None and not Path(data.media_dir).expanduser().is_dir():
         yield f"data.media_dir: {printable(data.media_dir)} is not a folder; give the one paths start from."
         return
+    if is_prepared(path):
+        yield f"{shown} is a prepared Energon dataset; set data.dataset_type=energon."
+        return
+    yield from _rows_problems(path, shown, data.media_dir, data.columns, "set data.media_dir=")
+
+
+def source_problems(
+    name: str, image_root: str | Path | None, columns: dict[str, str], is_hf: bool
+) -> Iterator[str]:
+    """What keeps `prepare` from reading a local path."""
+    path, shown = Path(name), f"prepare: source {printable(name)}"
+    if image_root is not None and not Path(image_root).is_dir():
+        yield f"prepare: --image-root {printable(image_root)} is not a folder; give the one paths start from."
+    elif is_prepared(path):
+        yield f"{shown} is a prepared Energon dataset already; train from it, or give another source."
+    elif path.exists():
+        yield from _rows_problems(path, shown, image_root, columns, "add --image-root ")
+    elif not is_hf and "://" not in name:
+        yield f"{shown} does not exist; give a file or folder; a hub name needs --format hf."
+
+
+def _rows_problems(
+    path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
+) -> Iterator[str]:
+    """`setting` says how the folder of the media is given."""
     if path.is_dir():
         kind = kind_of(path)
-        if kind == "a prepared Energon dataset":
-            yield f"{shown} is {kind}; set data.dataset_type=energon."
-        elif kind is not None and "saved by" not in kind:
+        if kind is not None and "saved by" not in kind:
             yield f"{shown} is {kind}, not a dataset; give the folder or file of the conversations."
         elif not any(path.iterdir()):
             yield f"{shown} is an empty folder; give the folder or file of the conversations."
+        elif _holds_only_media(path):
+            yield f"{shown} is a folder of media alone; give the folder or file of the conversations."
     elif not path.is_file():
         yield f"{shown} is neither a file nor a folder; give the file of the conversations."
     elif path.stat().st_size == 0:
         yield f"{shown} is an empty file; give the file of the conversations."
     elif path.suffix not in (".parquet", ".arrow"):
-        yield from _json_problems(data, path, shown)
+        yield from _json_problems(path, shown, media_dir, columns, setting)
+
+
+def _holds_only_media(folder: Path) -> bool:
+    """By the names of the first files in it."""
+    files = (child for child in folder.rglob("*") if not child.is_dir())
+    suffixes = {child.suffix.lower() for child in islice(files, FIRST_FILES)}
+    return bool(suffixes) and suffixes <= MEDIA_FILES
 
 
 def _dataset_cached(name: str) -> bool:
@@ -90,7 +126,9 @@ def _dataset_cached(name: str) -> bool:
     return datasets.exists() or hub.exists()
 
 
-def _json_problems(data: DataConfig, path: Path, shown: str) -> Iterator[str]:
+def _json_problems(
+    path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
+) -> Iterator[str]:
     with path.open("rb") as file:
         start = file.read(FIRST_BYTES)
     if b"\0" in start[:4096]:
@@ -101,10 +139,10 @@ def _json_problems(data: DataConfig, path: Path, shown: str) -> Iterator[str]:
         if len(start) < FIRST_BYTES and not _is_meta(start):
             yield f"{shown} holds no JSON record; write one conversation a line."
         return
-    root = Path(data.media_dir or path.parent).expanduser()
-    names = [name for record in records for name in _media_names(record, data.columns)]
-    if names and not any((root / name).exists() for name in names):
-        yield _missing_media(shown, names[0], len(names), root)
+    root = Path(media_dir or path.parent).expanduser()
+    names = [name for record in records for name in _media_names(record, columns)]
+    if names and not any(os.path.exists(root / name) for name in names):
+        yield _missing_media(shown, names[0], len(names), root, setting)
 
 
 def _first_records(path: Path, start: bytes) -> list[dict]:
@@ -146,21 +184,17 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     ]
 
 
-def _missing_media(shown: str, name: str, count: int, root: Path) -> str:
-    held = next((folder for folder in _folders(root) if (folder / name).exists()), None)
-    remedy = (
-        f"set data.media_dir={printable(held)}"
-        if held
-        else "set data.media_dir to the folder that these paths start from"
-    )
+def _missing_media(shown: str, name: str, count: int, root: Path, setting: str) -> str:
+    held = next((folder for folder in _folders(root) if os.path.exists(folder / name)), None)
     return (
         f"{shown}: none of the first {count} media paths in it leads to a file under {printable(root)}, such "
-        f"as {printable(name)}; {remedy}."
+        f"as {printable(name)}; {setting}{printable(held) if held else 'FOLDER, where these paths start'}."
     )
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Some of the folders in `root` and next to it."""
+    """The one above `root`, and some of the folders in `root` and next to it."""
+    yield root.parent
     for folder in (root, root.parent):
         if folder.is_dir():
             names = sorted(child for child in folder.iterdir() if child.is_dir())

@@ -125,6 +125,8 @@ def is_for_users(error: BaseException) -> bool:
 
 def is_anothers_end(error: BaseException) -> bool:
     """Whether it says no more than that another rank has ended, or does not answer."""
+    if isinstance(error, ranks.AnotherRankFailed):
+        return True
     if ranks.world_size() == 1 or _raised_by_us(error):
         return False
     named = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -238,6 +240,8 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
     _tell_torchrun(message)
     if record.claim():
         say(message)
+    if watched:
+        watched.tidy()
     if ranks.world_size() > 1 and watched:
         watchdog.end_now(code)
     raise SystemExit(code) from error
@@ -318,7 +322,7 @@ def _keep_traceback(error: BaseException) -> Path:
     """In the run folder's file of this rank, else in a file of its own; its path."""
     text = "".join(traceback.format_exception(error))
     watched = watchdog.watch()
-    if watched is not None:
+    if watched is not None and (watched.owned or not is_for_users(error)):
         try:
             with watched.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)

@@ -7,8 +7,10 @@ machines, in the run folder, which all of them see.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -18,6 +20,10 @@ from typing import Any
 ROOM = 1 << 15  # bytes taken at the start, so that a rank can say its last word on a full disk
 LONGEST_WORD = 12_000  # characters of it
 STALE_SECONDS = 120  # older files than ours by more than this are of an earlier job
+
+
+class AnotherRankFailed(RuntimeError):
+    """This rank ends because another does, which says why."""
 
 
 def rank() -> int:
@@ -37,7 +43,7 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
     if world_size() == 1:
         return None
     if several_machines() and run_dir is not None:
-        return Path(run_dir) / "ranks"
+        return Path(run_dir) / "ranks" / _job()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parent.parent if error_file else None
 
@@ -98,6 +104,13 @@ class RankFile:
             if number != rank() and content["job"] == self.content["job"]
         }
 
+    def forget_earlier_jobs(self) -> None:
+        """Once the run folder is this job's: what jobs before it left there."""
+        if self.folder is not None and several_machines() and rank() == 0:
+            for folder in self.folder.parent.iterdir():
+                if folder != self.folder:
+                    shutil.rmtree(folder, ignore_errors=True)
+
     def claim(self) -> bool:
         """Whether this rank is the one that speaks for all: the first that asks, once a job."""
         if self.folder is None:
@@ -140,7 +153,9 @@ def process_state(pid: int) -> str:
 
 
 def _job() -> str:
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    """The same for all ranks of a start, and for no two that live at once: they would share a port."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    return hashlib.sha256("\n".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
 
 
 def _spoken(folder: Path) -> Path:

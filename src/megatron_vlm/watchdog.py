@@ -47,6 +47,12 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     finish()
 
 
+def own() -> None:
+    """The run folder is this run's: what earlier ones left of errors and of ranks goes."""
+    if _watch is not None:
+        _watch.own()
+
+
 def watch() -> Watch | None:
     """What `start` began; None where nothing is watched."""
     return _watch
@@ -89,7 +95,8 @@ class Watch:
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{ranks.rank()}.txt"
-        self.file = self.path.open("w", encoding="utf-8")
+        descriptor, self.owned = _opened(self.path)  # not new: another run, that lives, may write it
+        self.file = open(descriptor, "a", encoding="utf-8")
         faulthandler.enable(self.file)  # a crash in compiled code leaves its stacks there
         faulthandler.register(signal.SIGUSR2, self.file)  # also while compiled code holds the interpreter
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
@@ -105,13 +112,22 @@ class Watch:
             news["step"] = step
         self.record.write(**news)
 
+    def own(self) -> None:
+        self.owned = True
+        self.file.truncate(0)
+        self.record.forget_earlier_jobs()
+
     def finish(self) -> None:
         self._done.set()
         self.record.end("done", "")
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
-        if not self.path.stat().st_size:
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Leave no empty file behind, but that of another run."""
+        if self.owned and self.path.exists() and not self.path.stat().st_size:
             self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks' files may lie in it
                 self.errors.rmdir()
@@ -225,6 +241,15 @@ def _listed(contents: dict[int, dict[str, Any]], say: Callable[[dict], str]) -> 
     shown = [f"rank {number} {say(content)}" for number, content in sorted(contents.items())[:3]]
     more = [f"{len(contents) - 3} more"] if len(contents) > 3 else []
     return "; ".join(shown + more)
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """A descriptor to append to it, and whether the file is new."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, flags), False
 
 
 def _outwards(frame) -> Iterable[Any]:

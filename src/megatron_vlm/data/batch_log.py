@@ -62,12 +62,13 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 @contextmanager
 def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
     """What is raised inside also says the step, its samples on this rank, and how to look at them,
-    unless no sample can be its cause."""
+    unless no sample can be its cause. An error with `micro_batches` says of which numbers the samples are."""
     try:
         yield
     except Exception as error:
         if _may_be_a_samples(error):
-            error.add_note(_describe(run_dir, step, micro_batches))
+            numbers = getattr(error, "micro_batches", range(len(micro_batches)))
+            error.add_note(_describe(run_dir, step, [micro_batches[number] for number in numbers]))
         raise
 
 
@@ -80,8 +81,9 @@ def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]
     keys = [key for batch in micro_batches for row in batch["__key__"] for key in row]
     shown = ", ".join(map(printable, keys[:KEYS_SHOWN]))
     more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    here = f", on this rank with samples {shown}{more}" if keys else ""
     return (
-        f"step {step}, on this rank with samples {shown}{more}; look at all of them: "
+        f"step {step}{here}; look at all of them: "
         f"megatron-vlm replay {run_dir} --step {step} --output page.html"
     )
 

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.drops import REASONS
 from megatron_vlm.data.prepare import PrepareSummary, prepare_energon_dataset
+from megatron_vlm.data_on_disk import source_problems
 
 
 def prepare_command(
@@ -49,9 +51,13 @@ def prepare_command(
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleaning up runs
+    named, columns = _parse_sources(sources), _parse_columns(column or [])
+    for source in named.values() if isinstance(named, dict) else [named]:
+        for problem in source_problems(source, image_root, columns, format == "hf"):
+            raise ConfigError(problem)
     try:
         summary = prepare_energon_dataset(
-            _parse_sources(sources),
+            named,
             output,
             image_root=image_root,
             format=format,
@@ -59,13 +65,12 @@ def prepare_command(
             samples_per_shard=samples_per_shard,
             workers=workers,
             seed=seed,
-            columns=_parse_columns(column or []),
+            columns=columns,
             datasets=dataset or [],
             engine=engine,
         )
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise ConfigError(str(error)) from error
     typer.echo(str(summary))
     if summary.skipped:
         _explain(summary, max_skip_share)
@@ -93,14 +98,14 @@ def _parse_sources(sources: list[str]) -> str | dict[str, str]:
     pairs = [source.partition("=") for source in sources]
     named = {name: path for name, _, path in pairs if path}
     if len(named) < len(sources):
-        raise ValueError(f"prepare: sources {sources}; give one, or each once as SPLIT=PATH.")
+        raise ConfigError(f"prepare: sources {sources}; give one, or each once as SPLIT=PATH.")
     return named
 
 
 def _parse_columns(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise ValueError(f"prepare: --column {pair}; write OURS=THEIRS, such as images=pictures.")
+            raise ConfigError(f"prepare: --column {pair}; write OURS=THEIRS, such as images=pictures.")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -111,5 +116,5 @@ def _parse_sizes(pairs: list[str]) -> dict[str, float]:
         try:
             sizes[name] = float(size)
         except ValueError as error:
-            raise ValueError(f"prepare: --split {pair}; write NAME=SIZE, such as train=0.9.") from error
+            raise ConfigError(f"prepare: --split {pair}; write NAME=SIZE, such as train=0.9.") from error
     return sizes

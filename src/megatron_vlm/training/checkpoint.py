@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_vlm import run_folder, run_lock
+from megatron_vlm import run_folder, run_lock, watchdog
 from megatron_vlm.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
@@ -79,6 +79,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
         run_folder.tidy(run_dir)
 
     on_first_rank(first)
+    watchdog.own()
     return locks[0] if locks else run_lock.join(run_dir, dist.get_rank())
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import tee
+from typing import NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -24,6 +25,16 @@ from megatron_vlm.batch import padded
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.deepstack import extras_between_stages
 from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.parallel import setup
+from megatron_vlm.ranks import AnotherRankFailed
+
+
+class NotFinite(ValueError):
+    """A loss or gradient is NaN or infinite. `micro_batches`: the numbers of those whose losses are, here."""
+
+    def __init__(self, message: str, micro_batches: list[int]):
+        super().__init__(message)
+        self.micro_batches = micro_batches
 
 
 def vlm_step(data_iterator: Iterator[dict], model: VLMModel):
@@ -96,7 +107,8 @@ def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
 def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    Raises ValueError, on every rank, when loss or norm are not finite; the weights are then of no use.
+    When loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights
+    are then of no use.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -107,13 +119,25 @@ def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micr
         scheduler.step(increment=1)
     loss, tokens = mean_loss(reports)
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
-        guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
-        raise ValueError(
-            f"training: the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
-            + (f"; it is this rank's micro batches {guilty}" if guilty else "")
-            + ". Start again from the last checkpoint, with a lower optimizer.lr or without these samples."
-        )
+        what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
+        _raise_not_finite(what, reports)
     return loss, tokens, grad_norm
+
+
+def _raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
+    """The first rank that has such losses says so; rank 0 when only gradients are not finite. Collective."""
+    guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
+    ranks = dist.get_world_size()
+    first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if (speaker := first.item() % ranks) != dist.get_rank():
+        raise AnotherRankFailed(f"training: {what}, as rank {speaker} says")
+    raise NotFinite(
+        f"training: {what}"
+        + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
+        + ". Start again from the last checkpoint, with a lower optimizer.lr or without these samples.",
+        guilty,
+    )
 
 
 def mean_loss(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
@@ -121,8 +145,7 @@ def mean_loss(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
 
     Collective: the last stage's reports are summed over data-parallel ranks and made known to all.
     """
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=setup.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
             total += report["sum_and_count"]
