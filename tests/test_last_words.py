@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.failures import last_words
+
 TESTS = Path(__file__).parent
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
 FROM_CHECKPOINT = "Start again to go on from the last checkpoint."
@@ -124,11 +126,11 @@ def test_the_last_lines_are_the_reason(fault, ranks, code, lines, tmp_path):
     [
         ("value", r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda>"),
         ("stop", rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\)"),
-        ("kill", r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\."),
     ],
 )
 def test_under_torchrun_itself_the_rank_that_failed_speaks(fault, reason, tmp_path):
-    """torchrun's own report, with its traceback, comes after it: nothing of ours can be last there."""
+    """torchrun's own report, with its traceback, comes after it: nothing of ours can be last there. Of a rank
+    that is killed it says the signal, and ends the others before they can."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     ended, output = end(tmp_path, fault, 2, *torchrun)
     assert ended == 1, output
@@ -136,6 +138,21 @@ def test_under_torchrun_itself_the_rank_that_failed_speaks(fault, reason, tmp_pa
     assert len(ours) == 1 and re.search(reason, ours[0]), output
     assert "Traceback" not in output[: output.index(ours[0])]
     assert not still_running(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "said"),
+    [
+        ({0: -15, 1: 7}, 7, "rank 1 ended with code 7 and said nothing"),
+        ({0: -15, 1: -9}, 137, r"rank 1 was ended by signal 9 \(SIGKILL\)"),
+        ({0: -15, 1: -15}, 143, r"rank 0 was ended by signal 15 \(SIGTERM\)"),
+        ({0: 1, 1: -15}, 1, "rank 0 ended with code 1"),
+    ],
+)
+def test_what_torchrun_does_to_the_other_ranks_is_not_the_reason(codes, code, said):
+    """It ends them with SIGTERM."""
+    ended, message = last_words({}, codes)
+    assert ended == code and re.match(f"megatron-vlm: {said}", message)
 
 
 def still_running(run_dir: Path) -> list[str]:

@@ -207,16 +207,15 @@ def last_words(contents: dict[int, dict[str, Any]], codes: dict[int, int]) -> tu
     for rank, code in sorted(codes.items()):
         if code < 0 and -code != signal.SIGTERM and ended.get(rank, {}).get("kind") != "lost":
             return 128 - code, f"megatron-vlm: {_by_signal(rank, -code, contents.get(rank))}"
+    for rank, code in sorted(codes.items()):
+        if code > 0 and ended.get(rank, {}).get("kind") in (None, "done"):
+            what = f"rank {rank} ended with code {code} and said nothing"
+            return code, f"megatron-vlm: {what}; MEGATRON_VLM_DEBUG=1 says more."
     lost = sorted((e["time"], rank) for rank, e in ended.items() if e["kind"] == "lost")
     if lost:
         return ended[lost[0][1]]["code"], ended[lost[0][1]]["message"]
-    rank, code = min(codes.items(), default=(0, 1))
-    if code == -signal.SIGTERM:
-        return 128 + signal.SIGTERM, f"megatron-vlm: {_by_signal(rank, signal.SIGTERM, contents.get(rank))}"
-    return (
-        code,
-        f"megatron-vlm: rank {rank} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more.",
-    )
+    rank = min(codes, default=0)  # torchrun's SIGTERM to the others is a cause only where there is no other
+    return 128 + signal.SIGTERM, f"megatron-vlm: {_by_signal(rank, signal.SIGTERM, contents.get(rank))}"
 
 
 def _by_signal(rank: int, number: int, content: dict[str, Any] | None) -> str:
