@@ -123,5 +123,8 @@ def test_commands_that_take_an_image_refuse_a_pipe(kinds, tmp_path):
     run_dir.mkdir()
     settings = {"run_dir": str(run_dir), "model.hf_path": "somewhere"}
     (run_dir / "config.yaml").write_text(to_yaml(apply_overrides(RunConfig(), settings)))
+    (run_dir / "checkpoints/step_00000001").mkdir(parents=True)
+    (run_dir / "checkpoints/step_00000001/state.json").touch()
+    (run_dir / "checkpoints/latest").write_text("step_00000001")
     with pytest.raises(NotAFile):
         cli.generate(run_dir, "What?", [pipe], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -21,6 +22,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_vlm.data.prepare import prepare_energon_dataset
 
 STEPS, SAVE_EVERY = 10, 5
+ALONE_IN_TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+}
 SAME_LOSS = 1e-5  # between layouts; the worst seen is 3e-7
 
 
@@ -43,9 +51,17 @@ def dataset(tmp_path_factory) -> Path:
     return folder / "energon"
 
 
-def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> subprocess.Popen:
+def start(
+    run_dir: Path,
+    checkpoint: Path,
+    dataset: Path,
+    *settings: str,
+    log_in: Path | None = None,
+    environment: dict | None = None,
+) -> subprocess.Popen:
     command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
-    command += ["--nproc", "2", "--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
+    command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
+    command += ["tp=1"] if environment else ["--nproc", "2"]
     command += [
         "--train_data_path",
         str(dataset),
@@ -54,9 +70,11 @@ def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> sub
         "warmup_steps=2",
     ]
     command += ["micro_batch_size=2", "global_batch_size=4", "num_workers=2", "eval_every=5", *settings]
-    run_dir.mkdir(exist_ok=True)
-    log = open(run_dir / "log", "a")
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    place = log_in or run_dir
+    place.mkdir(exist_ok=True)
+    log = open(place / "log", "a")
+    env = os.environ | (environment or {})
+    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
 
 
 def finish(run_dir: Path, process: subprocess.Popen) -> None:
@@ -72,13 +90,35 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(run_dir) if "loss" in row}
 
 
-def kill_after_step(step: int, run_dir: Path, process: subprocess.Popen) -> None:
-    """SIGKILL to every process of the run (torchrun's are in sessions of their own) once it logged `step`."""
+def members(process: subprocess.Popen) -> list[psutil.Process]:
+    """All processes of a run; torchrun's are in sessions of their own."""
+    return [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+
+
+def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 200
     while step not in losses(run_dir):
         assert process.poll() is None and time.monotonic() < deadline, (run_dir / "log").read_text()[-4000:]
         time.sleep(0.01)
-    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+
+
+def refused(run_dir: Path, checkpoint: Path, dataset: Path, environment: dict | None = None) -> str:
+    """What a start in this folder says that ends at once, and changes no file but its own log."""
+    place, before = run_dir.with_name(f"log_of_{run_dir.name}"), contents(run_dir)
+    process = start(run_dir, checkpoint, dataset, log_in=place, environment=environment)
+    assert process.wait(timeout=200) == 2, (place / "log").read_text()[-4000:]
+    assert contents(run_dir) == before
+    return (place / "log").read_text()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kill_after_step(step: int, run_dir: Path, process: subprocess.Popen) -> None:
+    """SIGKILL to every process of the run once it logged `step`."""
+    wait_for_step(step, run_dir, process)
+    for member in members(process):
         member.kill()
     process.wait()
 
@@ -93,11 +133,22 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path]:
-    """`whole` ran through, `resumed` was killed in step 7 or 8 of 10, `pp2` went on from there under PP2."""
+def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path | str]:
+    """`whole` ran through, `resumed` was killed in step 7 or 8 of 10, `pp2` went on from there under PP2.
+
+    `second` is what a second run said that was started while `whole` ran.
+    """
     folder = tmp_path_factory.mktemp("runs")
     paths = {name: folder / name for name in ("whole", "resumed", "pp2")}
     process = start(paths["whole"], tiny_gemma3, dataset)
+    wait_for_step(1, paths["whole"], process)
+    first = members(process)
+    for member in first:
+        member.suspend()  # so that it cannot end meanwhile
+    (paths["whole"] / "errors/rank0.txt").write_text("of the first")
+    paths["second"] = refused(paths["whole"], tiny_gemma3, dataset, ALONE_IN_TORCHRUN)
+    for member in first:
+        member.resume()
     finish(paths["whole"], process)
     killed = start(paths["resumed"], tiny_gemma3, dataset)
     kill_after_step(SAVE_EVERY + 1, paths["resumed"], killed)
@@ -127,6 +178,19 @@ def test_killed_and_resumed_ends_with_the_same_weights_and_moments(runs):
 
 def test_it_did_resume(runs):
     assert f"resumed after step {SAVE_EVERY}" in (runs["resumed"] / "log").read_text()
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_lives(runs):
+    """And the first went on: the tests above look at it."""
+    assert f"{runs['whole']} belongs to a run that lives: rank 0 is process " in runs["second"]
+    assert len(runs["second"].splitlines()) == 1
+
+
+def test_a_run_whose_latest_was_deleted_is_refused_before_anything_is_cut(runs, tiny_gemma3, dataset):
+    copy = shutil.copytree(runs["whole"], runs["whole"].with_name("without_latest"))
+    (copy / "checkpoints/latest").unlink()
+    message = refused(copy, tiny_gemma3, dataset)
+    assert "latest is missing" in message and f"echo step_{STEPS:08d} > {copy}/checkpoints/latest" in message
 
 
 def test_a_tensor_parallel_run_goes_on_in_a_pipeline(runs):
