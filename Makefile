@@ -9,7 +9,7 @@ IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-all lint setup lock clean
+.PHONY: demo test test-long test-soak test-all lint setup lock clean
 
 # FAMILY: gemma3, ministral3, qwen25_vl, qwen3_vl, qwen3_vl_moe or glm_45v.
 demo: export FAMILY ?= gemma3
@@ -17,11 +17,15 @@ demo: $(READY)
 	@$(PY) examples/digits/demo.py
 
 test: $(READY)
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not long"
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not long and not soak"
 
 # Every further family, source and layout.
 test-long: $(READY)
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m long
+
+# Nothing new, but over many more samples, kills and interruptions: about an hour.
+test-soak: $(READY)
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 
 test-all: test test-long
 

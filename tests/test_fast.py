@@ -97,7 +97,8 @@ def samples():
             questions[rng.randrange(len(questions))] += rng.choice(TEXTS) + "<image>"
         for question in questions:
             turns.append({"role": "user", "content": question + rng.choice(TEXTS)})
-            turns.append({"role": "assistant", "content": rng.choice(TEXTS) or "A dog."})
+            reply = rng.choice(TEXTS)  # empty ones only beside others: alone they are no reply
+            turns.append({"role": "assistant", "content": reply if turns[1:] or reply.strip() else "A dog."})
         yield ChatMLSample(
             __key__=str(number), __restore_key__=(), conversation=json.dumps(turns), imgs=imgs or None
         )

@@ -94,8 +94,8 @@ MAX_SLOPE_OF_MANY = 60
 READERS = [  # path, samples
     pytest.param("energon", 10_000, id="energon-10000"),
     pytest.param("energon", 100_000, id="energon-100000", marks=pytest.mark.long),
-    pytest.param("data.jsonl", 100_000, id="jsonl-100000", marks=pytest.mark.long),
-    pytest.param("saved", 100_000, id="saved-100000", marks=pytest.mark.long),
+    pytest.param("data.jsonl", 100_000, id="jsonl-100000", marks=pytest.mark.soak),
+    pytest.param("saved", 100_000, id="saved-100000", marks=pytest.mark.soak),
 ]
 
 

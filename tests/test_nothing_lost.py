@@ -250,20 +250,21 @@ CELLS = [
     ("energon", "none", {}),
     ("energon", "stream", {}),
 ]
+OFTEN = ("hf-stream-3", "hf-global-3", "energon-stream-3")  # the others run in `make test-soak`
 
 
 def cells():
     for source, packing, options in CELLS:
         for workers in (1, 3, 4):
             name = "-".join([source, packing, *options, str(workers)])
-            yield pytest.param(source, packing, options, workers, id=name)
+            marks = pytest.mark.long if name in OFTEN else pytest.mark.soak
+            yield pytest.param(source, packing, options, workers, id=name, marks=marks)
 
 
 def number_of(key: str) -> int:
     return int(re.split("[/-]", key)[-1])
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
 @pytest.mark.parametrize("source, packing, options, num_workers", list(cells()))
 def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
