@@ -143,7 +143,7 @@ def open_and_read(path, encoder, kind):
     if kind == "energon":
         provider = EnergonProvider(str(path), num_workers=0, shuffle_buffer_size=1)
     else:
-        provider = HFProvider(str(path), num_workers=0)
+        provider = HFProvider(str(path), num_workers=0, max_drop_share=0.5)
     loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     return [next(loader)["__key__"][0][0] for _ in range(ROWS)]
 

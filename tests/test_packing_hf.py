@@ -148,7 +148,8 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
     image = tmp_path / "source/images/1-0.jpg"
     image.write_bytes(image.read_bytes()[:-40])
     rows = write_hf_folder(tmp_path / "rows", source)
-    provider = HFProvider(str(rows), num_workers=0, packing="stream", packing_buffer_size=12)
+    options = {"packing": "stream", "packing_buffer_size": 12, "max_drop_share": 0.5}
+    provider = HFProvider(str(rows), num_workers=0, **options)
     loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     assert sum((Counter(numbers(next(loader))) for _ in range(3)), Counter()).keys() >= {0, 2, 3, 4}
     assert encoder.drops.summary()["reasons"].keys() <= {"image_truncated", "image_undecodable"}

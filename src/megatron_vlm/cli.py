@@ -300,8 +300,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
 ) -> None:
     """Ask a run's latest checkpoint a question, in one process."""
-    run_config = config_of_trained_run(run_dir, None, None)
     images = [read_file(existing(path)) for path in image or ()]
+    run_config = config_of_trained_run(run_dir, None, None)
 
     from megatron_vlm.runs import generate_from_run
 
