@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import parity
 import pytest
 import torch
@@ -97,6 +99,27 @@ def test_balance_has_the_gradient_of_transformers_with_padding_left_out(balanced
 def test_balance_is_taken_over_the_whole_sequence(balanced):
     for row in run_distributed(2, balance, ParallelConfig(tp=2), *balanced, ["one image"])[0]:
         assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
+
+
+def test_balance_of_several_layers_is_the_mean_of_each_layers(tmp_path, monkeypatch):
+    """Transformers takes all layers as one, as if expert 3 of one layer were expert 3 of the next."""
+    from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as theirs
+
+    whole = theirs.load_balancing_loss_func
+
+    def mean(router_logits: tuple, *others: Any) -> torch.Tensor:
+        assert len(router_logits) == 2
+        return torch.stack([whole((layer,), *others) for layer in router_logits]).mean()
+
+    monkeypatch.setattr(theirs, "load_balancing_loss_func", mean)
+    path = build_tiny_checkpoint(
+        "qwen3_vl_moe", tmp_path / "model", text=BALANCED | {"mlp_only_layers": [0, 3]}
+    )
+    names = ["0, 1 and 3 images"]
+    torch.save({name: parity.case_for(path, parity.INPUTS[name]) for name in names}, tmp_path / "cases.pt")
+    arguments = (ParallelConfig(), str(path), str(tmp_path / "cases.pt"), names)
+    [row] = run_distributed(1, balance, *arguments)[0]
+    assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
 
 
 def switched_off(path: str, cases: str) -> list[dict]:

@@ -28,7 +28,6 @@ IN_MEMORY = [
     "qwen2_5_vl",
 ]  # whose keys are others in Transformers' memory than on the hub
 EXACT += [("TP2", f"{family} as in memory") for family in IN_MEMORY] + [("PP2", "sharded")]
-ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
 # how the output layer is stored, what config.json says of it: whether it is the embedding
 HEADS = {
     ("equal", True): True,
@@ -48,10 +47,14 @@ TIED = {
     "qwen2_5_vl head alone, flag True": True,
     "qwen2_5_vl head equal, flag in text": True,
 }
+BIASED = [f"{family} with attention biases" for family in ("gemma3", "qwen3_vl")]
+EXACT += [("TP2", kind) for kind in BIASED]
+ROUND_TRIPS = [*EXACT, ("TP2", "fp8 per tensor"), ("TP2", "fp8 per block")]
 EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
 # how checkpoints hold experts, apart from what Transformers writes
 EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
+PREDICTION = "glm4v_moe with a layer of multi-token prediction"  # after its last, and of another depth
 EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
 
 
@@ -105,6 +108,10 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         model.save_pretrained(folder / name, save_original_format=False)
         assert not all_tensors(folder / name).keys() & all_tensors(plain[family]).keys()
         others[name] = folder / name
+    for kind in BIASED:
+        others[kind] = build_tiny_checkpoint(kind.split()[0], folder / kind, text={"attention_bias": True})
+    shallow = build_tiny_checkpoint("glm4v_moe", folder / "shallow", text={"num_hidden_layers": 3})
+    others[PREDICTION] = rewritten(shallow, folder / PREDICTION, predicting)
     for kind in TIED:
         family, how = kind.split(" head ")
         others[kind] = with_head(plain[family], folder / kind, *how.split(", flag "))
@@ -132,6 +139,13 @@ def rewritten(source: Path, target: Path, change, config: dict | None = None) ->
     stored = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(stored | (config or {})))
     return target
+
+
+def predicting(tensors):
+    """A layer after the last, with what only the multi-token prediction has."""
+    last, after = "model.language_model.layers.2.", "model.language_model.layers.3."
+    tensors |= {after + key.removeprefix(last): value + 1 for key, value in tensors.items() if last in key}
+    tensors[after + "eh_proj.weight"] = torch.randn(64, 128)
 
 
 def hub_tower_names(tensors):
@@ -199,7 +213,10 @@ def expert_sources(folder: Path, plain: dict[str, Path]) -> list[Path]:
 def exports(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("exports")
     wanted = {(layout, family): LAYOUTS[layout].tp * LAYOUTS[layout].pp for layout, family in ROUND_TRIPS}
-    wanted |= dict.fromkeys(EXPERT_CELLS + [(layout, kind) for layout in ("TP2", "PP2") for kind in TIED], 2)
+    wanted |= dict.fromkeys(
+        [*EXPERT_CELLS, ("EP2", PREDICTION)] + [(layout, kind) for layout in ("TP2", "PP2") for kind in TIED],
+        2,
+    )
     for processes in (1, 2):
         keys = [key for key, count in wanted.items() if count == processes]
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
@@ -218,6 +235,13 @@ def loaded_by_transformers(folder: Path, **kwargs):
 @pytest.mark.parametrize(("layout", "kind"), EXPERT_CELLS)
 def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
+
+
+def test_multi_token_prediction_is_left_out_whatever_the_depth(exports, sources):
+    theirs = all_tensors(sources[PREDICTION])
+    kept = {key: value for key, value in theirs.items() if ".layers.3." not in key}
+    assert len(theirs) > len(kept) + 10
+    check_tensors_equal(all_tensors(exports["EP2", PREDICTION]), kept)
 
 
 def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
