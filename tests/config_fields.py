@@ -71,6 +71,7 @@ def names_asked(folder: str) -> list[list[str]]:
     processor = transformers.AutoProcessor.from_pretrained(folder)
     rows = [row for row in ("t", "it", "vt") if "v" not in row or "pixel_values_videos" in family.visual_keys]
     inputs = [parity.encode(processor, family, hf_config, [row])[0] for row in rows]
+    transformers.PretrainedConfig.__repr__ = object.__repr__  # a log's; it asks for every key there is
     asked.clear()
     transformers.PretrainedConfig.__getattribute__ = listen
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()

@@ -31,7 +31,7 @@ class Cell:
 
     change: dict[str, Any]
     rows: tuple[str, ...] = ("it", "t")
-    same_weights: bool = False  # those of the unchanged checkpoint
+    same_weights: bool = False  # and the same token ids: those of the unchanged checkpoint
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class _Tried:
         swaps = {
             self.config[key]: value
             for key, value in cell.change.items()
-            if key in self.config and key.endswith(("_token_id", "_token_index"))
+            if key in self.config and key.endswith(("_token_id", "_token_index")) and not cell.same_weights
         }
         return parity.case_for(self.work, list(cell.rows), Swapped(self.processor, swaps))
 

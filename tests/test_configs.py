@@ -27,8 +27,13 @@ ROPE = T + "rope_parameters."
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """A tiny one of each family that every supported Transformers reads."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: build_tiny_checkpoint(family, folder / family) for family in TINY_FAMILIES}
+    found = {family: build_tiny_checkpoint(family, folder / family) for family in TINY_FAMILIES}
+    for family, path in found.items():
+        config = path / "config.json"
+        config.write_text(json.dumps(load(family).portable_config(json.loads(config.read_text()))))
+    return found
 
 
 # ---- every field of the config classes --------------------------------------------------------------------

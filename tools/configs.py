@@ -25,7 +25,8 @@ A key is read, has no effect on what is trained, or must keep the default of Tra
 Any other value is refused before anything is built, all such keys in one message. Keys that are no fields
 of the class are ignored, as Transformers ignores them. `tests/test_configs.py` changes every key of a
 tiny checkpoint of each family: what is not refused has Transformers' logits and gradients, in the newest
-Transformers; every field of the oldest supported one is accounted for as well.
+Transformers; every field of the oldest supported one is accounted for as well. Not so tried are the sizes of
+patches and merges, which change only together with a processor.
 
 - Dropout of every kind must be 0: random numbers would differ from Transformers' under every layout.
 - `pad_token_id`: the embedding of the padding token gets no gradient where it stands in the text, as in
@@ -35,9 +36,11 @@ Transformers; every field of the oldest supported one is accounted for as well.
   of the language model are left out.
 - GLM's layer number `num_hidden_layers`, the one after the last, is multi-token prediction, which
   Transformers leaves out too: it is neither imported nor exported.
-- `output_router_logits` adds the experts' balance to the loss, weighed by `router_aux_loss_coef`: the
-  mean over layers of each layer's balance, where Transformers balances all layers as one.
-  `model.load_balancing` goes over both keys.
+- `output_router_logits` adds the experts' balance to the loss, weighed by `router_aux_loss_coef`. With one
+  layer of experts its gradient is Transformers'. With several it differs on purpose: here it is the mean of
+  the layers' own balances; Transformers first adds up all layers by the number of the expert, as if a busy
+  expert 3 of one layer were made up for by an idle expert 3 of the next, and no pipeline stage could take a
+  gradient before all had counted. `model.load_balancing` goes over both keys, 0 switches it off.
 - `mrope_interleaved` is not read, as in Transformers: Qwen3-VL always interleaves, the other families
   never do.
 

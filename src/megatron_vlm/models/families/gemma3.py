@@ -29,7 +29,7 @@ SECTIONS = (
         keys.TOP
         | keys.any_of("image_token_index", "image_token_id")
         | {"mm_tokens_per_image": keys.Values("what the projector makes of an image", _tokens_fit)},
-        no_effect=("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+        no_effect=("boi_token_index", "eoi_token_index"),
     ),
     keys.Section(
         ("gemma3_text",),

@@ -20,8 +20,8 @@ SECTIONS = (
         qwen3_vl.TEXT
         | experts.TEXT
         | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
-        | keys.any_of("sliding_window")
         | {"num_experts_per_tok": keys.Values("2 to num_experts", _chosen)},
+        no_effect=("sliding_window",),  # Transformers sets it and never looks at it
         rope=qwen3_vl.MROPE.keys(),
     ),
     keys.Section(("qwen3_vl_moe_vision", "qwen3_vl_moe"), qwen3_vl.VISION),
