@@ -140,7 +140,7 @@ class _Tried:
         model = random_model(hf_config, 0, torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if name.endswith(("proj.weight", "qkv.weight")):
+                if name.endswith(("_proj", "proj.weight", "qkv.weight", "gate.weight")):
                     weight.mul_(LOUDER)
         model.save_pretrained(self.work)
 
