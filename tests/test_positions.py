@@ -99,8 +99,22 @@ def test_placeholders_and_grids_that_do_not_match_are_an_error(tokens, images, m
 
 
 def test_sections_are_chunks_or_interleaved():
-    assert mrope_axes([2, 3, 3], interleaved=False).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert mrope_axes([4, 2, 2], interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert mrope_axes([2, 3, 3], interleaved=False, frequencies=8).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert mrope_axes([4, 2, 2], interleaved=True, frequencies=8).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_sections_of_six_take_the_axes_in_turn_and_interleaved_ones_are_clipped():
+    assert mrope_axes([1, 2, 1, 1, 1, 2], interleaved=False, frequencies=8).tolist() == [
+        0,
+        1,
+        1,
+        2,
+        0,
+        1,
+        2,
+        2,
+    ]
+    assert mrope_axes([24, 20, 20], interleaved=True, frequencies=4).tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
