@@ -432,7 +432,8 @@ def reshape_key(tensors):
 
 
 def add_layer(tensors):
-    tensors[last_norm(tensors).replace("norm", "layers.4.input_layernorm")] = torch.zeros(64)
+    """After GLM's layer for multi-token prediction, which is left out."""
+    tensors[last_norm(tensors).replace("norm", "layers.5.input_layernorm")] = torch.zeros(64)
 
 
 def shift_gate_and_up(tensors):
@@ -463,7 +464,7 @@ BROKEN = {
     add_key: r"1 keys that this FAMILY does not have, such as 'Kextra.weight' \(2,\)",
     drop_key: r"lacks 'Knorm.weight': \(64,\), of which .*final_layernorm.weight is \(64,\)",
     reshape_key: r"'Knorm.weight' is \(65,\) and must be \(64,\), of which .*final_layernorm.weight is \(64",
-    add_layer: r"1 keys that this FAMILY does not have, such as 'Klayers.4.input_layernorm.weight' \(64,\)",
+    add_layer: r"1 keys that this FAMILY does not have, such as 'Klayers.5.input_layernorm.weight' \(64,\)",
     shift_gate_and_up: r"'Klayers.[01].mlp.gate_proj.weight' is \(1[36][02], 64\) and must be \(1[26]",
 }
 BROKEN_EXPERTS = {
