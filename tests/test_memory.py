@@ -107,9 +107,8 @@ class OneEncoding(HFEncoderVLMTaskEncoder):
     @stateless
     def encode_sample(self, sample):
         self.encoded = self.encoded or super().encode_sample(sample)
-        return dataclasses.replace(
-            self.encoded, __key__=sample.__key__, __restore_key__=sample.__restore_key__
-        )
+        names = {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__}
+        return dataclasses.replace(self.encoded, **names, document_keys=[sample.__key__])
 
 
 @pytest.fixture(scope="module")
