@@ -44,7 +44,8 @@ def job(run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alon
                     FAULTS[fault](run_dir)
                 dist.all_reduce(total)
                 watchdog.beat(step=step)
-        print(f"rank {ranks.rank()} sums {total.item():g}", flush=True)
+        # in one write: PYTHONUNBUFFERED makes two of a print, between which another rank may write
+        os.write(1, f"rank {ranks.rank()} sums {total.item():g}\n".encode())
         dist.destroy_process_group()
 
 
