@@ -24,8 +24,8 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from megatron_vlm.data.prepare import _write_index
-from megatron_vlm.data.shards import _add
+from megatron_vlm.data.prepare.prepare import _write_index
+from megatron_vlm.data.prepare.write import _add
 
 TRAINED = "trained"
 SEED = 0

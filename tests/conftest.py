@@ -4,8 +4,7 @@ import signal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 
 # a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -131,7 +131,7 @@ class _Tried:
         torch.distributed.barrier()
 
     def _write_weights(self, hf_config: Any, cell: Cell) -> None:
-        from megatron_vlm.testing.tiny import random_model
+        from tiny.checkpoints import random_model
 
         if cell.same_weights:
             if torch.distributed.get_rank() == 0:

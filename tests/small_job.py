@@ -14,10 +14,10 @@ from pathlib import Path
 
 import typer
 
-from megatron_vlm import ranks, watchdog
+from megatron_vlm.commands.program import run, single, torchrun
 from megatron_vlm.config import ConfigError
-from megatron_vlm.failures import closing
-from megatron_vlm.program import run, single, torchrun
+from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.job.failures import closing
 
 STEPS, FAILS_IN = 4, 3
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.data.arena import PLACES, SMALL, Arena, through_arenas
 from megatron_vlm.data.ledger import LostSample
+from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 
 COUNT = 5 * PLACES
 

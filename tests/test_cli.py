@@ -14,7 +14,7 @@ import yaml
 from megatron_vlm.config import from_yaml
 
 ROOT = Path(__file__).parent.parent
-COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
+COMMAND = [sys.executable, "-m", "megatron_vlm.commands.cli"]
 RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
 QUICK_SECONDS = 1.0  # 0.6 measured
 OUTSIDE_TORCHRUN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
@@ -118,7 +118,9 @@ def test_export_without_a_configuration_names_the_file(tmp_path):
 
 
 def test_a_librarys_error_names_the_file_of_its_traceback():
-    code = "from megatron_vlm.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
+    code = (
+        "from megatron_vlm.commands.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
+    )
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 1 and "Traceback" not in answer.stderr
     what, where = answer.stderr.splitlines()
@@ -138,7 +140,7 @@ def test_our_own_error_shows_its_traceback_on_request():
 
 def test_ctrl_c_ends_quietly():
     code = (
-        "import time; from megatron_vlm.program import run, single\n"
+        "import time; from megatron_vlm.commands.program import run, single\n"
         "def wait():\n    print('ready', flush=True); time.sleep(60)\n"
         "run(single(wait), 'wait')"
     )
@@ -152,7 +154,7 @@ def test_ctrl_c_ends_quietly():
 
 
 def test_nproc_starts_processes_and_returns_their_message_and_code():
-    code = "from megatron_vlm.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
+    code = "from megatron_vlm.commands.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
     assert answer.stderr.startswith("megatron-vlm: no: no such recipe; known are gemma3_vl_4b, ")

@@ -1,5 +1,6 @@
 import pytest
 
+from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.config import (
     ConfigError,
     RunConfig,
@@ -9,7 +10,6 @@ from megatron_vlm.config import (
     missing_settings,
     to_yaml,
 )
-from megatron_vlm.validation import validate, validate_paths
 
 GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
 

@@ -6,7 +6,7 @@ import pytest
 from megatron.energon.epathlib import EPath
 from megatron.energon.source_info import SourceInfo
 
-from megatron_vlm.data.cookers import cook_record
+from megatron_vlm.data.shard_format import cook_record
 
 TURNS = [{"role": "user", "content": "<image><image>?"}, {"role": "assistant", "content": "x"}]
 

@@ -12,10 +12,10 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 ROWS = 8
 SECONDS = 30

@@ -10,12 +10,12 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml import cook_chatml_sample
-from megatron_vlm.data.spans import SpanProcessor
+from megatron_vlm.data.encode.text import SpanProcessor
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, load_recipe
-from megatron_vlm.validation import validate
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "examples" / "digits"), str(ROOT / "tools")]

@@ -25,7 +25,15 @@ def dataset(tmp_path_factory):
 
 
 def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits", "tp=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_vlm.commands.cli",
+        "train",
+        "--recipe",
+        "gemma3_tiny_digits",
+        "tp=1",
+    ]
     command += ["--nproc", "2", "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "eval_every=0"]
     command += ["--dataset_type", "hf", "--train_data_path", str(dataset), f"steps={STEPS}", "num_workers=1"]
     command += ["micro_batch_size=2", "global_batch_size=8", "save_every=0", *settings]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from sources import write_hf_folder, write_sharegpt
+from tiny.distributed import run_distributed
 from transformers import AutoProcessor
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
-from megatron_vlm.testing.distributed import run_distributed
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 SAMPLES = 40
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
+from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -18,15 +21,12 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.fast import KNOWN
-from megatron_vlm.data.images import decode_image, decode_pixels
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.known import KNOWN
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.testing.corpus import default_corpus
-from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {

@@ -11,8 +11,8 @@ from sources import image_bytes, write_sharegpt
 from megatron_vlm import files
 from megatron_vlm.config import RunConfig, apply_overrides, to_yaml
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.media import read_media
-from megatron_vlm.data.tables import open_table
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file
 
 
@@ -107,14 +107,21 @@ def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
     pipe = tmp_path / "source/images/1-0.jpg"
     pipe.unlink()
     os.mkfifo(pipe)
-    command = [sys.executable, "-m", "megatron_vlm.cli", "prepare", str(source), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_vlm.commands.cli",
+        "prepare",
+        str(source),
+        str(tmp_path / "out"),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "1 records skipped\n    missing_media: 1" in ended.stdout and "data.media_dir" in ended.stdout
 
 
 def test_commands_that_take_an_image_refuse_a_pipe(kinds, tmp_path):
-    from megatron_vlm import cli
+    from megatron_vlm.commands import cli
 
     pipe = kinds("pipe")
     with pytest.raises(NotAFile):

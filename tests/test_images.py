@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_vlm.data import images
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.images import decode_image
+from megatron_vlm.data.media import images
+from megatron_vlm.data.media.images import decode_image
 
 
 def encoded(image, format="PNG", **options):

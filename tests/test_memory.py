@@ -12,15 +12,15 @@ import psutil
 import pytest
 from megatron.energon import stateless
 from test_fast import film, picture
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
 
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
-from megatron_vlm.testing.corpus import default_corpus
-from megatron_vlm.testing.tiny import TINY_FAMILIES
 
 SAMPLES = 320  # images of 2.4 MB, decoded, and as much cut into patches; every eighth a video of 9.4 MB
 PROVIDERS = {"energon": EnergonProvider, "hf": HFProvider}

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import family_for
-from megatron_vlm.models.families.ministral3 import FAMILY
+from megatron_vlm.models.families.mistral3 import FAMILY
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 SIZES = [(60, 40), (28, 100)]  # width, height
 

@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "mistakes.md"
 SECONDS = 2.0
-COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
+COMMAND = [sys.executable, "-m", "megatron_vlm.commands.cli"]
 GOOD = {
     "recipe": "gemma3_tiny_digits",
     "hf_path": "checkpoint",
@@ -562,8 +562,8 @@ def test_the_last_line_is_the_reason(mistake, folder):
 
 
 def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
+    from megatron_vlm.checks.settings import validate, validate_paths
     from megatron_vlm.recipes import compose
-    from megatron_vlm.validation import validate, validate_paths
 
     monkeypatch.chdir(folder)
     arguments = {name: value for name, value in GOOD.items() if name != "recipe"}

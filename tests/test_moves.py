@@ -10,14 +10,14 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.batch_log import read_step
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.orders import BalancedRows, BufferedPacking, RandomOrder
-from megatron_vlm.data.packing import pack_buffer
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.packing import pack_buffer
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.orders import BalancedRows, BufferedPacking, RandomOrder
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.run_folder.batch_log import read_step
 
 COUNT, EPOCHS = 61, 40
 RNG = np.random.default_rng(0)
@@ -179,7 +179,7 @@ def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worl
 
 
 def train(run_dir, checkpoint, folder, ranks, steps, *settings):
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--nproc", str(ranks), "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "tp=1"]
     command += ["--dataset_type", "hf", "--train_data_path", str(folder / "rows"), f"steps={steps}"]
     command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]

@@ -25,13 +25,15 @@ from megatron.energon import SkipSample
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data import arena, drops, tables
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
+from megatron_vlm.data import drops
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.ledger import Ledger, LostSample, check_each_once
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.load import shared_memory as arena
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.records import tables
 
 ROWS, TOKENS = 60, 50  # samples with two images have more tokens
 TOO_LONG = {number for number in range(ROWS) if number % 3 == 0 and number % 5 != 4}

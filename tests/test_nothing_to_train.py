@@ -10,12 +10,12 @@ from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.drops import DropReport, TooManyDrops
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import _write_index
-from megatron_vlm.data.shards import _add
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import _write_index
+from megatron_vlm.data.prepare.write import _add
 
 ROWS = 30
 SMALL = {"packing_buffer_size": 8, "shuffle_buffer_size": 8}

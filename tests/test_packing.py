@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_vlm.data.packing import attention_cost, balanced_order, pack, pack_buffer
+from megatron_vlm.data.encode.packing import attention_cost, balanced_order, pack, pack_buffer
 
 
 def corpus(count, seed=0, capacity=4096):

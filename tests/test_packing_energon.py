@@ -12,11 +12,11 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.loaders import close_loader
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.base import close_loader
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 SEQ_LENGTH = 160
 SAMPLES = 60

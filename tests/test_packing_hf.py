@@ -9,11 +9,11 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.measured import DROPPED, measure_dataset
-from megatron_vlm.data.orders import BalancedRows
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
+from megatron_vlm.data.load.orders import BalancedRows
 
 SEQ_LENGTH = 160
 ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks
@@ -157,7 +157,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
 
 
 def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.measured.PART", 10)
+    monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 10)
     rows = HFProvider(str(folder)).train_rows(encoder)
     first = measure_dataset(rows, tmp_path)
     parts = sorted(tmp_path.glob("*/*.npy"))

@@ -10,13 +10,13 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.prepare import prepare_energon_dataset
-from megatron_vlm.data.sources import train_encoder
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.run_data import train_encoder
 from megatron_vlm.recipes import compose
-from megatron_vlm.validation import validate
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,7 +51,7 @@ def paths(tmp_path_factory):
 
 def train(run_dir, checkpoint, paths, source, *settings):
     """Through the command line; the loss and the trained tokens of each step."""
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint), "--dataset_type", source]
     command += [
         "--train_data_path",

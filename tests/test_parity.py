@@ -9,9 +9,8 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-
-from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 

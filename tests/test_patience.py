@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoProcessor
 
+from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
-from megatron_vlm.data import patience, videos
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.images import decode_pixels
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.patience import in_time
-from megatron_vlm.data.videos import VideoRules, decode_video, plan_video
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.media import patience, videos
+from megatron_vlm.data.media.images import decode_pixels
+from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
-from megatron_vlm.validation import validate
 
 FRAMES = 6000
 

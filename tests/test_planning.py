@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny.distributed import run_distributed
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vlm.cli import app, run
+from megatron_vlm.commands.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models import costs
 from megatron_vlm.parallel.layout import pipeline_layout
-from megatron_vlm.testing.distributed import run_distributed
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 WORST_MEMORY = 0.1  # between a layer's estimated and its really saved bytes; measured below 0.06
@@ -63,9 +63,9 @@ def test_first_and_last_stage_hold_embedding_and_loss():
 def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
-    from megatron_vlm.models.rotary import Rotary
+    from megatron_vlm.models.layers.rotary import Rotary
     from megatron_vlm.parallel import setup
-    from megatron_vlm.planning import saved_by_layer
+    from megatron_vlm.planning.plan import saved_by_layer
 
     setup.init_distributed(ParallelConfig(), 1)
     rows, length, found = 2, 64, {}
@@ -151,7 +151,7 @@ def test_plan_says_what_makes_it_fit(capsys, tmp_path):
 def test_plan_refuses_what_does_not_divide(tmp_path):
     from transformers import AutoConfig
 
-    from megatron_vlm.planning import make_plan
+    from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.recipes import load_recipe
 
     hf_config = AutoConfig.from_pretrained(CONFIGS / "qwen3_vl_8b.json")

@@ -13,8 +13,8 @@ import yaml
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
-from megatron_vlm.data.cookers import cook_record
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.shard_format import cook_record
 
 
 def prepare(source, output, **kwargs):

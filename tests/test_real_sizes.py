@@ -42,7 +42,7 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
 from megatron_vlm.parallel import setup
-from megatron_vlm.planning import make_plan
+from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
 

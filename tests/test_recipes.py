@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, fewest_processes
 from megatron_vlm.recipes import RECIPES, compose, load_recipe, summary
-from megatron_vlm.validation import validate
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))

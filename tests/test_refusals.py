@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.checkpoints import SUPPORTED, config_file, read_config, refuse, resolve
 from megatron_vlm.config import ConfigError
+from megatron_vlm.supported import SUPPORTED, config_file, read_config, refuse, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = {"model_type": "qwen2_5_vl", "vision_config": {}}
@@ -123,7 +123,7 @@ def test_fp8_that_import_reads_and_no_quantisation_pass(tmp_path, how):
 
 def test_refusing_needs_neither_torch_nor_transformers(tmp_path):
     code = (
-        "import sys; from megatron_vlm.checkpoints import refuse; refuse(sys.argv[1])\n"
+        "import sys; from megatron_vlm.supported import refuse; refuse(sys.argv[1])\n"
         "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'transformers', 'numpy', 'megatron.core')))"
     )
     assert subprocess.run([sys.executable, "-c", code, saved(tmp_path, QWEN)]).returncode == 0
@@ -139,7 +139,7 @@ def test_commands_refuse_and_never_ask_or_run(tmp_path, command):
     settings = ["--recipe", "qwen25_vl_3b", f"hf_path={path}", f"run_dir={tmp_path / 'run'}", "tp=1", "pp=1"]
     (tmp_path / "data.jsonl").write_text("{}")
     settings += [f"train_data_path={tmp_path / 'data.jsonl'}", "dataset_type=hf"]
-    call = [sys.executable, "-m", "megatron_vlm.cli", command, *settings]
+    call = [sys.executable, "-m", "megatron_vlm.commands.cli", command, *settings]
     done = subprocess.run(call, input="y\n" * 9, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == f"megatron-vlm: checkpoint {path}: {REFUSED['own code'][1]}"

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from PIL import Image
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 STEPS, SAVE_EVERY = 10, 5
 ALONE_IN_TORCHRUN = {
@@ -59,7 +59,7 @@ def start(
     log_in: Path | None = None,
     environment: dict | None = None,
 ) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
     command += ["tp=1"] if environment else ["--nproc", "2"]
     command += [

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm import run_folder, run_lock
-from megatron_vlm.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.config import ConfigError
+from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.run_folder import lock as run_lock
+from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 
 MODEL = "models/tiny"
 
@@ -151,7 +152,7 @@ def test_commands_that_read_a_run_say_at_once_that_there_is_no_checkpoint(run_di
         (tmp_path, "no complete checkpoint in this run folder"),
         (run_dir, "latest is missing"),
     ):
-        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.cli"]
+        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.commands.cli"]
         ended = subprocess.run(
             [*call, *(word.format(folder) for word in command)], capture_output=True, text=True, check=False
         )
@@ -292,7 +293,7 @@ def test_files_that_a_file_system_or_an_editor_leaves_do_no_harm(run_dir):
 
 HOLDER = """
 import multiprocessing, os, sys, time
-from megatron_vlm import run_lock
+from megatron_vlm.run_folder import lock as run_lock
 held = run_lock.take(sys.argv[1])
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 worker.start()  # as a DataLoader worker: forked, with every descriptor of its parent

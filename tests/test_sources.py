@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.layouts import COLUMNS, Layout
-from megatron_vlm.data.media import read_media
-from megatron_vlm.data.orders import BufferedPacking
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.records import conversation_json, conversation_of, images_of
-from megatron_vlm.data.tables import open_table
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.orders import BufferedPacking
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.records.columns import COLUMNS, Layout
+from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
+from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.models.families import load
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 ROWS = 24  # whole buffers on 1 and on 3 ranks
 BUFFER = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 import hf_generate
 import pytest
 from PIL import Image
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 # `make setup` puts the oldest supported version there, over the packages of the environment
 OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
@@ -31,7 +31,7 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     """Import, answer and export in each layout."""
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.data.prompt import encode_prompt
+    from megatron_vlm.data.encode.generation_prompt import encode_prompt
     from megatron_vlm.models import weights
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup

@@ -17,23 +17,23 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
-from megatron_vlm.data.cookers import cook_record
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.hf import HFProvider
-from megatron_vlm.data.packing_encoder import PackingVLMTaskEncoder
-from megatron_vlm.data.prepare import prepare_energon_dataset
-from megatron_vlm.data.spans import SpanProcessor
-from megatron_vlm.data.videos import VideoRules, choose_frames, decode_video, plan_video
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.text import SpanProcessor
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
-from megatron_vlm.validation import validate
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
 EVERY = VideoRules(fps=100)  # all frames
@@ -229,7 +229,7 @@ def test_a_file_that_ends_long_before_its_header_says_is_refused():
 
 
 def test_what_would_not_fit_in_memory_is_refused(monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.videos.MAX_VIDEO_PIXELS", 10 * 64 * 48)
+    monkeypatch.setattr("megatron_vlm.data.media.videos.MAX_VIDEO_PIXELS", 10 * 64 * 48)
     assert plan_video(steady(10), EVERY)
     assert reason(steady(12)) == "video_too_large"
 
@@ -535,7 +535,7 @@ def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
 )
 def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     checkpoint = build_tiny_checkpoint(name, tmp_path / "checkpoint")
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(tmp_path / "run"), "--hf_path", str(checkpoint)]
     command += ["--train_data_path", str(energon), "tp=1", "micro_batch_size=5", "global_batch_size=5"]
     command += [

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.models.weights.shards import ShardFile, Stored
-from megatron_vlm.testing.distributed import run_distributed
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
@@ -283,7 +283,7 @@ def test_an_export_holds_the_output_layer_as_its_source_does(exports, sources, l
 
 def imported_then_without_weights(source: str, run_dir: str) -> list[torch.Tensor]:
     """The output layer of a run that was imported from `source`, whose weights are gone since."""
-    from megatron_vlm.runs import import_run, open_run
+    from megatron_vlm.commands.runs import import_run, open_run
 
     config = RunConfig(run_dir=run_dir, model=ModelConfig(hf_path=source, dtype="fp32"))
     import_run(config)

@@ -51,20 +51,20 @@ import av
 import numpy as np
 import torch
 from PIL import Image
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.corpus import default_corpus
 from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.data.chatml import ChatMLSample
-from megatron_vlm.data.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.energon import EnergonProvider
-from megatron_vlm.data.fast import KNOWN, RESAMPLE
-from megatron_vlm.data.prepare import prepare_energon_dataset
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.known import KNOWN, RESAMPLE
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.testing.corpus import default_corpus
-from megatron_vlm.testing.tiny import TINY_FAMILIES, build_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {  # image settings of the published checkpoints, as `testing` takes them

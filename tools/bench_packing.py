@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.packing import attention_cost, balanced_order, pack, pack_buffer
+from megatron_vlm.data.encode.packing import attention_cost, balanced_order, pack, pack_buffer
 
 ROOT = Path(__file__).resolve().parent.parent
 BUFFER, RANKS, BALANCED_DOCUMENTS = 1000, 8, 100_000

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import ParallelConfig, fewest_processes
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.planning import make_plan
+from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
 # the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`

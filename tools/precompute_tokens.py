@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
+from megatron_vlm.commands.program import run as run_program
+from megatron_vlm.commands.program import single
 from megatron_vlm.config import ConfigError
-from megatron_vlm.program import run as run_program
-from megatron_vlm.program import single
 from megatron_vlm.recipes import compose
 
 
@@ -27,9 +27,9 @@ def main(
     part: Annotated[str, typer.Option(help="2/8: begin with the second eighth of the work.")] = "1/1",
 ) -> None:
     """Measure the training samples of a run."""
-    from megatron_vlm.data.hf import HFProvider
-    from megatron_vlm.data.measured import DROPPED, measure_dataset
-    from megatron_vlm.data.sources import train_encoder
+    from megatron_vlm.data.load.hf import HFProvider
+    from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
+    from megatron_vlm.data.run_data import train_encoder
     from megatron_vlm.models.families import family_for
     from megatron_vlm.models.hf import load_config, load_processor
 

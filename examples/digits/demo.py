@@ -43,7 +43,7 @@ def main() -> None:
     say("answering the held-out questions with Megatron")
     answers = evaluate("megatron", folder, held_out, folder, processes)
     say("exporting to a Hugging Face folder")
-    run(["-m", "megatron_vlm.cli", "export", str(folder), str(folder / "hf")])
+    run(["-m", "megatron_vlm.commands.cli", "export", str(folder), str(folder / "hf")])
     say("answering them again with Transformers, from the exported folder")
     hf_answers = evaluate("transformers", folder / "hf", held_out, folder)
     questions = read_questions(held_out)
@@ -73,7 +73,7 @@ def configuration(family: str) -> RunConfig:
 
 
 def prepare_data(folder: Path) -> Path:
-    from megatron_vlm.data.prepare import prepare_energon_dataset
+    from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
     say("writing the digits as JPEG images and questions")
     raw = folder / "raw"
@@ -124,7 +124,7 @@ def accuracy(questions: list[dict], answers: list[str], kind: str) -> float:
 
 def draw_contact_sheet(questions: list[dict], answers: list[str], file: Path, count: int = 36) -> None:
     """Wrong answers first, those about one digit before the others: they are what one wants to look at."""
-    from megatron_vlm.metrics import contact_sheet
+    from megatron_vlm.run_folder.run_log import contact_sheet
 
     is_right = [question["answer"] == answer for question, answer in zip(questions, answers, strict=True)]
     wrong = [index for index, right in enumerate(is_right) if not right]

@@ -34,8 +34,8 @@ def read_questions(path: Path) -> list[dict]:
 
 def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
     """The Megatron model under the run's own layout; every rank takes part, each gets the answers."""
+    from megatron_vlm.commands.runs import answers
     from megatron_vlm.config import from_yaml
-    from megatron_vlm.runs import answers
 
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     return answers(
@@ -75,7 +75,7 @@ def batches(questions: list[dict], size: int) -> list[list[int]]:
 def answer_batch(model, processor, questions: list[dict]) -> list[str]:
     import torch
 
-    from megatron_vlm.data.images import decode_image
+    from megatron_vlm.data.media.images import decode_image
 
     prompts = [
         processor.apply_chat_template(question["messages"], tokenize=False, add_generation_prompt=True)

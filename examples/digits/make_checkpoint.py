@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from tiny.checkpoints import build_tiny_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from make_digits import ADD_TWO, ONE_IMAGE, READ_TWO
-from megatron_vlm.testing.tiny import build_tiny_checkpoint
 
 # Every family sees a digit as four visual tokens of 4x4 pixels of the scan: they learn twice as fast as
 # sixteen. Random weights start at a scale of 1/sqrt(width), not at the 0.02 meant for widths of thousands,

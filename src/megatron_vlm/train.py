@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 
-from megatron_vlm import watchdog
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.data.batch_log import BatchLog, naming_samples
-from megatron_vlm.data.sources import RunData
-from megatron_vlm.failures import closing
-from megatron_vlm.metrics import RunLogger
+from megatron_vlm.data.run_data import RunData
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.failures import closing
 from megatron_vlm.models.hf import load_processor, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
+from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
+from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.optimizer import build_optimizer

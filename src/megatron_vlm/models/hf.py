@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
-from megatron_vlm.checkpoints import CONFIG_FILE, read_config, resolve
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.weights.ties import has_weights, settle_ties
+from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
 
 if TYPE_CHECKING:
     from torch import dtype

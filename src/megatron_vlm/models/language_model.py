@@ -25,11 +25,11 @@ from torch import Tensor
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.attention import CoreAttention, RotarySelfAttention
-from megatron_vlm.models.deepstack import DeepstackLayer, fill_message, read_message
-from megatron_vlm.models.moe import Router, balancing_settings, moe_mlp
-from megatron_vlm.models.norms import NormThenAdd, RMSNorm
-from megatron_vlm.models.rotary import Rotary
+from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
+from megatron_vlm.models.layers.moe import Router, balancing_settings, moe_mlp
+from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
+from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -87,7 +87,7 @@ class VLMModel(MegatronModule):
     ) -> Tensor:
         """Token embeddings with the visual features in place: (S, B, D), this rank's part of S under SP.
 
-        With deepstack, (S, B * (1 + n), D) as `models.deepstack` wants it.
+        With deepstack, (S, B * (1 + n), D) as `models.layers.deepstack` wants it.
         """
         hidden_BSD = self.language_model.embed(input_ids)
         extras_BSD = [torch.zeros_like(hidden_BSD)] * self.config.deepstack_layers
@@ -121,7 +121,7 @@ class VLMModel(MegatronModule):
         return self.vision(**self._blank_image.to(device).as_model_kwargs())
 
     def _segments(self, documents_BS: Tensor, is_visual_BS: Tensor) -> Tensor:
-        """Document and bidirectional block of every token, see `models.attention`."""
+        """Document and bidirectional block of every token, see `models.layers.attention`."""
         blocks_BS = torch.zeros_like(documents_BS)
         if self.bidirectional_images:
             before_BS = torch.nn.functional.pad(is_visual_BS, (1, 0))[:, :-1]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm import watchdog
 from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
-from megatron_vlm.failures import named
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.failures import named
 from megatron_vlm.parallel.setup import collective_timeout, device, parallel_state
 
 _HEADER_DEVICE = torch.device("cpu")

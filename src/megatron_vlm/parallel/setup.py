@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vlm import watchdog
+from megatron_vlm.checks.settings import layout_problems
 from megatron_vlm.config import ConfigError, ParallelConfig
+from megatron_vlm.job import watchdog
 from megatron_vlm.parallel import cpu
-from megatron_vlm.validation import layout_problems
 
 cpu.install()
 

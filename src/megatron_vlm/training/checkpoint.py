@@ -34,11 +34,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_vlm import run_folder, run_lock, watchdog
-from megatron_vlm.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.config import ConfigError
+from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.parallel.setup import on_first_rank
+from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.run_folder import lock as run_lock
+from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.training.generators import generator_states, restore_generators
 from megatron_vlm.training.metadata import check_metadata, weights_only
 from megatron_vlm.training.optimizer import torch_adams

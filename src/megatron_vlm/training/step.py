@@ -20,13 +20,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm import watchdog
 from megatron_vlm.batch import padded
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.deepstack import extras_between_stages
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.ranks import AnotherRankFailed
+from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
-from megatron_vlm.ranks import AnotherRankFailed
 
 
 class NotFinite(ValueError):

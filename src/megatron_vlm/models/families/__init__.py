@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_vlm.checkpoints import SUPPORTED, unsupported
+from megatron_vlm.supported import SUPPORTED, unsupported
 
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families.keys import Section
+from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
-from megatron_vlm.models.rotary import Rotary
 from megatron_vlm.models.weights import Rule
 
 

@@ -10,9 +10,10 @@ from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama, llava
+from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.families import llava_keys as llava
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule, Whole
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.models.families import experts, grids, keys, llama
+from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.families import moe_rules as experts
+from megatron_vlm.models.families import patch_towers as grids
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole

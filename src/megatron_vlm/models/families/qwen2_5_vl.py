@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import grids, keys, llama
+from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.families import patch_towers as grids
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole

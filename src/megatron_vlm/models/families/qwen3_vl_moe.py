@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.models.families import experts, grids, keys, llama, qwen3_vl
+from megatron_vlm.models.families import keys, llama, qwen3_vl
+from megatron_vlm.models.families import moe_rules as experts
+from megatron_vlm.models.families import patch_towers as grids
 from megatron_vlm.models.weights import Rule
 
 

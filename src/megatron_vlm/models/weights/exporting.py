@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm import watchdog
-from megatron_vlm.checkpoints import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
+from megatron_vlm.job import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -30,6 +29,7 @@ from megatron_vlm.models.weights.rules import (
 )
 from megatron_vlm.models.weights.shards import ShardFile, split
 from megatron_vlm.models.weights.ties import asks_for_ties
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
 
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_vlm.checkpoints import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
 from megatron_vlm.models.weights.rules import Slices
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
 
 SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
-from megatron_vlm import watchdog
+from megatron_vlm.job import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import EXPERT, Rule, find_rule, matches, named_global_weights
 

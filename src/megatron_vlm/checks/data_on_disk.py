@@ -1,0 +1,201 @@
+"""Datasets on disk, looked at as data before torch is imported: every problem, a line each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
+from megatron_vlm.config import DataConfig, DataPaths, paths_of
+from megatron_vlm.messages import printable
+
+FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
+PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
+MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
+MEDIA_COLUMNS = ("images", "image", "videos", "video")
+REAL_MEDIA_FOLDERS = 200  # that are looked through for one that holds a missing file
+NO_PATHS = ("data:", "://", "::")  # in what a record names: base64, addresses, keys of an LMDB
+
+
+def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
+    """What keeps one path or each of several from being read; remote ones are left alone."""
+    for path in paths_of(paths):
+        if "://" not in path:
+            yield from dataset_problems(data, key, path)
+
+
+def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
+    """What keeps a local path from being read as `data.dataset_type` says."""
+    path, shown = Path(name).expanduser(), f"{key}: {printable(name)}"
+    if data.dataset_type == "energon":
+        yield from _energon_problems(path, shown)
+    else:
+        yield from _hf_problems(data, path, name, shown)
+
+
+def _energon_problems(path: Path, shown: str) -> Iterator[str]:
+    if not path.exists():
+        yield f"{shown} does not exist; write one with `megatron-vlm prepare`."
+    elif path.is_file():
+        if path.suffix != ".yaml" and not (path.suffix == ".jsonl" and Path(f"{path}.idx").is_file()):
+            yield (
+                f"{shown} is a file, dataset_type energon reads prepared folders; set data.dataset_type=hf, "
+                "or run `megatron-vlm prepare` on it first."
+            )
+    elif not is_prepared(path):
+        inside = next((child for child in sorted(path.iterdir()) if is_prepared(child)), None)
+        kind = kind_of(path)
+        if inside is not None:
+            yield f"{shown} is not a prepared Energon dataset; did you mean {printable(inside)}?"
+        elif kind == "a dataset saved by `datasets`":
+            yield f"{shown} is {kind}, not an Energon one; set data.dataset_type=hf."
+        elif kind is None or "shards" in kind:
+            yield f"{shown} is not a prepared Energon dataset; run `megatron-vlm prepare` first."
+        else:
+            yield f"{shown} is {kind}, not a dataset; give a folder that `megatron-vlm prepare` wrote."
+
+
+def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterator[str]:
+    if not path.exists():
+        if not is_hub_name(name):
+            yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
+        elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
+            yield (
+                f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or "
+                "a folder, or download it first."
+            )
+        return
+    if data.media_dir is not None and not Path(data.media_dir).expanduser().is_dir():
+        yield f"data.media_dir: {printable(data.media_dir)} is not a folder; give the one paths start from."
+        return
+    if is_prepared(path):
+        yield f"{shown} is a prepared Energon dataset; set data.dataset_type=energon."
+        return
+    yield from _rows_problems(path, shown, data.media_dir, data.columns, "set data.media_dir=")
+
+
+def source_problems(
+    name: str, image_root: str | Path | None, columns: dict[str, str], is_hf: bool
+) -> Iterator[str]:
+    """What keeps `prepare` from reading a local path."""
+    path, shown = Path(name), f"prepare: source {printable(name)}"
+    if image_root is not None and not Path(image_root).is_dir():
+        yield f"prepare: --image-root {printable(image_root)} is not a folder; give the one paths start from."
+    elif is_prepared(path):
+        yield f"{shown} is a prepared Energon dataset already; train from it, or give another source."
+    elif path.exists():
+        yield from _rows_problems(path, shown, image_root, columns, "add --image-root ")
+    elif not is_hf and "://" not in name:
+        yield f"{shown} does not exist; give a file or folder; a hub name needs --format hf."
+
+
+def _rows_problems(
+    path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
+) -> Iterator[str]:
+    """`setting` says how the folder of the media is given."""
+    if path.is_dir():
+        kind = kind_of(path)
+        if kind is not None and "saved by" not in kind:
+            yield f"{shown} is {kind}, not a dataset; give the folder or file of the conversations."
+        elif not any(path.iterdir()):
+            yield f"{shown} is an empty folder; give the folder or file of the conversations."
+        elif _holds_only_media(path):
+            yield f"{shown} is a folder of media alone; give the folder or file of the conversations."
+    elif not path.is_file():
+        yield f"{shown} is neither a file nor a folder; give the file of the conversations."
+    elif path.stat().st_size == 0:
+        yield f"{shown} is an empty file; give the file of the conversations."
+    elif path.suffix not in (".parquet", ".arrow"):
+        yield from _json_problems(path, shown, media_dir, columns, setting)
+
+
+def _holds_only_media(folder: Path) -> bool:
+    """By the names of the first files in it."""
+    files = (child for child in folder.rglob("*") if not child.is_dir())
+    suffixes = {child.suffix.lower() for child in islice(files, FIRST_FILES)}
+    return bool(suffixes) and suffixes <= MEDIA_FILES
+
+
+def _dataset_cached(name: str) -> bool:
+    datasets = cache("HF_DATASETS_CACHE", "datasets") / name.replace("/", "___").lower()
+    hub = cache("HF_HUB_CACHE", "hub") / f"datasets--{name.replace('/', '--')}"
+    return datasets.exists() or hub.exists()
+
+
+def _json_problems(
+    path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
+) -> Iterator[str]:
+    with path.open("rb") as file:
+        start = file.read(FIRST_BYTES)
+    if b"\0" in start[:4096]:
+        yield f"{shown} is no text, but a binary file; give JSON, JSON Lines, parquet or a folder."
+        return
+    records = _first_records(path, start.removeprefix(b"\xef\xbb\xbf"))
+    if not records:
+        if len(start) < FIRST_BYTES and not _is_meta(start):
+            yield f"{shown} holds no JSON record; write one conversation a line."
+        return
+    root = Path(media_dir or path.parent).expanduser()
+    names = [name for record in records for name in _media_names(record, columns)]
+    if names and not any(os.path.exists(root / name) for name in names):
+        yield _missing_media(shown, names[0], len(names), root, setting)
+
+
+def _first_records(path: Path, start: bytes) -> list[dict]:
+    """Those of the file's beginning that are JSON mappings."""
+    text = start.decode(errors="replace").lstrip()
+    found: list[Any] = []
+    if path.suffix == ".json" and text.startswith("["):
+        decoder, at = json.JSONDecoder(), 1
+        while len(found) < FIRST_RECORDS:
+            rest = text[at:].lstrip(" \r\n\t,")
+            try:
+                record, used = decoder.raw_decode(rest)
+            except (ValueError, RecursionError):
+                break
+            found.append(record)
+            at = len(text) - len(rest) + used
+    else:
+        for line in text.splitlines()[:FIRST_RECORDS]:
+            try:
+                found.append(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+    return [record for record in found if isinstance(record, dict)]
+
+
+def _is_meta(start: bytes) -> bool:
+    try:
+        return isinstance(json.loads(start), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
+    """The paths that a record names, of whichever spelling is plain text."""
+    values = [record.get(columns.get(name, name)) for name in MEDIA_COLUMNS]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [
+        item for item in flat if isinstance(item, str) and item and not any(mark in item for mark in NO_PATHS)
+    ]
+
+
+def _missing_media(shown: str, name: str, count: int, root: Path, setting: str) -> str:
+    held = next((folder for folder in _folders(root) if os.path.exists(folder / name)), None)
+    return (
+        f"{shown}: none of the first {count} media paths in it leads to a file under {printable(root)}, such "
+        f"as {printable(name)}; {setting}{printable(held) if held else 'FOLDER, where these paths start'}."
+    )
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """The one above `root`, and some of the folders in `root` and next to it."""
+    yield root.parent
+    for folder in (root, root.parent):
+        if folder.is_dir():
+            names = sorted(child for child in folder.iterdir() if child.is_dir())
+            yield from names[:REAL_MEDIA_FOLDERS]

@@ -1,0 +1,194 @@
+"""Checkpoints and run folders on disk, looked at as data before torch is imported: each problem a line.
+
+A checkpoint, a dataset and a run folder are told apart by the files in them, so that one in the place of
+another is named as what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE, refuse
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+TEMPLATE_KEYS = ("tokenizer_config.json", "processor_config.json")
+ROWS = (".json", ".jsonl", ".parquet", ".arrow")
+LFS = b"version https://git-lfs"
+
+
+# ---- what a path is ---------------------------------------------------------------------------------------
+
+
+def kind_of(path: Path) -> str | None:
+    """What a folder holds, in words; None when it is nothing that this package knows."""
+    if is_prepared(path):
+        return "a prepared Energon dataset"
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
+        return "a dataset saved by `datasets`"
+    if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "batches").is_dir()):
+        return "a run folder"
+    if (path / "adapter_config.json").is_file():
+        return "an adapter without its base model"
+    if (path / "config.json").is_file():
+        return "a Hugging Face checkpoint"
+    if any(path.glob("*.tar")):
+        return "a folder of shards that are not prepared"
+    return None
+
+
+def is_prepared(path: Path) -> bool:
+    return any((path / ".nv-meta" / name).is_file() for name in (".info.json", ".info.yaml"))
+
+
+def is_offline(*names: str) -> bool:
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+def cache(variable: str, folder: str) -> Path:
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    return Path(os.environ.get(variable) or os.path.join(home, folder)).expanduser()
+
+
+def is_hub_name(path: str) -> bool:
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and Path(path).suffix not in ROWS
+
+
+def read_json(file: Path) -> Any:
+    """The content of a small JSON file; None where it is not to be had."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------
+
+
+def checkpoint_problems(
+    hf_path: str, load_weights: bool = True, needs_processor: bool = True
+) -> Iterator[str]:
+    """What keeps a Hugging Face folder, or a hub name in the cache, from being trained."""
+    path, shown = Path(hf_path).expanduser(), f"model.hf_path: {printable(hf_path)}"
+    if not path.exists():
+        if not is_hub_name(hf_path) or "://" in hf_path:
+            yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
+            return
+        cached = cache("HF_HUB_CACHE", "hub") / f"models--{hf_path.replace('/', '--')}" / "snapshots"
+        if not cached.is_dir() and is_offline("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            yield (
+                f"{shown} does not exist here, nor in the hub's cache, and HF_HUB_OFFLINE is set; give a "
+                "checkpoint folder, or download it first."
+            )
+        return
+    if not path.is_dir():
+        yield f"{shown} is a file; give the folder that holds config.json and the weights."
+        return
+    config = path / "config.json"
+    if not config.is_file():
+        kind = kind_of(path) or "a folder without config.json"
+        remedy = "give the folder of a Hugging Face checkpoint"
+        if kind == "a run folder":
+            remedy = f"export it first: megatron-vlm export {printable(hf_path)} OUTPUT"
+        yield f"{shown} is {kind}; {remedy}."
+        return
+    try:
+        refuse(path)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if load_weights:
+        yield from _weight_problems(path, shown)
+    if needs_processor:
+        yield from _processor_problems(path, shown)
+
+
+def _weight_problems(path: Path, shown: str) -> Iterator[str]:
+    index = path / INDEX_FILE
+    names = [WEIGHT_FILE]
+    if index.is_file():
+        content = read_json(index)
+        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+            yield f"{printable(index)} holds no JSON with a weight_map; download it again."
+            return
+        names = sorted(set(map(str, content["weight_map"].values())))
+    elif not (path / WEIGHT_FILE).is_file():
+        pickled = any(path.glob("pytorch_model*.bin"))
+        why = "only pickled weights, which are not read; convert them to" if pickled else "no weights; add"
+        yield f"{shown} holds {why} {WEIGHT_FILE} (or set model.load_weights=false for random ones)."
+        return
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        yield (
+            f"{shown} lacks {len(missing)} of its {len(names)} weight files, such as "
+            f"{printable(missing[0])}; complete the download."
+        )
+        return
+    for name in names:
+        yield from _safetensors_problems(path / name)
+
+
+def _safetensors_problems(file: Path) -> Iterator[str]:
+    """Its header says how long it must be."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(8)
+        if (first + opened.read(len(LFS) - 8)).startswith(LFS):
+            yield f"{printable(file)} is a Git LFS pointer, not weights; run `git lfs pull` in that folder."
+            return
+        opened.seek(8)
+        length = int.from_bytes(first, "little")
+        header = opened.read(length) if len(first) == 8 and length < size else b""
+    try:
+        tensors = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        needed = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        yield f"{printable(file)} is no safetensors file, or cut short ({size} bytes); download it again."
+        return
+    if size < needed:
+        yield f"{printable(file)} holds {size} bytes, its header says {needed}; download it again."
+
+
+def _processor_problems(path: Path, shown: str) -> Iterator[str]:
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        yield f"{shown} has no tokenizer (such as tokenizer.json); copy the original checkpoint's into it."
+    if not any((path / name).is_file() for name in PROCESSORS):
+        yield (
+            f"{shown} has no image processor (preprocessor_config.json or processor_config.json); copy the "
+            "original checkpoint's into it."
+        )
+    keys = [read_json(path / name) for name in TEMPLATE_KEYS]
+    has_template = any((path / name).exists() for name in TEMPLATES) or any(
+        isinstance(content, dict) and content.get("chat_template") for content in keys
+    )
+    if not has_template:
+        yield (
+            f"{shown} has no chat template; put the one of the model's Instruct sibling into it as "
+            "chat_template.jinja."
+        )
+
+
+# ---- run folders ------------------------------------------------------------------------------------------
+
+
+def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
+    """Whether a run can be written there."""
+    path, shown = Path(run_dir).expanduser(), f"run_dir: {printable(run_dir)}"
+    if path.exists() and not path.is_dir():
+        yield f"{shown} is a file; give a folder, which the run makes."
+        return
+    there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
+    if not there.is_dir():
+        yield f"{shown} cannot be made, {printable(there)} is a file; give another folder."
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{shown}: you may not write in {printable(there)}; give another folder, or ask for access."

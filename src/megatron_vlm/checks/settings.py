@@ -1,0 +1,197 @@
+"""What is wrong with a configuration, said before anything heavy starts: every problem, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf, prod
+from pathlib import Path
+
+from megatron_vlm.checks.data_on_disk import data_problems
+from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
+from megatron_vlm.config import (
+    ConfigError,
+    DataConfig,
+    ParallelConfig,
+    RunConfig,
+    all_settings,
+    fewest_processes,
+    missing_settings,
+    paths_of,
+    suggestion,
+)
+
+CHOICES = {
+    "model.dtype": ("bf16", "fp32"),
+    "model.recompute": ("none", "selective", "full"),
+    "data.dataset_type": ("energon", "hf"),
+    "data.over_length": ("drop", "truncate"),
+    "data.packing": ("none", "stream", "global"),
+}
+LONGEST_HANG = 86_400  # seconds
+FREEZE_GROUPS = ("tower", "projector", "language_model")
+_POSITIVE = (
+    *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
+    *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
+    *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
+    "data.video_max_frames",
+    "logging.log_every",
+)
+
+
+def validate(config: RunConfig, world_size: int | None = None) -> None:
+    """Check what can be known without files, torch or a model; `world_size` None: any number of processes.
+
+    Raises ConfigError with every problem found, one a line.
+    """
+    problems = [*_setting_problems(config), *layout_problems(config.parallel, world_size)]
+    if not problems:  # these divide by what was just checked
+        problems += _batch_problems(config, world_size)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
+    """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
+    if parallel.vision_dp and parallel.tp == 1:
+        yield "parallel: vision_dp spreads images over tensor-parallel ranks, but tp is 1; drop it."
+    if parallel.sp and parallel.tp == 1:
+        yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
+    if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
+        yield f"parallel: tp {parallel.tp} · ep {parallel.ep} needs sequence parallelism; drop sp=false."
+    if world_size is None or min(parallel.model_size, parallel.ep) < 1:
+        return
+    yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
+    if parallel.ep > 1:
+        yield from _size_problem({"pp": parallel.pp, "ep": parallel.ep}, world_size)
+
+
+def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
+    """Look at what the configuration names on disk; remote names are only looked for in the caches.
+
+    Raises ConfigError with every problem found, one a line.
+    """
+    if found := list(_problems_on_disk(config, needs_data)):
+        raise ConfigError("\n".join(found))
+
+
+def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
+    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
+    load_weights = config.model.load_weights and not resumes
+    yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
+    if needs_data:
+        data = config.data
+        yield from data_problems(data, "data.train_data_path", data.train_data_path)
+        yield from data_problems(data, "data.valid_data_path", data.valid_data_path)
+    yield from run_dir_problems(config.run_dir)
+
+
+def _setting_problems(config: RunConfig) -> Iterator[str]:
+    settings = dict(all_settings(config))
+    for key in missing_settings(config):
+        yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"
+    for key, choices in CHOICES.items():
+        if (value := settings[key]) not in choices:
+            yield f"{key}: {value} does not exist{suggestion(value, choices)}"
+    for group in set(config.model.freeze) - set(FREEZE_GROUPS):
+        yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    if config.parallel.cp > 1:
+        cp = config.parallel.cp
+        yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
+    yield from _source_problems(config.data)
+    yield from _packing_problems(config.data)
+    for key in ("data.max_drop_share", "data.visual_share"):
+        if not 0 <= settings[key] <= 1:
+            yield f"{key}: {settings[key]} is not a share between 0 and 1."
+    if config.data.video_fps <= 0:
+        yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
+    if not 0 < config.data.decode_seconds < float("inf"):
+        yield f"data.decode_seconds: {config.data.decode_seconds} is no time to decode in; the default is 60."
+    if not 1 <= config.train.hang_seconds <= LONGEST_HANG:
+        yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
+    optimizer, steps = config.optimizer, config.train.steps
+    if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
+        yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
+    for key in _POSITIVE:
+        if settings[key] < 1:
+            yield f"{key}: {settings[key]} is less than 1."
+
+
+def _source_problems(data: DataConfig) -> Iterator[str]:
+    yield from _path_problems(data)
+    if data.dataset_type == "energon":
+        for name in ("columns", "datasets", "media_dir", "streaming"):
+            if getattr(data, name):
+                yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
+        return
+    if data.streaming and (data.packing == "global" or data.group_by_length):
+        yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
+    if data.streaming and data.datasets:
+        yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
+
+
+def _path_problems(data: DataConfig) -> Iterator[str]:
+    paths, times = paths_of(data.train_data_path), data.repetitions
+    if times and len(times) != len(paths):
+        yield f"data.repetitions: {len(times)} for {len(paths)} of data.train_data_path; give one for each."
+    if not all(0 < number < inf for number in times):
+        yield f"data.repetitions: {times}: each is more than 0; leave out a path that is not to be trained."
+    if data.dataset_type == "energon" and not all(float(number).is_integer() for number in times):
+        yield f"data.repetitions: {times}: an energon dataset is repeated whole; use integers, or hf data."
+    if len(paths) == 1 and times not in ([], [1.0]):
+        yield f"data.repetitions: {times} of a single data.train_data_path; drop it, or train longer."
+    for key in ("train_data_path", "valid_data_path"):
+        paths = paths_of(getattr(data, key))
+        for path in {path for path in paths if paths.count(path) > 1}:
+            yield f"data.{key}: {path} is given twice; give it once, and how often in data.repetitions."
+    if len(paths_of(data.train_data_path)) > 1:
+        for name in ("streaming", "datasets"):
+            if getattr(data, name):
+                yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
+
+
+def _packing_problems(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type == "energon":
+        if data.packing == "global":
+            yield "data.packing: global needs all lengths at once, energon datasets are streams; use stream."
+        if data.group_by_length:
+            yield "data.group_by_length: needs all lengths at once, energon datasets are streams; pack them."
+    if data.packing != "none" and data.group_by_length:
+        yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
+    if data.packing == "none" and data.max_patches is not None:
+        yield f"data.max_patches: {data.max_patches} limits packed rows, packing is none; set packing."
+    if data.max_patches is not None and data.max_patches < 1:
+        yield f"data.max_patches: {data.max_patches} is less than 1."
+
+
+def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
+    size = prod(sizes.values())
+    if world_size % size == 0:
+        return
+    named = " · ".join(f"{name} {value}" for name, value in sizes.items())
+    below = world_size // size * size
+    start = f"{below} or {below + size}" if below else f"{size}"
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
+
+
+def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
+    rows = train.micro_batch_size * data_parallel
+    micro_batches, rest = divmod(train.global_batch_size, rows)
+    if rest:
+        start = f"{micro_batches * rows} or {(micro_batches + 1) * rows}" if micro_batches else f"{rows}"
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not divisible by micro_batch_size "
+            f"{train.micro_batch_size} × {data_parallel} data-parallel ranks = {rows}; use {start}."
+        )
+    elif parallel.vpp > 1 and micro_batches % parallel.pp:
+        enough = -(-micro_batches // parallel.pp) * parallel.pp * rows
+        yield (
+            f"train: {micro_batches} micro batches per step is not a multiple of pp {parallel.pp}, as vpp "
+            f"{parallel.vpp} needs; use global_batch_size {enough}."
+        )

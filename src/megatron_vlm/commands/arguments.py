@@ -1,0 +1,90 @@
+"""The configuration that a command works with, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm import config as configs
+from megatron_vlm import recipes as recipe_table
+from megatron_vlm.checks.settings import validate, validate_paths
+from megatron_vlm.commands.program import world_size
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.messages import printable
+from megatron_vlm.run_folder.folder import check_start, latest_checkpoint
+
+ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
+
+
+def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
+    """Raises ConfigError with every problem of the settings, or else every one of the paths, a line each."""
+    needed = configs.fewest_processes(config.parallel)
+    if needed > 1 and (nproc or world_size()) is None:
+        raise ConfigError(
+            f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
+            f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.commands.cli …`."
+        )
+    if not needs_data:
+        config = _with_some_data(config)
+    validate(config, nproc or world_size() or 1)
+    validate_paths(config, needs_data)
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """Raises ConfigError unless a run may start in it; torchrun's processes do this later, together."""
+    if world_size() is None:
+        check_start(config.run_dir, config.model.hf_path)
+
+
+def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
+    """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
+    file = existing(run_dir) / "config.yaml"
+    arguments = {} if nproc or world_size() else ONE_PROCESS
+    config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
+    validate(_with_some_data(config), nproc or world_size() or 1)
+    return config
+
+
+def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
+    """As `config_of_run`, of a run that has a complete checkpoint."""
+    config = config_of_run(run_dir, settings, nproc)
+    if latest_checkpoint(run_dir) is None:
+        raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
+    return config
+
+
+def _with_some_data(config: RunConfig) -> RunConfig:
+    """For commands that read none: a data path, where the configuration names none."""
+    if config.data.train_data_path != configs.MISSING:
+        return config
+    return configs.apply_overrides(config, {"data.train_data_path": "none://"})
+
+
+def existing(path: Path) -> Path:
+    """The path; ConfigError unless there is something."""
+    if not path.exists():
+        raise ConfigError(f"{printable(path)} does not exist; give the path of an existing file or folder.")
+    return path
+
+
+def config_of_data(
+    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: Any
+) -> RunConfig:
+    """The checked configuration of a command that reads data in this process alone."""
+    names = ("dataset_type", "train_data_path", "hf_path")
+    dataset_type, paths, hf_path = flags
+    given = zip(names, (dataset_type, one_or_all(paths), hf_path), strict=True)
+    arguments = {name: value for name, value in given if value is not None}
+    run_config = recipe_table.compose(recipe, config, settings or (), {**ONE_PROCESS, **arguments})
+    check(run_config, 1)
+    return run_config
+
+
+def one_or_all(paths: list[str] | None) -> str | list[str] | None:
+    """The only path as text, as a configuration file would have it."""
+    return paths[0] if paths and len(paths) == 1 else paths or None
+
+
+def each(value: Any) -> list:
+    """The values that a flag was given."""
+    return [] if value is None else value if isinstance(value, list) else [value]

@@ -1,0 +1,336 @@
+"""The command `megatron-vlm`. Everything heavy is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_vlm import config as configs
+from megatron_vlm import recipes as recipe_table
+from megatron_vlm.checks.settings import validate
+from megatron_vlm.commands.arguments import (
+    check,
+    check_run_folder,
+    config_of_data,
+    config_of_run,
+    config_of_trained_run,
+    each,
+    existing,
+    one_or_all,
+)
+from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import read_file
+from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
+from megatron_vlm.supported import refuse
+
+WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    **PLAIN, no_args_is_help=True, help="Train vision-language models: Hugging Face checkpoint in and out."
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
+]
+Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")]
+DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
+TrainData = Annotated[
+    list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
+]
+ValidData = Annotated[
+    list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
+]
+Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
+]
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
+    valid_data_path: ValidData = None,
+    hf_path: Checkpoint = None,
+    run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
+    nproc: Processes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
+) -> None:
+    """Train by a recipe. In torchrun's processes, or here with --nproc.
+
+    The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), and which each
+    step was trained on (batches/, see `replay`).
+    """
+    flags = {
+        "dataset_type": dataset_type,
+        "train_data_path": one_or_all(train_data_path),
+        "valid_data_path": one_or_all(valid_data_path),
+        "hf_path": hf_path,
+        "run_dir": run_dir,
+    }
+    arguments = {name: value for name, value in flags.items() if value is not None}
+    run_config = recipe_table.compose(recipe, config, settings or (), arguments)
+    if dry_run:
+        _show(run_config, nproc or world_size())
+        return
+    check(run_config, nproc)
+    check_run_folder(run_config)
+    if nproc:
+        options = {"recipe": recipe, "config": config, **arguments}
+        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
+        raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
+
+    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+        from megatron_vlm.train import train as run
+
+        run(run_config)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes and their arguments."""
+    width = max(map(len, recipe_table.RECIPES))
+    for name in recipe_table.RECIPES:
+        typer.echo(f"{name:<{width}}  {recipe_table.summary(name)}")
+    typer.echo(f"\nArguments: {', '.join(recipe_table.ARGUMENTS)}.")
+    typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
+
+
+@app.command()
+def plan(
+    settings: Settings = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
+) -> None:
+    """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
+
+    Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
+    a row has.
+    """
+    run_config = recipe_table.compose(recipe, config, settings or ())
+    missing = configs.missing_settings(run_config)
+    run_config = configs.apply_overrides(run_config, dict.fromkeys(missing, "given later"))
+    validate(run_config, gpus)
+
+    refuse(run_config.model.hf_path)
+
+    from megatron_vlm.models.hf import look_at
+    from megatron_vlm.planning import plan as planning
+
+    hf_config, assumed = look_at(run_config.model.hf_path)
+    made = planning.make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
+    typer.echo(planning.describe(made))
+    if assumed:
+        typer.echo(assumed)
+    for line in planning.advice(made, hf_config, gpu_memory * 1e9):
+        typer.echo(line)
+
+
+@app.command()
+def preview(
+    settings: Settings = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
+    hf_path: Checkpoint = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
+    shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
+) -> None:
+    """Write a page that shows the training data as the model will see it.
+
+    Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
+    """
+    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
+
+    from megatron_vlm.preview.measures import preview_page
+
+    output.write_text(preview_page(run_config, rows, shown), encoding="utf-8")
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def stats(
+    settings: Settings = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    dataset_type: DatasetType = None,
+    train_data_path: TrainData = None,
+    hf_path: Checkpoint = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
+) -> None:
+    """Print how long the training data's samples are, and propose seq_length and max_patches."""
+    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
+
+    from megatron_vlm.preview.measures import stats_text
+
+    typer.echo(stats_text(run_config, samples))
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    settings: Settings = None,
+    step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="An HTML file to write, that shows them.")] = None,
+) -> None:
+    """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
+    run_config = config_of_run(run_dir, settings, None)
+
+    from megatron_vlm.run_folder.batch_log import read_step
+
+    logged = read_step(run_dir, step)
+    for row in logged:
+        for number, keys in enumerate(row["keys"]):
+            place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
+            typer.echo(f"{place}: {', '.join(map(printable, keys))}")
+    if output is None:
+        return
+
+    from megatron_vlm.preview.measures import replay_page
+
+    output.write_text(replay_page(run_config, step, logged), encoding="utf-8")
+    typer.echo(f"wrote {output}")
+
+
+@app.command(context_settings=WHOLE_LINE)
+def prepare(context: typer.Context) -> None:
+    """Turn image conversations into an Energon dataset (see `prepare --help`)."""
+    from megatron_vlm.commands.prepare import prepare_command
+
+    single(prepare_command)(context.args, prog_name="megatron-vlm prepare")
+
+
+@app.command("import")
+def import_(
+    settings: Settings = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    nproc: Processes = None,
+) -> None:
+    """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
+    run_config = recipe_table.compose(recipe, config, settings or ())
+    check(run_config, nproc, needs_data=False)
+    check_run_folder(run_config)
+    if nproc:
+        options = {"recipe": recipe, "config": config}
+        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
+        raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
+
+    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+        from megatron_vlm.commands.runs import import_run
+
+        import_run(run_config)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; must not exist.")],
+    settings: Settings = None,
+    nproc: Processes = None,
+) -> None:
+    """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
+    run_config = config_of_trained_run(run_dir, settings, nproc)
+    if output.exists():
+        raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
+    if nproc:
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
+
+    with watchdog.watching(run_dir, run_config.train.hang_seconds, "errors/export"):
+        watchdog.own()
+        from megatron_vlm.commands.runs import export_run
+
+        export_run(run_config, output)
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def verify(
+    checked: Annotated[str, typer.Argument(help="An exported Hugging Face folder, or a run folder.")],
+    source: Annotated[str, typer.Argument(help="The Hugging Face folder or hub name to compare it with.")],
+    image: Annotated[
+        Path | None, typer.Option(help="An image file; without it, a generated picture.")
+    ] = None,
+    question: Annotated[str, typer.Option(help="What is asked about it.")] = "What is in this picture?",
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a logit allowed.")] = 1e-3,
+) -> None:
+    """Compare the logits of two checkpoints on an image, in fp32; exit code 1 beyond the tolerance.
+
+    Both are computed in this process, one after the other. A run is its latest checkpoint.
+    """
+    is_run = (existing(Path(checked)) / "config.yaml").exists()
+    config = config_of_trained_run(Path(checked), None, None) if is_run else checked
+    encoded = read_file(existing(image)) if image else None
+
+    from megatron_vlm.commands.verify import verify as compare
+    from megatron_vlm.commands.verify import worst_tensors
+
+    found = compare(config, source, question, encoded)
+    typer.echo(str(found))
+    if found.max_abs <= tolerance:
+        return
+    typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
+    if not is_run:
+        typer.echo("\n".join(["weights that differ most:", *worst_tensors(checked, source)]), err=True)
+    raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    question: Annotated[str, typer.Argument(help="The user's turn; <image> stands for each image.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image file; give one for each <image>.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+) -> None:
+    """Ask a run's latest checkpoint a question, in one process."""
+    images = [read_file(existing(path)) for path in image or ()]
+    run_config = config_of_trained_run(run_dir, None, None)
+
+    from megatron_vlm.commands.runs import generate_from_run
+
+    typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
+
+
+def commands(*names: str) -> typer.Typer:
+    """A program of some of the commands."""
+    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
+    program.registered_commands = [
+        command for command in app.registered_commands if (command.name or command.callback.__name__) in names
+    ]
+    return program
+
+
+def main() -> None:
+    run(app, "megatron-vlm")
+
+
+def _show(config: RunConfig, world_size: int | None) -> None:
+    """Valid YAML, so that it can be saved and given back as --config."""
+    typer.echo(configs.to_yaml(config))
+    missing = configs.missing_settings(config)
+    validate(configs.apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
+    for name, value in configs.derived(config, world_size).items():
+        typer.echo(f"# {name}: {value}")
+    if missing:
+        typer.echo(f"# still to give: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`megatron-vlm prepare`: the command around `prepare_energon_dataset`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm.config import ConfigError
+from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.prepare.prepare import PrepareSummary, prepare_energon_dataset
+
+
+def prepare_command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="JSON(L), meta file or HF dataset; or one per split as SPLIT=PATH."),
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
+    image_root: Annotated[
+        Path | None, typer.Option(help="Folder of the images; default: the source's.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="auto, json, jsonl, hf or meta.")] = "auto",
+    split: Annotated[
+        list[str] | None, typer.Option(help="NAME=SIZE, relative; repeat. Default: train=0.9 val=0.1.")
+    ] = None,
+    samples_per_shard: Annotated[int, typer.Option(min=1)] = 1000,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per core, one for few records.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides which record goes to which split.")] = 1234,
+    column: Annotated[
+        list[str] | None, typer.Option(help="OURS=THEIRS, such as images=pictures; repeat.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="A name in a meta file; repeat. Default: all.")
+    ] = None,
+    max_skip_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Exit with 1 when more of the records than this are skipped.")
+    ] = 0.5,
+    engine: Annotated[str, typer.Option(help="local, or ray: on a cluster at RAY_ADDRESS.")] = "local",
+) -> None:
+    """Write image conversations as an Energon dataset.
+
+    Example: prepare conversations.jsonl dataset/ --image-root images/ --split train=0.95 --split val=0.05
+
+    Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleaning up runs
+    named, columns = _parse_sources(sources), _parse_columns(column or [])
+    for source in named.values() if isinstance(named, dict) else [named]:
+        for problem in source_problems(source, image_root, columns, format == "hf"):
+            raise ConfigError(problem)
+    try:
+        summary = prepare_energon_dataset(
+            named,
+            output,
+            image_root=image_root,
+            format=format,
+            splits=_parse_sizes(split) if split else None,
+            samples_per_shard=samples_per_shard,
+            workers=workers,
+            seed=seed,
+            columns=columns,
+            datasets=dataset or [],
+            engine=engine,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+    typer.echo(str(summary))
+    if summary.skipped:
+        _explain(summary, max_skip_share)
+
+
+def _explain(summary: PrepareSummary, max_share: float) -> None:
+    """What helps against each reason. Raises Exit when more was skipped than is allowed."""
+    typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
+    for reason in summary.skipped:
+        typer.echo(f"  {reason}: {REASONS[reason]}")
+    skipped = sum(summary.skipped.values())
+    records = skipped + sum(summary.samples.values())
+    if skipped > max_share * records:
+        typer.echo(
+            f"prepare: {skipped} of {records} records were skipped, over --max-skip-share {max_share:g}; the "
+            f"lines above say what helps. {summary.output} holds the others.",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _parse_sources(sources: list[str]) -> str | dict[str, str]:
+    if len(sources) == 1 and (Path(sources[0]).exists() or "=" not in sources[0]):
+        return sources[0]
+    pairs = [source.partition("=") for source in sources]
+    named = {name: path for name, _, path in pairs if path}
+    if len(named) < len(sources):
+        raise ConfigError(f"prepare: sources {sources}; give one, or each once as SPLIT=PATH.")
+    return named
+
+
+def _parse_columns(pairs: list[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"prepare: --column {pair}; write OURS=THEIRS, such as images=pictures.")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _parse_sizes(pairs: list[str]) -> dict[str, float]:
+    sizes = {}
+    for pair in pairs:
+        name, _, size = pair.partition("=")
+        try:
+            sizes[name] = float(size)
+        except ValueError as error:
+            raise ConfigError(f"prepare: --split {pair}; write NAME=SIZE, such as train=0.9.") from error
+    return sizes

@@ -1,0 +1,87 @@
+"""How the commands run: as programs with short errors, and in several processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megatron_vlm.job import ranks
+from megatron_vlm.job.failures import LAUNCHER_SPEAKS, LastWords, interrupted, last_words, say
+
+# `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
+PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+
+def single(command) -> typer.Typer:
+    """A program of one command."""
+    program = typer.Typer(**PLAIN)
+    program.command()(command)
+    return program
+
+
+def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
+    Ctrl-C; see `failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
+    """
+    _quiet()
+    with LastWords(name):
+        program(arguments, prog_name=name)
+
+
+def world_size() -> int | None:
+    """What torchrun says, or None outside of it."""
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def torchrun(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.commands.cli") -> int:
+    """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
+
+    torchrun's own report of a failure is left out.
+    """
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # this process only starts and waits
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ[LAUNCHER_SPEAKS] = "1"
+    with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
+        command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
+        try:
+            launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
+        except SignalException as stop:
+            by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
+            code, message = 128 + stop.sigval, interrupted(list(_said(folder, nproc).values()), by)
+            message = message and f"megatron-vlm: {message}"
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            code, message = last_words(_said(folder, nproc), codes)
+        else:
+            return 0
+    os.environ.pop(LAUNCHER_SPEAKS)
+    say(message)
+    return code
+
+
+def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
+    """What the ranks have left in torchrun's folder of the last attempt."""
+    attempts = sorted(Path(folder).glob("*/attempt_*"))
+    return ranks.read_all(attempts[-1], nproc) if attempts else {}
+
+
+def _quiet() -> None:
+    """Leave out what Megatron-Core says about its own deprecations and about packages we do without."""
+    if os.environ.get("MEGATRON_VLM_DEBUG"):
+        return
+    for category in (UserWarning, SyntaxWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,115 @@
+"""What can be done with a run folder besides training: import into it, export from it, ask its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import RunConfig, to_yaml
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.encode.generation_prompt import encode_prompt
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.hf import load_processor, open_source
+from megatron_vlm.models.vlm import VLMModel, build_model
+from megatron_vlm.models.weights import export_hf, import_hf
+from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.training import checkpoint
+from megatron_vlm.training.generate import generate
+from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import data_parallel
+
+PROMPTS_AT_ONCE = 32
+
+
+@dataclass
+class TrainedModel:
+    """The model of a run's latest checkpoint on this rank, under the layout of the configuration given."""
+
+    chunks: list[VLMModel]
+    family: Family
+    hf_config: Any
+    processor: Any
+    source: Path
+
+
+def open_run(config: RunConfig) -> TrainedModel:
+    """Join the processes and load the latest checkpoint; raises FileNotFoundError when there is none."""
+    if run_folder.latest_checkpoint(config.run_dir) is None:
+        raise FileNotFoundError(
+            f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
+        )
+    setup.init_distributed(config.parallel, config.train.seed)
+    source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
+    chunks = build_model(config, source.family, source.hf_config, setup.device())
+    checkpoint.load_latest(config.run_dir, chunks)
+    processor = load_processor(source.folder)
+    return TrainedModel(chunks, source.family, source.hf_config, processor, source.folder)
+
+
+def import_run(config: RunConfig) -> None:
+    """Write the HF checkpoint as the run folder's checkpoint of step 0, from which training starts."""
+    setup.init_distributed(config.parallel, config.train.seed)
+    lock = checkpoint.claim(config.run_dir, config.model.hf_path)
+    if checkpoint.exists(config.run_dir):
+        raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
+    source = open_source(config.model.hf_path)
+    chunks = build_model(config, source.family, source.hf_config, setup.device())
+    import_hf(chunks, source.folder, source.family, source.hf_config)
+    model = data_parallel(chunks, config)
+    checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
+    if setup.is_first_rank():  # as training does: export and the like go by it
+        run_folder.write_whole(Path(config.run_dir, "config.yaml"), to_yaml(config))
+    lock.close()
+    setup.shutdown()
+
+
+def export_run(config: RunConfig, output: str | Path) -> None:
+    """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`."""
+    run = open_run(config)
+    export_hf(run.chunks, output, run.source, run.family, run.hf_config)
+    setup.shutdown()
+
+
+def generate_from_run(config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64) -> str:
+    """The latest checkpoint's answer; `<image>` in the question stands for each image.
+
+    Raises ValueError when question and images do not match.
+    """
+    try:
+        messages, _ = cook_chatml_sample([{"role": "user", "content": question}])
+        messages = place_media(messages, images=len(images))
+    except BadSample as bad:
+        raise ValueError(f"question: {bad.detail}; give one image for each <image>") from bad
+    return answers(config, [messages], [images], max_new_tokens)[0]
+
+
+def answers(
+    config: RunConfig, conversations: list[list[dict]], images: list[list[bytes]], max_new_tokens: int
+) -> list[str]:
+    """The latest checkpoint's greedy answer to each conversation of HF messages, the same on every rank."""
+    run = open_run(config)
+    tokenizer, visual_keys = run.processor.tokenizer, run.family.visual_keys
+    position_ids = run.family.position_ids(run.hf_config)
+    prompts = [
+        encode_prompt(run.processor, messages, files, visual_keys, position_ids, setup.device())
+        for messages, files in zip(conversations, images, strict=True)
+    ]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))  # little padding
+    texts = [""] * len(prompts)
+    for start in range(0, len(order), PROMPTS_AT_ONCE):
+        batch = order[start : start + PROMPTS_AT_ONCE]
+        ids = generate(run.chunks, [prompts[i] for i in batch], max_new_tokens, stop_tokens(run))
+        for i, answer in zip(batch, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True):
+            texts[i] = answer.strip()
+    setup.shutdown()
+    return texts
+
+
+def stop_tokens(run: TrainedModel) -> list[int]:
+    """The end-of-turn and end-of-text ids that the checkpoint's generation config names."""
+    from transformers import GenerationConfig
+
+    ids = GenerationConfig.from_pretrained(run.source).eos_token_id
+    return ids if isinstance(ids, list) else [ids]

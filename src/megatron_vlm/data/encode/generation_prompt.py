@@ -1,0 +1,47 @@
+"""A conversation that ends with the user's turn, as the model sees it before it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.media.images import decode_image
+
+
+def encode_prompt(
+    processor: ProcessorMixin,
+    messages: list[dict],
+    images: list[bytes],
+    visual_keys: tuple[str, ...],
+    position_ids: Callable[..., Tensor],
+    device: torch.device,
+) -> dict[str, Any]:
+    """`input_ids` (T,) with the template's generation prompt at the end, `position_ids`, `visual_inputs`."""
+    outputs = processor_outputs(processor, messages, images)
+    input_ids = outputs["input_ids"][0]
+    tensors = {key: outputs[key] for key in visual_keys if key in outputs}
+    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    return {
+        "input_ids": input_ids.to(device),
+        "position_ids": position_ids(input_ids, visual).to(device),
+        "visual_inputs": visual and visual.to(device),
+    }
+
+
+def processor_outputs(
+    processor: ProcessorMixin, messages: list[dict], images: list[bytes]
+) -> Mapping[str, Tensor]:
+    """All that the processor makes of the conversation, as one row, for a Transformers model."""
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    bos = processor.tokenizer.bos_token
+    return processor(
+        text=[text],
+        images=[decode_image(image) for image in images] or None,
+        return_tensors="pt",
+        add_special_tokens=not (bos and text.startswith(bos)),
+    )

@@ -1,0 +1,269 @@
+"""What the known HF processors make of a conversation, without their detours.
+
+Images and frames of videos stay bytes: decoded, resized by the same kernel as theirs, cut into patches once.
+`models.pixels` does the rest, on the device, and the result is theirs to the bit. Ids come from
+`data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
+
+A known processor is a line in KNOWN. Any other, and a known one with settings whose effect is not known here,
+is called itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tv
+from transformers import ProcessorMixin
+from transformers.models.glm4v import image_processing_glm4v as glm4v
+from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
+from transformers.video_utils import VideoMetadata
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode.sizes import (
+    PROBE_MESSAGES,
+    PROBE_SIZE,
+    Grid,
+    ImageTokens,
+    Layout,
+    Measure,
+    fixed_size,
+    pixtral_size,
+)
+from megatron_vlm.data.encode.text import EncodedText, SpanProcessor
+from megatron_vlm.data.media.videos import VideoPlan
+
+RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
+NEEDED = ("do_resize", "do_rescale", "do_normalize")
+# images are RGB, and padded in any case; frames of videos are chosen before
+WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
+
+ImageArray = np.ndarray  # (H, W, 3) uint8
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one processor class of transformers does to images and videos."""
+
+    image_processor: str  # the class
+    size_keys: tuple[str, ...]  # of its `size`
+    target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → after resizing
+    image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height, width after resizing)
+    tensors: Callable[[Any, ImageArray], dict[str, Tensor]]  # (processor, a resized image) → what is batched
+    video_processor: str | None = None  # the class
+    # (processor, a video) → what is batched besides its pixels and grid
+    video_fields: Callable[[Any, VideoPlan], dict[str, Tensor]] = lambda processor, plan: {}
+
+
+class FastProcessor:
+    """Called as `SpanProcessor`, with images as `decode_pixels` gives them: equal ids, masks and spans, and
+    uint8 pixels that a `PixelNormalizer` makes equal to the processor's.
+
+    `fast_processor` makes one.
+    """
+
+    def __init__(self, processor: ProcessorMixin, encode_text: SpanProcessor):
+        self._processor = processor
+        self._known = KNOWN[type(processor).__name__]
+        self.measure = Measure(processor, encode_text, self._image_tokens)
+
+    def __call__(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None,
+        images: Iterable[ImageArray],
+        videos: list[tuple[np.ndarray, VideoPlan]] = (),
+        layout: Layout | None = None,
+    ) -> EncodedText:
+        """`layout` is what `measure` gave for the conversation, if that is known already.
+
+        Raises BadSample as `SpanProcessor`.
+        """
+        tensors, sizes = [], []
+        for image in images:  # each cut right after it was decoded: its pixels are still in the caches
+            tensors.append(self._known.tensors(self._processor, self._resized(image)))
+            sizes.append(image.shape[1::-1])
+        if layout is None:
+            layout = self.measure(messages, tools, sizes, [plan for _, plan in videos])
+        tensors += [self._video(*video, grid) for video, grid in zip(videos, layout.video_grids, strict=True)]
+        visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
+        outputs = visual.as_model_kwargs() if visual else {}
+        return EncodedText(layout.input_ids, layout.reply_mask, layout.images, layout.videos, outputs)
+
+    def _resized(self, image: ImageArray) -> ImageArray:
+        size = self._target(*image.shape[:2])
+        return _resized(image, size, self._processor.image_processor.resample)
+
+    def _video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
+        part = self._processor.video_processor
+        size = grid[1] * part.patch_size, grid[2] * part.patch_size
+        patches = _patches(part, _resized(frames, size, part.resample), part.temporal_patch_size)
+        tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
+        return tensors | self._known.video_fields(self._processor, plan)
+
+    def _target(self, height: int, width: int) -> tuple[int, int]:
+        try:
+            return self._known.target(self._processor, height, width)
+        except ValueError as error:
+            raise BadSample("processor_error", str(error)) from error
+
+    def _image_tokens(self, size: tuple[int, int]) -> ImageTokens:
+        width, height = size
+        height, width = self._target(height, width)
+        patches = (height // self.measure.patch_size) * (width // self.measure.patch_size)
+        return self._known.image_ids(self._processor, height, width), patches
+
+
+def fast_processor(
+    processor: ProcessorMixin, encode_text: SpanProcessor
+) -> tuple[FastProcessor | None, str | None]:
+    """The stand-in for a processor, or None and why it has none."""
+    reason = _unknown(processor)
+    if reason:
+        return None, reason
+    try:
+        fast = FastProcessor(processor, encode_text)
+        theirs = encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
+    except BadSample as bad:
+        return None, f"the chat template refuses a question about an image: {bad}"
+    if not np.array_equal(ours.input_ids, theirs.input_ids):
+        return None, f"{type(processor).__name__} writes other tokens for an image than its known version"
+    return fast, None
+
+
+def _unknown(processor: ProcessorMixin) -> str | None:
+    name = type(processor).__name__
+    known = KNOWN.get(name)
+    if known is None or not _is_transformers(processor):
+        return f"{name} is not one of the known processors ({', '.join(KNOWN)})"
+    for attribute in ("image_processor", "video_processor"):
+        part, wanted = getattr(processor, attribute, None), getattr(known, attribute)
+        if wanted and (type(part).__name__ != wanted or not _is_transformers(part)):
+            return f"{name} with {type(part).__name__}, known is {wanted}"
+        if wanted and (odd := _odd_settings(part, known.size_keys)):
+            return f"{wanted} with {', '.join(odd)}"
+    return None
+
+
+def _odd_settings(part: Any, size_keys: tuple[str, ...]) -> list[str]:
+    switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
+    off = [key for key in NEEDED if not switches.pop(key, None)]
+    on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT]
+    odd = [f"{key} = {getattr(part, key)}" for key in off + on]
+    if part.resample is None or int(part.resample) not in RESAMPLE:
+        odd.append(f"resample = {part.resample}")
+    if not all(part.size.get(key) for key in size_keys):
+        odd.append(f"size = {dict(part.size)}")
+    return odd
+
+
+def _is_transformers(part: Any) -> bool:
+    return type(part).__module__.startswith("transformers.")  # not a subclass with its own ways
+
+
+def _resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
+    """An image or frames, (..., H, W, 3) uint8."""
+    if size == pixels.shape[-3:-1]:
+        return pixels
+    # colours last in memory: more than twice as fast as colour by colour, and equal
+    colours_first = torch.from_numpy(pixels).movedim(-1, -3)
+    resized = tv.resize(colours_first, list(size), RESAMPLE[int(resample)], antialias=True)
+    return resized.movedim(-3, -1).numpy()
+
+
+def _whole(processor: Any, image: ImageArray) -> dict[str, Tensor]:
+    return {"pixel_values": torch.from_numpy(image)[None]}
+
+
+def _whole_of_any_size(processor: Any, image: ImageArray) -> dict[str, Tensor]:
+    return _whole(processor, image) | {"image_sizes": torch.from_numpy(np.array([image.shape[:2]]))}
+
+
+def _gemma_ids(processor: Any, height: int, width: int) -> np.ndarray:
+    return np.full(processor.image_seq_length, processor.tokenizer.image_token_id)
+
+
+def _grid_ids(processor: Any, height: int, width: int) -> np.ndarray:
+    merged = processor.image_processor.patch_size * processor.image_processor.merge_size
+    return np.full((height // merged) * (width // merged), processor.image_token_id)
+
+
+def _pixtral_ids(processor: Any, height: int, width: int) -> np.ndarray:
+    """Rows of image tokens, each closed by a break token, the last by the end token."""
+    merged = processor.patch_size * processor.spatial_merge_size
+    ids = np.full((height // merged, width // merged + 1), processor.image_token_id)
+    ids[:, -1] = processor.image_break_token_id
+    ids[-1, -1] = processor.image_end_token_id
+    return ids.ravel()
+
+
+def _qwen_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    images = processor.image_processor
+    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
+    return qwen2_vl.smart_resize(height, width, images.patch_size * images.merge_size, **limits)
+
+
+def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    images = processor.image_processor
+    frames = images.temporal_patch_size
+    return glm4v.smart_resize(
+        num_frames=frames,
+        height=height,
+        width=width,
+        temporal_factor=frames,
+        factor=images.patch_size * images.merge_size,
+        min_pixels=images.size["shortest_edge"],
+        max_pixels=images.size["longest_edge"],
+    )
+
+
+def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
+    side = processor.image_processor.patch_size
+    grid = np.array([[1, image.shape[0] // side, image.shape[1] // side]])
+    return {
+        "pixel_values": _patches(processor.image_processor, image[None]),
+        "image_grid_thw": torch.from_numpy(grid),
+    }
+
+
+def _patches(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
+    """Of frames (T, H, W, 3), so many together, in the order in which the tower merges patches.
+
+    Copied by whole lines of a patch, as one opaque value each.
+    """
+    side, merge = part.patch_size, part.merge_size
+    times, height, width, _ = frames.shape
+    lines = np.ascontiguousarray(frames).reshape(times, height, width * 3).view(f"V{3 * side}")
+    across = width // side // merge
+    cut = lines.reshape(times // moments, moments, height // side // merge, merge, side, across, merge)
+    merged = np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 1, 4))
+    return torch.from_numpy(merged.view(np.uint8).reshape(-1, moments * side * side * 3))
+
+
+def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
+    frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
+    seconds = processor.video_processor.temporal_patch_size / frames_per_second
+    return {"second_per_grid_ts": torch.tensor([seconds])}
+
+
+_GRID = ("shortest_edge", "longest_edge")
+_QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _image_patches)
+KNOWN = {  # processor class of transformers → what it does
+    "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
+    "PixtralProcessor": Known(
+        "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
+    ),
+    "Glm4vProcessor": Known(
+        "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
+    ),
+    "Qwen2VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor"),
+    "Qwen2_5_VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor", _seconds_per_grid),
+    "Qwen3VLProcessor": Known(*_QWEN, "Qwen3VLVideoProcessor"),
+}

@@ -1,0 +1,241 @@
+"""A sample's token ids from its text and the sizes of its images, without their pixels.
+
+The processor is asked once, with a small image, what it writes for an image and how many of the tokens it
+counts; from then on a text in which every image is written as short as possible is tokenized, and each image
+grown to the processor's own count of tokens for its size (`_get_num_multimodal_tokens`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode.marks import Span
+from megatron_vlm.data.encode.text import SpanProcessor, placeholder_tokens, video_options
+from megatron_vlm.data.media.videos import VideoPlan
+
+# Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
+PATCH_SIZE = 14
+PROBE_SIZE = (56, 56)
+PROBE_MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+]
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
+ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
+
+
+@dataclass
+class Layout:
+    """What the encoding of a conversation will look like."""
+
+    input_ids: np.ndarray  # (T,) int64; right where the processor is known, see `Measure`
+    reply_mask: np.ndarray  # (T,) bool
+    images: list[Span]
+    videos: list[Span]
+    image_patches: list[int]  # raw patches of each image
+    video_grids: list[Grid]
+
+    def __len__(self) -> int:
+        return len(self.reply_mask)
+
+
+class Measure:
+    """Called as `SpanProcessor`, with the sizes (width, height) of the images and the plans of the videos
+    instead of their pixels.
+
+    image_tokens   what the processor makes of an image of a size, where that is known; default: the image
+                   token as often as the processor counts, in whichever order it writes others between
+
+    Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
+    """
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        encode_text: SpanProcessor,
+        image_tokens: Callable[[tuple[int, int]], ImageTokens] | None = None,
+    ):
+        if not hasattr(processor, "_get_num_multimodal_tokens"):
+            raise ValueError(
+                f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
+                "needs; use data.packing=none."
+            )
+        if getattr(processor.image_processor, "do_pan_and_scan", None):
+            raise ValueError(
+                f"{type(processor).__name__}: with do_pan_and_scan images give tokens that their size does "
+                "not tell, as packing needs; turn it off or use data.packing=none."
+            )
+        self._processor, self._encode_text = processor, encode_text
+        self._image_tokens = image_tokens or self._counted_tokens
+        sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
+        self.patch_size = next(filter(None, sides), PATCH_SIZE)
+        self._short_image, self._image_id, self._counted = self._probe()
+
+    def __call__(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None,
+        sizes: list[tuple[int, int]],
+        plans: list[VideoPlan] | None = None,
+    ) -> Layout:
+        """Raises BadSample when the template or the processor refuses the conversation."""
+        plans = plans or []
+        prompt = self._encode_text.prompt(messages, tools, len(sizes), len(plans))
+        images, videos = [self._image_tokens(size) for size in sizes], [self._video(plan) for plan in plans]
+        texts = [self._short_image] * len(images)
+        texts += [
+            prompt.text[slice(*span)].replace(self._processor.video_token, text)
+            for span, (text, _, _) in zip(prompt.videos, videos, strict=True)
+        ]
+        short = self._encode_text.tokenize(prompt.with_media(texts))
+        grown = [
+            self._with_image(short.input_ids[slice(*span)], image_ids)
+            for span, (image_ids, _) in zip(short.images, images, strict=True)
+        ]
+        grown += [
+            self._with_runs(short.input_ids[slice(*span)], runs)
+            for span, (_, runs, _) in zip(short.videos, videos, strict=True)
+        ]
+        ids, mask, spans = _grown(short.input_ids, short.reply_mask, [*short.images, *short.videos], grown)
+        count = len(sizes)
+        patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
+        return Layout(ids, mask, spans[:count], spans[count:], patches, grids)
+
+    def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
+        """The raw patches in the tensors of an encoded sample, padding aside."""
+        if visual_inputs is None:
+            return 0
+        grids = (visual_inputs.image_grid_thw, visual_inputs.video_grid_thw)
+        if any(grid is not None for grid in grids):
+            return sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None)
+        if visual_inputs.image_sizes is not None:
+            return int(visual_inputs.image_sizes.prod(-1).sum()) // self.patch_size**2
+        pixels = visual_inputs.pixel_values
+        images, height, width = len(pixels), *(pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:])
+        return images * (height // self.patch_size) * (width // self.patch_size)
+
+    def _probe(self) -> tuple[str, int, int]:
+        """The shortest text of an image, the id of the image token, and how many tokens of the text the
+        processor counts, that id's the first."""
+        expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
+        processed = self._encode_text.marked_tokenizer.prompt
+        short_image = processed.text[slice(*processed.images[0])]
+        for token in placeholder_tokens(self._processor):
+            short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
+        prompt = self._encode_text.prompt(PROBE_MESSAGES, None, images=1)
+        short = self._encode_text.tokenize(prompt.with_media([short_image]))
+        told, _ = self._count(PROBE_SIZE)
+        return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
+
+    def _image_token(self, ids: np.ndarray) -> int:
+        """What the tokenizer or the processor calls so, or else the most frequent of the added tokens among
+        `ids`: there may be more newlines around a small image than tokens in it."""
+        counts, tokenizer = (
+            dict(zip(*np.unique(ids, return_counts=True), strict=True)),
+            self._processor.tokenizer,
+        )
+        named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
+        for candidates in (named, tokenizer.added_tokens_decoder, counts):
+            if found := [token for token in candidates if token in counts]:
+                return int(max(found, key=counts.__getitem__))
+        raise AssertionError("an image has tokens")
+
+    def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
+        first = int((short_ids == self._image_id).argmax())
+        return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
+
+    def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
+        """(its text with one token for each run of placeholders, the lengths of these runs, its grid).
+
+        The video processor works on frames without memory, and so applies its own rules to their shape.
+        """
+        width, height = plan.size
+        frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
+        options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}
+        try:
+            outputs = self._processor.video_processor([frames], return_tensors="pt", **options)
+            text = self._processor.replace_video_token(outputs, 0)
+        except ValueError as error:
+            raise BadSample("processor_error", str(error)) from error
+        runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
+        text = self._video_runs.sub(lambda run: run[run.lastindex], text)
+        return text, runs, tuple(outputs["video_grid_thw"][0].tolist())
+
+    @functools.cached_property
+    def _video_tokens(self) -> list[str]:
+        return list({self._processor.video_token, *placeholder_tokens(self._processor)})
+
+    @functools.cached_property
+    def _video_runs(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"({re.escape(token)})+" for token in self._video_tokens))
+
+    def _with_runs(self, short_ids: np.ndarray, runs: list[int]) -> np.ndarray:
+        repeats = np.ones(len(short_ids), int)
+        ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
+        repeats[np.isin(short_ids, ids)] = runs
+        return np.repeat(short_ids, repeats)
+
+    def _counted_tokens(self, size: tuple[int, int]) -> ImageTokens:
+        tokens, patches = self._count(size)
+        return np.full(tokens, self._image_id), patches
+
+    def _count(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Tokens, by the processor's own count, and raw patches."""
+        width, height = size
+        has_grids = hasattr(self._processor.image_processor, "merge_size")
+        if not has_grids and height in (1, 3):
+            height = 4  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
+        try:
+            told = self._processor._get_num_multimodal_tokens([(height, width)])
+        except ValueError as error:
+            raise BadSample("processor_error", str(error)) from error
+        # without grids an image counts as one patch
+        patches = told["num_image_patches"][0] if has_grids else self._patches(width, height)
+        return told["num_image_tokens"][0], patches
+
+    def _patches(self, width: int, height: int) -> int:
+        resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
+        height, width = resized(self._processor, height, width)
+        return (height // self.patch_size) * (width // self.patch_size)
+
+
+def _grown(
+    ids: np.ndarray, mask: np.ndarray, spans: list[Span], grown: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+    """Ids, mask and spans with other ids in each span; none of a span is of a reply."""
+    new_ids, new_mask, new_spans, read, written = [], [], list(spans), 0, 0
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        start, stop = spans[index]
+        media = grown[index]
+        new_ids += [ids[read:start], media]
+        new_mask += [mask[read:start], np.zeros(len(media), bool)]
+        first = written + start - read
+        read, written = stop, first + len(media)
+        new_spans[index] = (first, written)
+    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_mask, mask[read:]]), new_spans
+
+
+def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized to one size for all, as for Gemma3."""
+    size = processor.image_processor.size
+    return size["height"], size["width"]
+
+
+def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized into a square and up to whole image tokens."""
+    longest = processor.image_processor.size["longest_edge"]
+    merged = processor.patch_size * processor.spatial_merge_size
+    image = np.broadcast_to(np.uint8(0), (3, height, width))  # an image is wanted, its shape looked at
+    return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))

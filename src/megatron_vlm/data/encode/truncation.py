@@ -1,0 +1,62 @@
+"""Encoded samples cut to a length, never through an image or a video."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode.marks import Span
+from megatron_vlm.data.encode.text import EncodedText
+
+
+@dataclass
+class Document:
+    """An encoded sample."""
+
+    text: EncodedText
+    visual_inputs: GenericVisualInputs | None
+
+    def truncated(self, length: int) -> Document:
+        """The first `length` tokens, or fewer where the cut would go through an image or a video, and their
+        images and videos."""
+        text, visual = self.text, self.visual_inputs
+        length, images, videos = cut(text.images, text.videos, length)
+        kept_text = EncodedText(
+            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos], {}
+        )
+        if text.videos:
+            kept = visual.items()
+            kept = [*kept[:images], *kept[len(text.images) :][:videos]]
+            return Document(kept_text, GenericVisualInputs.cat(kept))
+        return Document(kept_text, first_images(visual, images, len(text.images)))
+
+
+def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:
+    """Where to cut to at most `length` tokens without going through an image or a video, and how many images
+    and videos remain."""
+    for start, stop in [*images, *videos]:
+        if start < length < stop:
+            length = start
+    return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
+
+
+def first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> GenericVisualInputs | None:
+    """The tensors of the first `keep` of `images` images.
+
+    Every tensor must have one entry per image, or be patches that `image_grid_thw` counts; raises BadSample
+    `over_length` for any other layout (such as crops of images).
+    """
+    if visual is None or keep == 0:
+        return None
+    if keep == images:
+        return visual
+    tensors = {}
+    for name, tensor in visual.as_model_kwargs().items():
+        if len(tensor) == images:
+            tensors[name] = tensor[:keep]
+        elif name == "pixel_values" and visual.image_grid_thw is not None:
+            tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
+        else:
+            raise BadSample("over_length", f"cannot divide {name} {tuple(tensor.shape)} into {images} images")
+    return GenericVisualInputs(**tensors)

@@ -1,0 +1,357 @@
+"""Energon datasets as training and validation loaders.
+
+Energon shards, shuffles, batches and restores; this module adds what it leaves open: a dataset description
+that could run code is refused before Energon reads it, buffers are checked to be restorable when the loader
+is built, the state is JSON data guarded by a fingerprint, only a BadSample drops a sample, and validation has
+equal length on every rank.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.energon import (
+    RepeatDataset,
+    WorkerConfig,
+    get_loader,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+)
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
+from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
+from torch.utils.data import DataLoader
+
+from megatron_vlm.config import paths_of
+from megatron_vlm.data.description_files import damaged
+from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.load.base import (
+    Provider,
+    TrainLoader,
+    ValidLoader,
+    close_loader,
+    encoder_settings,
+    with_limited_drops,
+)
+from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
+from megatron_vlm.data.load.energon_state import (
+    energon_fingerprint,
+    from_json_data,
+    to_json_data,
+)
+from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.records.blends import path_names
+from megatron_vlm.data.shard_format import SOURCE
+
+CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
+FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
+
+
+@dataclass
+class EnergonProvider(Provider):
+    """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
+
+    Of several paths, an epoch has every sample of each as often as `repetitions` says, once by default.
+    With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
+    """
+
+    train_data_path: str | Sequence[str]
+    valid_data_path: str | Sequence[str] | None = None
+    repetitions: Sequence[int] = ()
+    num_workers: int = 2
+    shuffle_buffer_size: int = 1000
+    max_samples_per_sequence: int | None = 100
+    max_drop_share: float = 0.05
+    packing: str = "none"
+    packing_buffer_size: int = 1000
+
+    def train_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
+    ) -> EnergonTrainLoader:
+        """Shuffled, endless and savable; `rank` and `world_size` are those of data parallelism.
+
+        Raises ValueError for a dataset description that names code, a shard that is truncated, fewer samples
+        than data workers, or an encoder whose buffers could not be restored; FileNotFoundError for a shard
+        that is missing.
+        """
+        paths = paths_of(self.train_data_path)
+        encoder = with_limited_drops(encoder, self.max_drop_share)
+        workers = self._worker_config(rank, world_size, seed)
+        dataset = get_train_dataset(
+            _checked_source(paths, "train", self.repetitions),
+            split_part="train",
+            worker_config=workers,
+            batch_size=micro_batch_size,
+            packing_buffer_size=self.packing_buffer_size if self.packing == "stream" else None,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            max_samples_per_sequence=self.max_samples_per_sequence,
+            task_encoder=encoder,
+        )
+        _check_enough_samples(dataset, workers, ", ".join(paths))
+        _check_restorable(dataset)
+        encoder.drops.set_share(_largest_share(dataset, workers), self._samples_held())
+        settings = {
+            "shuffle_buffer_size": self.shuffle_buffer_size,
+            "max_samples_per_sequence": self.max_samples_per_sequence,
+            "micro_batch_size": micro_batch_size,
+            "seed": seed,
+            "packing": self.packing,
+            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
+            "repetitions": list(self.repetitions) or None,
+        }
+        return EnergonTrainLoader(dataset, workers, encoder, settings)
+
+    def valid_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
+    ) -> EnergonValidLoader | None:
+        """Finite, in stored order, each sample on exactly one rank, the same number of batches on every rank.
+
+        None when no validation path is set and the training dataset has no `val` split.
+        """
+        paths = paths_of(self.valid_data_path or self.train_data_path)
+        for path in paths:
+            check_dataset(path)
+        splits = {path: split_names(path) for path in paths}
+        if self.valid_data_path is None:
+            paths = [path for path in paths if "val" in splits[path]]
+        if not paths:
+            return None
+        for path in paths:
+            if splits[path] and "val" not in splits[path]:
+                raise ValueError(
+                    f"data.valid_data_path: {path} has no 'val' split, only {splits[path]}; prepare it as "
+                    "val=PATH."
+                )
+        encoder = with_limited_drops(encoder, self.max_drop_share)
+        return EnergonValidLoader(
+            paths, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
+        )
+
+    def _samples_held(self) -> int:
+        """Most samples that wait in a worker's buffers."""
+        return self.shuffle_buffer_size + (self.packing_buffer_size if self.packing == "stream" else 0)
+
+    def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
+        return WorkerConfig(
+            rank=rank,
+            world_size=world_size,
+            num_workers=self.num_workers,
+            seed_offset=seed,
+            global_error_handler=_raise_with_key,
+        )
+
+
+class EnergonTrainLoader(TrainLoader):
+    """See the base; on the number of ranks and of workers it depends what each worker reads."""
+
+    def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
+        _guard_readers(dataset)
+        self._loader = _undisturbing(
+            get_savable_loader(
+                dataset,
+                checkpoint_every_sec=CHECKPOINT_SECONDS,
+                watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS,
+            )
+        )
+        if workers.num_workers > 0:
+            self._loader.dataset.get_checkpoint = partial(_checkpoint_of_worker, self._loader.dataset)
+        source = energon_fingerprint(self._loader.config(), workers)
+        super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
+
+    def _make_batches(self) -> Iterator[dict]:
+        return iter(self._loader)
+
+    def state_dict(self) -> dict:
+        return self._state(energon=to_json_data(self._loader.save_state_rank()))
+
+    def load_state_dict(self, state: dict) -> None:
+        self._check(state)
+        saved = from_json_data(state["energon"])
+        self._loader.restore_state_rank(saved)
+        if saved is not None and self._loader.num_workers > 0:
+            # Energon 7.4.1 forgets the offset into a worker's checkpoint here, so that saving again before
+            # every worker has yielded would repeat samples.
+            self._loader._worker_sample_counters = [
+                (0 if worker.state is None else worker.state.sample_index) - 1 + worker.offset
+                for worker in saved.worker_states
+            ]
+
+    def load_states(self, states: list[dict]) -> None:
+        self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
+
+    def replay(self, restore_key: Any) -> dict:
+        _, *place = _as_restored(restore_key)  # its first part says whether there were workers
+        return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
+
+    def close(self) -> None:
+        close_loader(self._loader)
+
+
+class EnergonValidLoader(ValidLoader):
+    """See the base; a share is the workers that read it."""
+
+    def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
+        self.name = f"the 'val' split of {', '.join(paths)}"
+        self._paths, self._encoder, self._micro_batch_size = paths, encoder, micro_batch_size
+        self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
+        super().__init__(encoder.drops, self._most_batches_of_a_rank())
+
+    def _open(self, share: WorkerConfig) -> DataLoader:
+        dataset = self._dataset(share)
+        return _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
+
+    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+        return iter(loader)
+
+    def _dataset(self, workers: WorkerConfig):
+        dataset = get_val_dataset(
+            _checked_source(self._paths, "val"),
+            split_part="val",
+            worker_config=workers,
+            batch_size=self._micro_batch_size,
+            task_encoder=self._encoder,
+        )
+        _guard_readers(dataset)
+        return dataset
+
+    def _most_batches_of_a_rank(self) -> int:
+        """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
+        per_rank, world_size = max(1, self._mine.num_workers), self._mine.world_size
+        dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
+        lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
+        return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
+
+
+def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = ()) -> str | dict:
+    """What Energon takes for the paths: the only one, or a metadataset of all that names them in keys."""
+    for path in paths:
+        check_dataset(path)
+        if (names := split_names(path)) and split not in names:
+            raise ValueError(
+                f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
+            )
+    if len(paths) == 1:
+        return paths[0]
+    for path in paths:
+        if blends_by_weight(path):
+            raise ValueError(
+                f"data: {path} draws by weights, so it has no epoch that a list could hold once; make it a "
+                "blend_epochized, or name its datasets in the list."
+            )
+    blend = [
+        {"path": str(EPath(path)), "repetitions": int(times), "subflavors": {SOURCE: name}}
+        for path, name, times in zip(paths, path_names(paths), repetitions or [1] * len(paths), strict=True)
+    ]
+    description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
+    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
+
+
+def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
+    for inner in _walk(dataset):
+        if isinstance(inner, RepeatDataset):
+            for worker in range(max(1, workers.num_workers)):
+                if inner.dataset.len_worker(worker) == 0:
+                    raise ValueError(
+                        f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x "
+                        f"{max(1, workers.num_workers)} workers; lower data.num_workers or use fewer ranks."
+                    )
+
+
+def _largest_share(dataset, workers: WorkerConfig) -> int:
+    """Most samples that one of this rank's workers has in an epoch."""
+    parts = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
+    return max(sum(part.len_worker(n) for part in parts) for n in range(max(1, workers.num_workers)))
+
+
+def _check_restorable(dataset) -> None:
+    """Energon notices only on resume or replay that an encoder function lacks `@stateless`."""
+    try:
+        dataset.assert_can_restore()
+    except AssertionError as error:
+        raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
+
+
+def _checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:
+    """Energon 7.4.1 counts one sample too many for a worker that is asked before it began, as a slow one may
+    be when a state is saved within a few batches of the start: it is where it was restored to."""
+    if worker._last_checkpoints[-1].sample_index >= 0:
+        return SavableDatasetWrapper.get_checkpoint(worker, last_sample_indexes)
+    number = worker._worker_id
+    skipped = worker._workers_skip_samples[number]
+    return SavableDatasetCheckpoint(state=worker._workers_restore_from[number], offset=skipped)
+
+
+def _as_restored(restore_key: Any) -> Any:
+    """Energon 7.4.1 reads twice the part of a document's key that `postencode_sample` adds: it is doubled."""
+    if not isinstance(restore_key, list | tuple):
+        return restore_key
+    parts = [_as_restored(part) for part in restore_key]
+    is_document = [isinstance(part, list) and part[:1] == ["PackingDataset"] for part in parts]
+    if parts[:1] == ["PackingDataset"]:
+        parts = [
+            part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)
+        ]
+    return parts
+
+
+def _walk(dataset) -> Iterator[Any]:
+    yield dataset
+    for inner in getattr(dataset, "datasets", ()):
+        yield from _walk(inner)
+
+
+def _guard_readers(dataset) -> None:
+    """Readers of shards name the one that cannot be read, and forget the members they have read."""
+    for inner in _walk(dataset):
+        for reader in getattr(inner, "join_readers", ()):
+            if isinstance(reader, ITarReader):
+                read = reader._get_item_by_sample_pointer
+                reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
+
+
+def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
+    try:
+        return read(pointer, *args)
+    except (tarfile.TarError, ValueError, OSError) as error:
+        shard = reader.tar_filepaths[pointer.tar_file_id]
+        raise damaged(
+            shard, f"cannot be read: {error}; it is damaged or was changed after it was indexed"
+        ) from error
+    finally:
+        for tar in reader.itar_files_cache.values():
+            tar.members.clear()  # tarfile keeps each member it passes: 1 KB a sample as long as a tar is open
+
+
+def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
+    """Energon's error handler: only SkipSample drops a sample, everything else is a bug and ends the run."""
+    if isinstance(error, TooManyDrops):
+        raise error
+    samples = sample if isinstance(sample, list) else [sample]
+    keys = [s.get("__key__") if isinstance(s, dict) else getattr(s, "__key__", None) for s in samples]
+    raise RuntimeError(
+        f"data: sample {', '.join(map(str, keys))}: {type(error).__name__}: {error}"
+    ) from error
+
+
+def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:
+    """One rank that reads everything; Energon's cut depends on the number of all workers alone."""
+    return WorkerConfig(
+        rank=0,
+        world_size=1,
+        num_workers=num_workers,
+        seed_offset=workers.seed_offset,
+        global_error_handler=workers.global_error_handler,
+    )
+
+
+def _undisturbing(loader):
+    """Starting it leaves the run's random numbers alone and does not warn where nothing can be pinned."""
+    loader.generator = torch.Generator()
+    loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
+    return through_arenas(loader)

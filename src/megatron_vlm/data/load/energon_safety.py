@@ -1,0 +1,230 @@
+"""What describes an Energon dataset on disk, read as data before Energon may act on it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import braceexpand
+import numpy as np
+from megatron.energon.epathlib import EPath
+from megatron.energon.eyaml import load_yaml, ryml
+
+from megatron_vlm.data.description_files import RESTORE, check_fields, check_regular, damaged, read_mapping
+
+META = ".nv-meta"
+ALLOWED_CLASSES = {"CrudeWebdataset", "Metadataset", "MetadatasetV2"}
+INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
+CONFIG_KEYS = ("dataset_config", "split_config")
+CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
+DATASET_KEYS = {"__module__", "__class__", "subflavors"}
+SPLIT_KEYS = {"split_parts", "exclude"}
+INFO_KEYS = {"shard_counts", "energon_version"}
+FIELDS = {
+    "subflavors": "mapping",
+    "split_parts": "mapping of lists of text",
+    "exclude": "list of text",
+    "shard_counts": "mapping of numbers",
+}
+
+
+def check_dataset(path: str | EPath) -> None:
+    """Raises ValueError unless everything that Energon would load for `path` is plain data.
+
+    A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
+    function to call. Here it may name CrudeWebdataset and metadatasets of such, and nothing else. Local
+    shards are checked to be there and as long as their index says.
+    """
+    _check_path(EPath(path), ())
+
+
+def split_names(path: str | EPath) -> list[str]:
+    """The splits of a dataset or metadataset; empty for a JSONL file, which is whole whatever the split."""
+    path = EPath(path)
+    if path.name.endswith(".jsonl"):
+        return []
+    if path.name.endswith(".yaml"):
+        return sorted(_read_description(path).get("splits") or {})
+    return sorted(_splits_of_folder(path))
+
+
+def _check_path(path: EPath, within: tuple[str, ...]) -> None:
+    if str(path) in within:
+        raise damaged(path, f"contains itself, by way of {' and '.join(within)}", "take the reference out")
+    if path.name.endswith(".jsonl"):
+        return _check_jsonl(path)
+    if path.name.endswith(".yaml"):
+        description = _read_description(path)
+        _check_plain(description, path)
+        _check_metadataset(description, path)
+        for reference in _references(description):
+            _check_path(path.parent / reference, (*within, str(path)))
+        return None
+    return _check_folder(path)
+
+
+def blends_by_weight(path: str | EPath) -> bool:
+    """Whether it is a metadataset that draws by weights, so that it has no epochs, or holds such a one."""
+    path = EPath(path)
+    if not path.name.endswith(".yaml"):
+        return False
+    description = _read_description(path)
+    by_weight = description.get("__class__") != "MetadatasetV2" or any(
+        isinstance(split, dict) and "blend" in split for split in description["splits"].values()
+    )
+    return by_weight or any(blends_by_weight(path.parent / inner) for inner in _references(description))
+
+
+def _check_metadataset(description: dict, file: EPath) -> None:
+    splits = description.get("splits")
+    if not (isinstance(splits, dict) and splits and all(isinstance(ref, dict) for ref in splits.values())):
+        raise damaged(
+            file, "has no splits", "give it `splits: {train: {...}}` as Energon's metadatasets have"
+        )
+    for name, split in splits.items():
+        for kind in ("blend", "blend_epochized", "datasets"):
+            inner = split.get(kind, [{"path": ""}])
+            entries = isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner)
+            if not (entries and all("join" in e or isinstance(e.get("path"), str) for e in inner)):
+                raise damaged(file, f"{kind} of split {name} is no list of datasets", "give each a path")
+
+
+def _check_jsonl(path: EPath) -> None:
+    if not path.is_local():
+        return
+    index = path.local_path().with_name(path.name + ".idx")
+    remedy = "run `megatron-vlm prepare` on it, or read it as it is with data.dataset_type=hf"
+    for file in (path.local_path(), index):
+        check_regular(file, remedy)
+        if not file.exists():
+            raise damaged(file, "is missing", remedy)
+    _check_index(index, path.local_path(), remedy=remedy)
+
+
+def _check_folder(path: EPath) -> None:
+    meta = path / META
+    infos = [meta / name for name in INFO_NAMES if _is_there(meta / name)]
+    if not infos:
+        raise ValueError(
+            f"data: {path} is not a prepared Energon dataset, it has no {META}/.info.json; run "
+            "`megatron-vlm prepare` first."
+        )
+    if (meta / "sample_loader.py").is_file():
+        raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
+    for name in ("dataset.yaml", "split.yaml"):
+        if not _is_there(meta / name):
+            raise damaged(meta / name, "is missing")
+    for file in {*infos, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
+        description = _read_description(file)
+        _check_plain(description, file)
+        check_fields(file, description, FIELDS)
+        if not any(set(description) <= keys for keys in (DATASET_KEYS, SPLIT_KEYS, INFO_KEYS)):
+            extra = sorted(set(description) - DATASET_KEYS - SPLIT_KEYS - INFO_KEYS)
+            raise ValueError(
+                f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
+            )
+    counts = _read_description(infos[0]).get("shard_counts")
+    if not counts:
+        raise damaged(infos[0], "has no shard_counts")
+    if not (splits := _splits_of_folder(path)):
+        raise damaged(meta / "split.yaml", "has no split_parts")
+    for shard in sorted({name for names in splits.values() for name in names}):
+        if shard not in counts:
+            raise damaged(infos[0], f"does not count {shard}, which split.yaml names")
+        if path.is_local():
+            _check_shard(path.local_path() / shard, counts[shard])
+
+
+def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
+    """Whatever is in `folder` under such a name, be it no file."""
+    if not folder.is_local():
+        yield from folder.glob(f"*{suffix}")
+    else:
+        yield from (folder / entry.name for entry in folder.local_path().glob(f"*{suffix}"))
+
+
+def _is_there(file: EPath) -> bool:
+    return file.local_path().exists() if file.is_local() else file.is_file()
+
+
+def _read_description(file: EPath) -> dict:
+    """With Energon's own YAML parser, which only makes plain data: what is checked is what it will see."""
+    return read_mapping(file, json.loads if file.name.endswith(".json") else _parse_yaml)
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        return load_yaml(text.encode())
+    except (ryml.ExceptionBasic, AttributeError) as error:  # the latter: a root without content
+        raise ValueError("no YAML") from error
+
+
+def _check_plain(value: Any, file: EPath) -> None:
+    if isinstance(value, dict):
+        if "__function__" in value:
+            raise ValueError(
+                f"data: {file} names the function {value.get('__module__')}.{value['__function__']}; "
+                "refused, a dataset description must not call functions."
+            )
+        module, cls = value.get("__module__"), value.get("__class__")
+        plain = (module or "megatron.energon") == "megatron.energon" and (cls or "") in {*ALLOWED_CLASSES, ""}
+        if not plain:
+            raise ValueError(
+                f"data: {file} names the class {module}.{cls}; refused, only {sorted(ALLOWED_CLASSES)} of "
+                "megatron.energon are plain data."
+            )
+        for key in CONFIG_KEYS:
+            if value.get(key) is not None and not CONFIG_NAME.fullmatch(str(value[key])):
+                raise ValueError(
+                    f"data: {file} names {key} {value[key]!r}; refused, give a .yaml file of {META}."
+                )
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_plain(item, file)
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Every `path` of a metadataset, and the auxiliary datasets."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+    elif isinstance(value, dict):
+        if isinstance(value.get("path"), str):
+            yield value["path"]
+        aux = value.get("aux") or {}
+        yield from (item for item in aux.values() if isinstance(item, str) and "filesystem" not in item)
+        for item in value.values():
+            yield from _references(item)
+
+
+def _splits_of_folder(path: EPath) -> dict[str, list[str]]:
+    file = path / META / "split.yaml"
+    parts = (_read_description(file).get("split_parts") or {}) if file.is_file() else {}
+    return {
+        split: [name for pattern in patterns for name in braceexpand.braceexpand(pattern)]
+        for split, patterns in parts.items()
+    }
+
+
+def _check_shard(shard: Path, samples: int) -> None:
+    index = shard.with_name(shard.name + ".idx")
+    for file in (shard, index):
+        check_regular(file)
+        if not file.exists():
+            raise FileNotFoundError(f"data: {file} is missing; restore it or prepare the dataset again.")
+    _check_index(index, shard, samples)
+
+
+def _check_index(index: Path, of: Path, samples: int | None = None, remedy: str = RESTORE) -> None:
+    """An index holds where each sample begins, and where the last one ends."""
+    raw = index.read_bytes()
+    offsets = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8")
+    if len(raw) % 8 or len(offsets) < 2 or (offsets[1:] <= offsets[:-1]).any():
+        raise damaged(index, f"of {len(raw)} bytes is no index of samples", remedy)
+    if samples is not None and len(offsets) - 1 != samples:
+        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}", remedy)
+    if (size := of.stat().st_size) < offsets[-1]:
+        raise damaged(of, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated", remedy)

@@ -1,0 +1,310 @@
+"""Hugging Face `datasets`, JSON(L) and meta files as sources, through the very encoder that Energon uses.
+
+Rows stay on disk (Arrow, memory-mapped; JSON, read by position) or come from a stream, and images stay
+encoded until a worker encodes the sample. The order of rows and what is packed together depend on seed,
+epoch, rank and world size alone, so the state is a few numbers and fits any number of workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_vlm.config import paths_of
+from megatron_vlm.data.ledger import Ledger, lost
+from megatron_vlm.data.load.base import (
+    Provider,
+    TrainLoader,
+    ValidLoader,
+    close_loader,
+    encoder_settings,
+    with_limited_drops,
+)
+from megatron_vlm.data.load.energon_state import digest
+from megatron_vlm.data.load.length_cache import measure_dataset
+from megatron_vlm.data.load.orders import (
+    BalancedRows,
+    BufferedPacking,
+    Measured,
+    Place,
+    RandomOrder,
+    pieces,
+)
+from megatron_vlm.data.load.rows import EncodedRows
+from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.records.blends import blend_tables, path_names
+from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.streams import StreamedRows, StreamOrder
+from megatron_vlm.data.records.tables import open_table, source_splits
+
+VALIDATION_SPLITS = ("val", "validation", "valid")
+MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
+
+
+@dataclass
+class HFProvider(Provider):
+    """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
+
+    Of several paths, an epoch has the rows of each as often as `repetitions` says, once by default; of 1.5
+    times the rows, each row comes once or twice, and as often as the others over all epochs.
+
+    `columns` (ours → the source's), `media_dir` and `datasets` as in `open_table`. With `streaming`, training
+    rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
+    With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
+    "global" packing and `group_by_length` the whole dataset is measured when the training loader is built,
+    once for all runs that share `lengths_cache`.
+    """
+
+    train_data_path: str | Sequence[str]
+    valid_data_path: str | Sequence[str] | None = None
+    repetitions: Sequence[float] = ()
+    num_workers: int = 2
+    max_drop_share: float = 0.05
+    columns: Mapping[str, str] | None = None
+    media_dir: str | None = None
+    datasets: Sequence[str] = ()
+    streaming: bool = False
+    shuffle_buffer_size: int = 1000
+    packing: str = "none"
+    packing_buffer_size: int = 1000
+    group_by_length: bool = False
+    lengths_cache: str | None = None
+
+    def train_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
+    ) -> HFTrainLoader:
+        """Endless, each epoch in a new order, savable; `rank` and `world_size` are those of data parallelism.
+
+        Raises ValueError for fewer rows than ranks.
+        """
+        rows = self._stream(encoder) if self.streaming else self.train_rows(encoder)
+        if not self.streaming:
+            if (count := len(rows.table.rows_of(0, seed))) < world_size:
+                paths = ", ".join(paths_of(self.train_data_path))
+                raise ValueError(
+                    f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks "
+                    "or more data."
+                )
+            rows.encoder.drops.epoch = count
+        settings = {
+            "dataset": rows.fingerprint(),
+            "repetitions": list(self.repetitions) or None,
+            "rank": rank,
+            "world_size": world_size,
+            "seed": seed,
+            "micro_batch_size": micro_batch_size,
+            "packing": self.packing,
+            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
+            "group_by_length": self.group_by_length,
+            "shuffle_buffer_size": self.shuffle_buffer_size if self.streaming else None,
+        }
+        order = self._order(rows, micro_batch_size, rank, world_size, seed)
+        if isinstance(order, BalancedRows):
+            settings["lengths"] = digest([order.tokens.tolist(), order.patches.tolist()])
+        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings)
+
+    def train_rows(self, encoder) -> EncodedRows:
+        paths = paths_of(self.train_data_path)
+        splits = ["train" if "train" in source_splits(path) else None for path in paths]
+        return self._rows(paths, splits, encoder, self.datasets, self.repetitions)
+
+    def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
+        if self.streaming:
+            order = StreamOrder(rows.table.stream, rank, world_size, seed, self.shuffle_buffer_size)
+        else:
+            rows_of = functools.partial(rows.table.rows_of, seed=seed)
+            order = RandomOrder(rows_of, rank, world_size, seed)
+        if self.packing == "global" or self.group_by_length:
+            tokens, patches = measure_dataset(rows, self.lengths_cache, self.num_workers, rank, world_size)
+            capacity = rows.encoder.seq_length if self.packing == "global" else None
+            limits = capacity, getattr(rows.encoder, "max_patches", None)
+            return BalancedRows(rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
+        if self.packing == "none":
+            return order
+        measure = _Measuring(rows, self.packing_buffer_size, self.num_workers)
+        size, begin = self.packing_buffer_size, (*order.place, 0)
+        watch = rows.encoder.drops.watch_epochs
+        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin, watch)
+
+    def valid_loader(
+        self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
+    ) -> HFValidLoader | None:
+        """Finite, in stored order, each row on exactly one rank, the same number of batches on every rank.
+        Never streamed; of a meta file, the rows of its first epoch.
+
+        None when no validation path is set and the training dataset has no validation split, or is streamed.
+        """
+        if self.streaming and self.valid_data_path is None:
+            return None
+        paths = paths_of(self.valid_data_path or self.train_data_path)
+        splits = {path: _validation_split(path) for path in paths}
+        if self.valid_data_path is None:
+            paths = [path for path in paths if splits[path] is not None]
+        if not paths:
+            return None
+        datasets = self.datasets if self.valid_data_path is None else ()
+        rows = self._rows(paths, [splits[path] for path in paths], encoder, datasets)
+        return HFValidLoader(rows, rank, world_size, micro_batch_size, self.num_workers)
+
+    def _rows(
+        self,
+        paths: list[str],
+        splits: Sequence[str | None],
+        encoder,
+        datasets: Sequence[str],
+        repetitions: Sequence[float] = (),
+    ) -> EncodedRows:
+        options = {"layout": Layout(dict(self.columns or {})), "media_dir": self.media_dir}
+        tables = [
+            open_table(path, split, datasets=datasets, **options)
+            for path, split in zip(paths, splits, strict=True)
+        ]
+        table = tables[0]
+        if len(tables) > 1:
+            named = dict(zip(path_names(paths), tables, strict=True))
+            table = blend_tables(named, repetitions or [1] * len(paths))
+        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+
+    def _stream(self, encoder) -> EncodedRows:
+        layout = Layout(dict(self.columns or {}))
+        path, *others = paths_of(self.train_data_path)
+        if others:
+            raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
+        table = StreamedRows.open(path, layout, self.media_dir)
+        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+
+
+def _validation_split(path: str) -> str | None:
+    names = source_splits(path)
+    return next((name for name in VALIDATION_SPLITS if name in names), None)
+
+
+class _Measuring(Dataset):
+    """Called with an order, what its rows cost, measured by workers up to a buffer ahead."""
+
+    def __init__(self, rows: EncodedRows, buffer_size: int, num_workers: int) -> None:
+        self._rows, self._num_workers = rows, num_workers
+        self._ahead = -(-buffer_size // (MEASURED_AT_ONCE * max(1, num_workers)))
+        self._loader: DataLoader | None = None
+
+    def __call__(self, order: RandomOrder) -> Iterator[Measured]:
+        self.close()
+        asked, given = itertools.tee(pieces(order, MEASURED_AT_ONCE))
+        self._loader = _loader(self, given, self._num_workers, self._ahead)
+        return self._settled(asked)
+
+    def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
+        """Raises LostSample where workers give anything but what they were asked for."""
+        key = self._rows.table.key
+        for measured, piece in zip(self._loader, asked, strict=True):
+            due = [(place, key(row)) for place, [row] in piece]
+            if [(place, key(row)) for place, row, _ in measured] != due:
+                raise lost([key for _, key in due], "not measured by the worker asked to")
+            yield from measured
+
+    def __getitem__(self, piece: list[tuple[Place, list[int]]]) -> list[Measured]:
+        return [(place, index, self._rows.measured(index)) for place, [index] in piece]
+
+    def close(self) -> None:
+        if self._loader is not None:
+            close_loader(self._loader)
+
+
+class HFTrainLoader(TrainLoader):
+    """See the base; with another number of ranks, these share what the others had left of their epochs. Only
+    a stream cannot."""
+
+    def __init__(
+        self, rows: EncodedRows, order, micro_batch_size: int, num_workers: int, settings: dict
+    ) -> None:
+        super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
+        self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
+        self._ledger = Ledger(order, rows.table.key)
+        self._loader = _loader(rows, self._ledger, num_workers)
+        self._place = order.place
+
+    def _make_batches(self) -> Iterator[dict]:
+        samples, watch = [], self._drops.watch_epochs(self._place)
+        for place, sample in self._ledger.settled(self._loader):
+            watch.see(place, sample is not None)
+            if sample is not None:
+                samples.append(sample)
+            if len(samples) == self._micro_batch_size:
+                self._place = place
+                yield self._rows.batch(samples)
+                samples = []
+
+    def state_dict(self) -> dict:
+        return self._state(place=list(self._place), moves=self._order.moves)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._check(state)
+        self._order.moves = state.get("moves", ())
+        self._place = self._order.place = tuple(state["place"])
+
+    def load_states(self, states: list[dict]) -> None:
+        place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
+        if len(states) == place["world_size"]:
+            return self.load_state_dict(states[place["rank"]])
+        self._check(states[0], **({} if isinstance(self._rows.table, StreamedRows) else place))
+        self._order.moves = states[0].get("moves", ())
+        self._order.move([state["place"] for state in states])
+        self._place = self._order.place
+
+    def replay(self, restore_key: list[list[int]]) -> dict:
+        return self._rows.batch([self._rows[None, indices][1] for indices in restore_key])
+
+    def close(self) -> None:
+        close_loader(self._loader)
+        if isinstance(self._order, BufferedPacking):
+            self._order.measure.close()
+
+
+class HFValidLoader(ValidLoader):
+    """See the base; a share is the numbers of its rows."""
+
+    name = "the validation data"
+
+    def __init__(
+        self, rows: EncodedRows, rank: int, world_size: int, micro_batch_size: int, num_workers: int
+    ) -> None:
+        self._rows, self._all = rows, np.sort(rows.table.rows_of(0, 0)).tolist()
+        self._mine = self._all[rank::world_size]
+        self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
+        most_rows = -(-len(self._all) // world_size)
+        super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
+
+    def _open(self, share: list[int]) -> DataLoader:
+        ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)
+        return _loader(self._rows, ledger, self._num_workers)
+
+    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+        encoded = (sample for _, sample in loader.sampler.settled(loader) if sample is not None)
+        while samples := list(itertools.islice(encoded, self._micro_batch_size)):
+            yield self._rows.batch(samples)
+
+
+def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # the run's own random numbers stay as they are
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return through_arenas(loader)
+
+
+def _unchanged(item: Any) -> Any:
+    return item

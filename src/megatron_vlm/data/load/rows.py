@@ -1,0 +1,96 @@
+"""Rows of a table or a stream, encoded by the encoder that Energon uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.energon import SkipSample
+from torch.utils.data import Dataset
+
+from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.ledger import LostSample, lost
+from megatron_vlm.data.records.blends import Table
+from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.records.streams import StreamedRows
+
+
+class EncodedRows(Dataset):
+    """(place, rows) → (place, their documents as one encoded sample or None, which of the rows were dropped).
+
+    A row is its number in the table, or, of a stream, what the stream gave.
+    """
+
+    def __init__(self, table: Table | StreamedRows, encoder) -> None:
+        self.table, self.encoder = table, encoder
+        self._fingerprint: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, list[int]]:
+        place, indices = item
+        encoded = [self._kept(self._encode, index) for index in indices]
+        dropped = [number for number, sample in enumerate(encoded) if sample is None]
+        if len(dropped) == len(indices):
+            return place, None, dropped
+        row = self._row([sample for sample in encoded if sample is not None])
+        row.__restore_key__ = indices
+        return place, row, dropped
+
+    def measured(self, index: int) -> tuple[int, int] | None:
+        """(tokens, patches) of a row's encoding, None when it is dropped."""
+        return self._kept(self.encoder.measure, index)
+
+    def _encode(self, sample: ChatMLSample):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
+        return self.encoder.encode_sample(sample)
+
+    def _row(self, documents: list):
+        if isinstance(self.encoder, PackingVLMTaskEncoder):
+            return self.encoder.pack_selected_samples(documents)
+        (document,) = documents
+        return document
+
+    def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
+        try:
+            return encode(self.sample(index))
+        except SkipSample as skipped:
+            if self.encoder.drops.latest != (key := self.table.key(index)):
+                raise lost([key], "skipped without being counted as dropped") from skipped
+            return None
+        except (TooManyDrops, LostSample):
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"data: sample {self.table.key(index)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def sample(self, index: int) -> ChatMLSample:
+        """As Energon's cooker gives it; what is wrong with the row travels in `problem` to the encoder."""
+        try:
+            record, root = self.table.record(index)
+            fields = {
+                "conversation": conversation_json(conversation_of(record)).decode(),
+                "imgs": images_of(record, root) or None,
+                "videos": videos_of(record, root) or None,
+            }
+        except BadSample as bad:
+            source, number = self.table.origin(index)
+            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+            fields = {"conversation": "", "problem": problem}
+        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
+
+    def batch(self, samples: list) -> dict:
+        return self.encoder.encode_batch(self.encoder.batch(samples))
+
+    def fingerprint(self) -> str:
+        """Of all rows themselves, so that a dataset may move and not one row may change."""
+        if self._fingerprint is None and isinstance(self.table, StreamedRows):
+            self._fingerprint = self.table.fingerprint()
+        elif self._fingerprint is None:
+            self._fingerprint = f"{len(self)} rows, content {self.table.content()}"
+        return self._fingerprint

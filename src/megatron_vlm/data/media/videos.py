@@ -1,0 +1,292 @@
+"""A video, as a file or as a list of encoded frames → the frames that the model sees and when each was shown.
+
+Which frames are chosen depends on the times at which frames are shown, and those come from the packets of the
+file, which are read and not decoded; so `plan_video` knows what `decode_video` will return.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
+from megatron_vlm.data.media.patience import leave_if_late
+
+# Containers that hold one video each: no playlist, which would open other files, and no single image.
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
+MAX_FRAME_PIXELS = 40_000_000  # of a frame, before it is scaled; 8K has 33 million
+MAX_VIDEO_PIXELS = 400_000_000  # of all chosen frames, after; as RGB 1.2 GB
+MAX_PACKETS = 1_000_000  # 9 hours at 30 frames a second
+MIN_SIDE = 4  # processors take 3 rows or columns for colours
+# A file that ends this much before its header says was cut.
+MISSING_SECONDS, MISSING_SHARE = 0.5, 0.05
+SAME_TIME = 1e-6  # seconds; times of containers are rounded
+
+
+@dataclass(frozen=True)
+class VideoRules:
+    """Which frames of a video are taken.
+
+    fps          frames for each second of the video, where it has as many
+    min_frames, max_frames   of a video; one with fewer than `min_frames` gives all it has
+    max_pixels   larger frames are scaled, aspect kept, before the processor sees them
+    multiple     the last frame is repeated until their number is one of this: the tower's temporal patch
+    """
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 128
+    max_pixels: int | None = None
+    multiple: int = 2
+
+
+@dataclass
+class VideoPlan:
+    """What `decode_video` returns, without the pixels."""
+
+    times: list[float]  # seconds from the first frame of the video to each chosen one
+    size: tuple[int, int]  # width, height
+    interval: float  # mean seconds between chosen frames, repetitions aside
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """For the HF processors, so that their frame i is shown at `times[i]`: they count in seconds.
+
+        Their `frames_indices / fps` is a frame's time, and `total_num_frames / fps / len(frames_indices)` the
+        time between frames.
+        """
+        seconds = self.interval * len(self.times)
+        return {"fps": 1.0, "frames_indices": list(self.times), "total_num_frames": seconds}
+
+
+def plan_video(video: Any, rules: VideoRules) -> VideoPlan:
+    """Times and size of the frames that `decode_video` returns. Raises BadSample as it does, but for what
+    only the pixels show."""
+    return _plan(_open(video, rules), rules)[1]
+
+
+def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
+    """The chosen frames, (T, H, W, 3) uint8 RGB, and their times.
+
+    `video` is an encoded file, a list of encoded images, or `{"frames": [...]}` with such a list and either
+    `fps` or `timestamps` in seconds; frames of which neither is known are `rules.fps` apart. Files are turned
+    as their display matrix says. Of `n` frames, the i-th is the one on screen at i/n of the duration.
+    Raises BadSample; the size is checked before any but the first frame is decoded.
+    """
+    source = _open(video, rules)
+    chosen, plan = _plan(source, rules)
+    width, height = plan.size
+    frames = np.empty((len(plan.times), height, width, 3), np.uint8)
+    for place, picture in source.pictures(chosen):
+        if picture.shape[1::-1] != plan.size:
+            picture = Image.fromarray(picture).resize(plan.size, Image.Resampling.BICUBIC)
+        frames[place] = picture
+    frames[len(chosen) :] = frames[len(chosen) - 1]
+    return frames, plan
+
+
+def file_extension(data: bytes) -> str:
+    """Of an encoded video, as its first bytes tell: mp4, mkv (WebM too) or avi."""
+    if data.startswith(b"\x1aE\xdf\xa3"):
+        return "mkv"
+    return "avi" if data.startswith(b"RIFF") else "mp4"
+
+
+def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
+    """Which of the frames shown at `times`, in order; the first one always."""
+    duration = _duration(times)
+    most = max(1, rules.max_frames // rules.multiple) * rules.multiple
+    count = min(max(math.floor(duration * rules.fps + SAME_TIME), rules.min_frames), most)
+    shown = [
+        bisect.bisect_right(times, times[0] + duration * step / count + SAME_TIME) - 1
+        for step in range(count)
+    ]
+    return list(dict.fromkeys(shown))
+
+
+def _duration(times: list[float]) -> float:
+    """The last frame is shown as long as the others on average."""
+    return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
+
+
+def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], VideoPlan]:
+    chosen = choose_frames(source.times, rules)
+    times = [source.times[index] - source.times[0] for index in chosen]
+    interval = times[-1] / (len(times) - 1) if len(times) > 1 else 1 / rules.fps
+    times += [times[-1]] * (-len(times) % rules.multiple)
+    size = target_size(source.size, rules.max_pixels, None)
+    if min(size) < MIN_SIDE:
+        raise BadSample("video_undecodable", f"frames of {size[0]}x{size[1]}, a side under {MIN_SIDE}")
+    if len(times) * math.prod(size) > MAX_VIDEO_PIXELS:
+        raise BadSample(
+            "video_too_large", f"{len(times)} frames of {size[0]}x{size[1]}: over {MAX_VIDEO_PIXELS} pixels"
+        )
+    return chosen, VideoPlan(times, size, interval)
+
+
+def _open(video: Any, rules: VideoRules) -> _File | _FrameList:
+    if isinstance(video, bytes):
+        return _File(video)
+    if isinstance(video, list | tuple):
+        video = {"frames": video}
+    frames = video.get("frames") if isinstance(video, dict) else None
+    if not isinstance(frames, list | tuple) or not all(isinstance(frame, bytes) for frame in frames):
+        raise BadSample("video_undecodable", f"neither a file nor a list of encoded frames: {type(video)}")
+    return _FrameList(list(frames), _listed_times(video, len(frames), rules.fps))
+
+
+def _listed_times(video: dict, count: int, fps: float) -> list[float]:
+    if count == 0:
+        raise BadSample("video_undecodable", "no frames")
+    times, fps = video.get("timestamps"), video.get("fps") or fps
+    if times is None and isinstance(fps, int | float) and fps > 0:
+        return [index / fps for index in range(count)]
+    if (
+        not isinstance(times, list | tuple)
+        or len(times) != count
+        or not all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+        or any(later <= earlier for earlier, later in zip(times, times[1:], strict=False))
+    ):
+        raise BadSample("video_undecodable", f"{count} frames need as many rising timestamps, or an fps")
+    return [float(time) for time in times]
+
+
+class _FrameList:
+    def __init__(self, frames: list[bytes], times: list[float]):
+        self._frames, self.times = frames, times
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return image_size(self._frames[0])
+
+    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Each with its place among the chosen."""
+        for place, index in enumerate(chosen):
+            leave_if_late()
+            yield place, decode_pixels(self._frames[index])
+
+
+class _File:
+    """Reads all packets, for their times, and decodes the first frame, for its size."""
+
+    def __init__(self, data: bytes):
+        self._data = data
+        # PyAV's own one for the process keeps threads, for which a forked worker waits forever
+        self._reformatter = VideoReformatter()
+        with _opened(data) as (container, stream):
+            seconds = stream.time_base  # a fraction
+            # Packets of an AVI carry the times at which they are decoded, not shown.
+            self._in_order = container.format.name == "avi"
+            self._keyframes: list[int] = []
+            self.size, stamps, end = self._read(container, stream)
+            stated = (container.duration or 0) / av.time_base
+        if end < stated - max(MISSING_SECONDS, MISSING_SHARE * stated):
+            raise BadSample("video_truncated", f"ends after {end:.1f} of {stated:.1f} seconds")
+        if not stamps or self.size is None:
+            raise BadSample("video_undecodable", f"{len(stamps)} frames, none of which can be decoded")
+        self._stamps = sorted(stamps)
+        self.times = [float((stamp - self._stamps[0]) * seconds) for stamp in self._stamps]
+
+    def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Each with its place among the chosen. Seeks to the keyframes before them, and decodes the file from
+        its start where that does not find all."""
+        found = 0
+        if not self._in_order:
+            for picture in self._pictures_by_seeking([self._stamps[index] for index in chosen]):
+                found += 1
+                yield picture
+        if found < len(chosen):
+            yield from self._pictures_in_order(chosen)
+
+    def _read(self, container: Any, stream: Any) -> tuple[tuple[int, int] | None, list[int], float]:
+        """The first frame's size, when frames are shown, and when the last packet of any stream ends."""
+        size, stamps, end = None, [], 0.0
+        for number, packet in enumerate(container.demux()):
+            leave_if_late()
+            if number > MAX_PACKETS:
+                raise BadSample("video_too_large", f"over {MAX_PACKETS} packets")
+            stamp = packet.dts if packet.pts is None else packet.pts
+            if stamp is not None and packet.time_base:
+                end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
+            if packet.stream_index != stream.index:
+                continue
+            if size is None and (decoded := packet.decode()):
+                size = self._upright(decoded[0]).shape[1::-1]
+            if packet.size and not packet.is_discard and stamp is not None:
+                self._in_order |= packet.pts is None
+                stamps.append(stamp)
+                if packet.is_keyframe:
+                    self._keyframes.append(stamp)
+        self._keyframes.sort()
+        return size, stamps, end - (container.start_time or 0) / av.time_base
+
+    def _pictures_by_seeking(self, stamps: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+        places = {stamp: place for place, stamp in enumerate(stamps)}
+        last_of_run: dict[int, int] = {}  # keyframe -> the last frame chosen before the next keyframe
+        for stamp in stamps:
+            before = bisect.bisect_right(self._keyframes, stamp)
+            last_of_run[self._keyframes[before - 1] if before else self._stamps[0]] = stamp
+        with _opened(self._data) as (container, stream):
+            for keyframe, last in last_of_run.items():
+                container.seek(keyframe, stream=stream)
+                for frame in container.decode(stream):
+                    leave_if_late()
+                    if (place := places.pop(frame.pts, None)) is not None:
+                        yield place, self._upright(frame)
+                    if frame.pts is None or frame.pts >= last:
+                        break
+
+    def _pictures_in_order(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """The i-th frame to come out of the decoder is the i-th to be shown."""
+        places = {index: place for place, index in enumerate(chosen)}
+        with _opened(self._data) as (container, stream):
+            for index, frame in enumerate(container.decode(stream)):
+                leave_if_late()
+                if index in places:
+                    yield places.pop(index), self._upright(frame)
+                if not places:
+                    return
+        raise BadSample("video_undecodable", f"frame {chosen[-1]} of {len(self.times)} cannot be decoded")
+
+    def _upright(self, frame: Any) -> np.ndarray:
+        turns = round(frame.rotation / 90) % 4  # counterclockwise
+        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1)
+        return np.rot90(rgb.to_ndarray(), turns)
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """Container and video stream; what FFmpeg raises on damaged files becomes BadSample."""
+    try:
+        with av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as container:
+            stream = next(filter(_is_video, container.streams.video), None)
+            if stream is None:
+                raise BadSample("video_undecodable", "the file has no video that FFmpeg can decode")
+            stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+            stream.codec_context.thread_count = 1  # loader workers share the cores already
+            width, height = stream.codec_context.width, stream.codec_context.height
+            if width * height > MAX_FRAME_PIXELS:
+                raise BadSample(
+                    "video_too_large", f"frames of {width}x{height}: over {MAX_FRAME_PIXELS} pixels"
+                )
+            yield container, stream
+    except av.FFmpegError as error:
+        raise BadSample("video_undecodable", f"{type(error).__name__}: {error}") from error
+
+
+def _is_video(stream: Any) -> bool:
+    """Known codec and clock, and not the cover picture of a piece of music."""
+    if stream.codec_context is None or not stream.time_base:
+        return False
+    return not stream.disposition & av.stream.Disposition.attached_pic

@@ -1,0 +1,310 @@
+"""Anything that `data.records.tables` opens (JSON(L), a meta file, parquet, a hub name, ...) → an Energon dataset.
+
+What is written, ready for stock `energon` and for this package:
+
+    OUTPUT/train-00000.tar      per sample `<key>.json` (the conversation and its `images` in order) and
+                                `<key>.img000.jpg`, ... (the source's own encoded files, each decoded once),
+                                `<key>.vid000.mp4`, ... or, of a list of frames, `<key>.vid000f0000.jpg`, ...
+    OUTPUT/.nv-meta/            Energon's index, `split.yaml` with explicit shard names, `dataset.yaml`
+    OUTPUT/skipped.jsonl        every record left out: source, record number, split, reason, detail
+
+A key is the split and the record's number in its source (a JSONL line counts from 0, blank ones included),
+or, of a meta file, the number of the row in its first epoch, which is what is written.
+Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.prepare.write import ENGINES, ShardJob, ShardResult, Source
+from megatron_vlm.messages import printable_lines
+
+DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
+FEW_RECORDS = 3000  # below this, starting worker processes costs more than they save
+FORMATS = ("auto", "json", "jsonl", "hf", "meta")
+SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@dataclass
+class PrepareSummary:
+    """What was written; `str()` gives the table that the command prints."""
+
+    output: Path
+    samples: dict[str, int]  # per split
+    shards: dict[str, int]  # per split
+    images: int
+    total_bytes: int  # of the shards
+    skipped: dict[str, int]  # per reason
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.output}: {self.total_bytes / 1e6:.1f} MB in {self.seconds:.1f} s"]
+        lines += [
+            f"  {split}: {count} samples in {self.shards[split]} shards"
+            for split, count in self.samples.items()
+        ]
+        lines += [f"  {self.images} images", f"  {sum(self.skipped.values())} records skipped"]
+        lines += [f"    {reason}: {count}" for reason, count in sorted(self.skipped.items())]
+        return "\n".join(lines)
+
+
+def prepare_energon_dataset(
+    source: str | Path | Mapping[str, str | Path],
+    output: str | Path,
+    *,
+    image_root: str | Path | None = None,
+    format: str = "auto",
+    splits: Mapping[str, float] | None = None,
+    samples_per_shard: int = 1000,
+    workers: int | None = None,
+    seed: int = 1234,
+    columns: Mapping[str, str] | None = None,
+    datasets: Sequence[str] = (),
+    engine: str = "local",
+    progress: bool = True,
+) -> PrepareSummary:
+    """Write `source` as an Energon dataset to `output`, all of it or nothing.
+
+    `source` is a file or folder, divided over `splits` (relative sizes; exact counts, the same for the same
+    `seed`), or a mapping from split name to file or folder. With `splits` None, a Hugging Face source with
+    several splits of its own keeps them ("validation" becomes "val"), any other gets DEFAULT_SPLITS.
+    Image paths are relative to `image_root`, by default the source's folder, and may not leave it.
+    `columns` and `datasets` as in `open_table`. `workers` None means one process for few records and one per
+    core for more; a script that asks for several needs the usual `if __name__ == "__main__"`. `engine` "ray"
+    writes the same files on a Ray cluster whose machines share source and output.
+
+    Raises FileExistsError when `output` holds anything, ValueError for bad arguments and when every record
+    was skipped. On any error or interrupt nothing is left behind.
+    """
+    started = time.monotonic()
+    output = Path(output).absolute()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"prepare: {output} is not empty; choose another output or remove it first.")
+    if samples_per_shard < 1:
+        raise ValueError(f"prepare: samples_per_shard is {samples_per_shard}; it must be at least 1.")
+    if format not in FORMATS:
+        raise ValueError(f"prepare: format is {format!r}; choose one of {', '.join(FORMATS)}.")
+    if engine not in ENGINES:
+        raise ValueError(f"prepare: engine is {engine!r}; choose one of {', '.join(ENGINES)}.")
+    options = {
+        "media_dir": None if image_root is None else str(image_root),
+        "columns": tuple((columns or {}).items()),
+        "datasets": tuple(datasets),
+        "kind": None if format == "auto" else format,
+    }
+    parts = _plan(source, options, splits, seed)
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        total = sum(len(part.rows) for part in parts)
+        jobs = _shard_jobs(parts, partial, samples_per_shard)
+        if workers is None and engine == "local":
+            workers = 1 if total < FEW_RECORDS else os.cpu_count() or 1
+        with tqdm(total=total, unit="record", desc="prepare", disable=None if progress else True) as bar:
+            results = sorted(ENGINES[engine](jobs, workers, bar), key=lambda result: result.order)
+        names = list(dict.fromkeys(name for part in parts for name in part.split_names))
+        summary = _finish(partial, output, names, results)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+# -- splits
+
+
+@dataclass
+class _Part:
+    """A source and the split of each of its records: one name for all, or an array of indices into names."""
+
+    source: Source
+    rows: Any  # of the source's table, in stored order; of a meta file, those of its first epoch
+    split_names: list[str]
+    assignment: Any = None
+
+    def records(self) -> Iterator[tuple[str, int, int]]:
+        """(split, number that names the sample, row of the table)."""
+        table = self.source.open()
+        for position, row in enumerate(self.rows.tolist()):
+            index = 0 if self.assignment is None else self.assignment[position]
+            number = position if self.source.kind == "meta" else table.origin(row)[1]
+            yield self.split_names[index], number, row
+
+
+def _plan(source, options: dict, splits, seed: int) -> list[_Part]:
+    if isinstance(source, Mapping):
+        if splits is not None:
+            raise ValueError("prepare: `splits` divides one source; with a source per split leave it out.")
+        named = {name: _sources(path, options) for name, path in source.items()}
+        for name, found in named.items():
+            if len(found) > 1:
+                raise ValueError(
+                    f"prepare: source of split {name!r} has splits {sorted(found)} of its own; give the "
+                    "folder or file of one."
+                )
+        sources = {name: next(iter(found.values())) for name, found in named.items()}
+    else:
+        sources = _sources(source, options)
+        if splits is not None and len(sources) > 1:
+            raise ValueError(
+                f"prepare: {source} has splits {sorted(sources)} of its own, so it cannot be divided by "
+                f"{dict(splits)}; leave `splits` out to keep them, or give the folder of one."
+            )
+        if len(sources) == 1:
+            return [_divide(next(iter(sources.values())), splits or DEFAULT_SPLITS, seed)]
+    for name in sources:
+        _check_split_name(name)
+    return [_Part(source, _rows(source, seed), [name]) for name, source in sources.items()]
+
+
+def _rows(source: Source, seed: int) -> Any:
+    import numpy as np
+
+    return np.sort(source.open().rows_of(0, seed))
+
+
+def _sources(path: str | Path, options: dict) -> dict[str, Source]:
+    """The source or, for a Hugging Face source, one per split of its own."""
+    from megatron_vlm.data.records.tables import kind_of
+
+    if not Path(path).exists() and options["kind"] != "hf":
+        raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")
+    options = options | {"kind": options["kind"] or kind_of(path)}
+    if options["kind"] != "hf":
+        return {"all": Source(str(path), **options)}
+    from megatron_vlm.data.records.hub import split_names
+
+    names = split_names(path) or [None]
+    return {
+        "val" if name == "validation" else str(name): Source(str(path), name, **options) for name in names
+    }
+
+
+def _check_split_name(name: str) -> None:
+    if not SPLIT_NAME.fullmatch(name):
+        raise ValueError(f"prepare: split name {name!r}; use letters, digits, '-' and '_'.")
+
+
+def _divide(source: Source, ratios: Mapping[str, float], seed: int) -> _Part:
+    import numpy as np
+
+    for name, ratio in ratios.items():
+        _check_split_name(name)
+        if not (math.isfinite(ratio) and ratio > 0):
+            raise ValueError(f"prepare: split {name!r} has size {ratio}; it must be a positive number.")
+    rows = _rows(source, seed)
+    total = len(rows)
+    sizes = _split_sizes(total, list(ratios.values()))
+    assignment = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    np.random.default_rng(seed).shuffle(assignment)
+    return _Part(source, rows, list(ratios), assignment)
+
+
+def _split_sizes(total: int, ratios: list[float]) -> list[int]:
+    """Whole numbers in proportion that add up to `total`; none is 0 while there are records enough."""
+    exact = [total * ratio / sum(ratios) for ratio in ratios]
+    sizes = [math.floor(size) for size in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])
+    for i in by_remainder[: total - sum(sizes)]:
+        sizes[i] += 1
+    if total >= len(sizes):
+        while 0 in sizes:
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[sizes.index(0)] += 1
+    return sizes
+
+
+def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Iterator[ShardJob]:
+    """Jobs in source order; at most one shard per split is held here."""
+    numbers: Counter = Counter()
+
+    def job(part: _Part, split: str, items: list) -> ShardJob:
+        numbers[split] += 1
+        path = folder / f"{split}-{numbers[split] - 1:05d}.tar"
+        return ShardJob(sum(numbers.values()), split, path, part.source, items)
+
+    for part in parts:
+        pending: dict[str, list] = {name: [] for name in part.split_names}
+        for split, number, index in part.records():
+            pending[split].append((number, index))
+            if len(pending[split]) == samples_per_shard:
+                yield job(part, split, pending[split])
+                pending[split] = []
+        for split, items in pending.items():
+            if items:
+                yield job(part, split, items)
+
+
+# -- index and summary
+
+
+def _finish(folder: Path, output: Path, splits: list[str], results: list[ShardResult]) -> PrepareSummary:
+    """Write the index and `skipped.jsonl`. Raises ValueError when no sample was written."""
+    skipped: Counter = sum((result.skipped for result in results), Counter())
+    _merge_skipped(folder / "skipped.jsonl", results)
+    kept = [result for result in results if result.samples]
+    if not kept:
+        examples = (folder / "skipped.jsonl").read_text().splitlines()[:3] if skipped else []
+        what = (
+            f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
+        )
+        remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
+        lines = [f"prepare: nothing to write; {what}", *map(printable_lines, examples), *remedies]
+        raise ValueError("\n".join(lines))
+    for result in results:
+        if not result.samples:
+            result.path.unlink()
+    shards = {split: [r.path.name for r in kept if r.split == split] for split in splits}
+    _write_index(folder, shards)
+    return PrepareSummary(
+        output=output,
+        samples={split: sum(r.samples for r in kept if r.split == split) for split in splits},
+        shards={split: len(names) for split, names in shards.items()},
+        images=sum(result.images for result in kept),
+        total_bytes=sum(result.path.stat().st_size for result in kept),
+        skipped=dict(skipped),
+        seconds=0.0,
+    )
+
+
+def _merge_skipped(path: Path, results: list[ShardResult]) -> None:
+    files = [result.path.with_suffix(".skipped") for result in results]
+    if any(result.skipped for result in results):
+        with path.open("w") as merged:
+            for file in files:
+                merged.write(file.read_text())
+    for file in files:
+        file.unlink()
+
+
+def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
+    """Energon's own index; the split file names each shard, so nothing depends on patterns or ratios."""
+    import yaml
+    from megatron.energon import BaseWebdatasetFactory
+
+    names = [name for split in shards.values() for name in split]
+    with contextlib.redirect_stdout(io.StringIO()):
+        BaseWebdatasetFactory.prepare_dataset(
+            folder, names, split_parts_patterns=[], shuffle_seed=None, workers=min(4, len(names))
+        )
+    meta = folder / ".nv-meta"
+    parts = {split: names for split, names in shards.items() if names}
+    (meta / "split.yaml").write_text(yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
+    (meta / "dataset.yaml").write_text(DATASET_YAML)

@@ -1,0 +1,203 @@
+"""Records written as shards of a webdataset: the same bytes by this process, several, or a Ray cluster."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `open_table` takes, so that any process can open it."""
+
+    path: str
+    split: str | None = None
+    media_dir: str | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    datasets: tuple[str, ...] = ()
+    kind: str | None = None
+
+    def open(self) -> Any:
+        return _open(self)
+
+
+@functools.lru_cache(maxsize=8)
+def _open(source: Source) -> Any:
+    from megatron_vlm.data.records.columns import Layout
+    from megatron_vlm.data.records.tables import open_table
+
+    return open_table(
+        source.path,
+        source.split,
+        layout=Layout(dict(source.columns)),
+        media_dir=source.media_dir,
+        datasets=source.datasets,
+        kind=source.kind,
+    )
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """Records to write: the number that names each, and its row in the source's table."""
+
+    order: int
+    split: str
+    path: Path
+    source: Source
+    items: list[tuple[int, int]]
+
+
+@dataclass
+class ShardResult:
+    order: int
+    split: str
+    path: Path
+    samples: int = 0
+    images: int = 0
+    skipped: Counter = field(default_factory=Counter)
+
+
+_stop: Any = None  # set in the main process to end the workers
+_done: Any = None  # records dealt with, for the progress bar
+
+
+def _init_worker(stop: Any, done: Any) -> None:
+    """Ctrl-C reaches the whole process group; the main process alone decides, through `stop`."""
+    global _stop, _done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _stop, _done = stop, done
+
+
+def _run_in_worker(job: ShardJob) -> ShardResult:
+    def tick() -> None:
+        with _done.get_lock():
+            _done.value += 1
+        if _stop.is_set():
+            raise InterruptedError("prepare was interrupted")
+
+    return write_shard(job, tick)
+
+
+def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[ShardResult]:
+    """On this machine: results in order of completion, with at most two jobs per worker in flight."""
+    if workers <= 1:
+        yield from (write_shard(job, bar.update) for job in jobs)
+        return
+    context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
+    context.set_forkserver_preload(["megatron_vlm.data.records.records"])
+    stop, done = context.Event(), context.Value("q", 0)
+    pool = ProcessPoolExecutor(workers, context, _init_worker, (stop, done))
+    try:
+        pending: set[Future] = set()
+        for job in jobs:
+            pending.add(pool.submit(_run_in_worker, job))
+            while len(pending) >= 2 * workers:
+                pending = yield from _collect(pending, done, bar)
+        while pending:
+            pending = yield from _collect(pending, done, bar)
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(pending: set[Future], done: Any, bar: tqdm):
+    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+    if done.value > bar.n:
+        bar.update(done.value - bar.n)
+    for future in finished:
+        yield future.result()
+    return pending
+
+
+def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iterator[ShardResult]:
+    """As `run_here`, as tasks on the Ray cluster at RAY_ADDRESS, or on one of `workers` cores started here.
+
+    All its machines must see source and output under the same paths, and have this package. `workers` None:
+    every core of the cluster. Raises ImportError without the package `ray`.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            f"prepare: --engine ray needs the package ray ({error}); run `pip install ray`."
+        ) from error
+    started = not ray.is_initialized()
+    if started:
+        alone = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
+        ray.init(log_to_driver=False, **alone)
+    try:
+        workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        task = ray.remote(max_retries=0)(_write_shard_quietly)
+        pending: list = []
+        for job in itertools.chain(jobs, [None]):
+            if job is not None:
+                pending.append(task.remote(job))
+            while pending and (job is None or len(pending) >= 2 * workers):
+                finished, pending = ray.wait(pending)
+                for result in ray.get(finished):
+                    bar.update(result.samples + sum(result.skipped.values()))
+                    yield result
+    finally:
+        if started:
+            ray.shutdown()  # ends its tasks too
+
+
+def _write_shard_quietly(job: ShardJob) -> ShardResult:
+    return write_shard(job, lambda: None)
+
+
+ENGINES = {"local": run_here, "ray": run_on_ray}
+
+
+def write_shard(job: ShardJob, tick) -> ShardResult:
+    """One tar and, when records were left out, `<shard>.skipped` beside it."""
+    from megatron_vlm.data.chatml import BadSample
+
+    table = job.source.open()
+    result = ShardResult(job.order, job.split, job.path)
+    with tarfile.open(job.path, "w") as tar, job.path.with_suffix(".skipped").open("w") as skipped:
+        for number, index in job.items:
+            try:
+                parts = _sample_parts(table, index)
+            except BadSample as bad:
+                result.skipped[bad.reason] += 1
+                source, record = table.origin(index)
+                entry = {"source": source, "record": record, "split": job.split}
+                skipped.write(json.dumps(entry | {"reason": bad.reason, "detail": bad.detail}) + "\n")
+            else:
+                for name, content in parts.items():
+                    _add(tar, f"{job.split}-{number:09d}.{name}", content)
+                result.samples += 1
+                result.images += sum(name.startswith("img") for name in parts)
+            tick()
+    return result
+
+
+def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
+    """The files of one sample by name, checked as the encoder will check them. Raises BadSample."""
+    from megatron_vlm.data.records.records import conversation_of, images_of, sample_parts, videos_of
+
+    record, root = table.record(index)
+    return sample_parts(conversation_of(record), images_of(record, root), videos_of(record, root))
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))

@@ -1,0 +1,238 @@
+"""What the `datasets` library opens: folders, parquet, arrow, hub names; images and videos stay encoded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+from datasets.exceptions import DatasetsError
+
+from megatron_vlm.data.description_files import check_fields, check_regular, damaged, read_mapping
+
+MEDIA = (datasets.Image, datasets.Video)
+WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # of what reads a description without looking first
+ROWS_AT_ONCE = 10_000  # of which the digest is made
+SAVED = {  # the files of `save_to_disk` that say what is there, and the fields that are read
+    "dataset_dict.json": {"splits": "list of text"},
+    "state.json": {"_data_files": "list", "_fingerprint": "text"},
+    "dataset_info.json": {"features": "mapping"},
+}
+
+
+def split_names(path: str | Path) -> list[str]:
+    """The splits that `path` has of its own; empty for a single dataset saved by `save_to_disk`."""
+    loaded = load(path)
+    return list(loaded) if isinstance(loaded, dict) else []
+
+
+def open_rows(path: str | Path, split: str | None = None, subset: str | None = None) -> datasets.Dataset:
+    """The rows of a folder in `datasets` format, a folder or file of parquet/arrow, or a hub name.
+
+    Images stay encoded. Raises ValueError when `split` is needed or not there.
+    """
+    loaded = load(path, subset)
+    if isinstance(loaded, dict):
+        if split is None and len(loaded) == 1:
+            split = next(iter(loaded))
+        if split not in loaded:
+            raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
+        loaded = loaded[split]
+    return _keep_media_encoded(loaded)
+
+
+def open_stream(path: str | Path, split: str | None = None) -> datasets.IterableDataset:
+    """The rows of `path` as they come, nothing written to disk first. Images stay encoded.
+
+    Raises ValueError for a folder saved by `datasets`, whose rows are on disk anyway, and as `open_rows`.
+    """
+    if _is_saved_folder(Path(path)):
+        raise ValueError(
+            f"dataset {path}: saved by `save_to_disk`, its rows are read where they lie; drop data.streaming."
+        )
+    if Path(path).exists():
+        _check_files(Path(path))
+    try:
+        loaded = datasets.load_dataset(*_builder(path), **_files(path), streaming=True)
+    except (DatasetsError, pa.ArrowException, OSError, ValueError) as error:
+        named, why = _first_unreadable(Path(path)) or (path, error)
+        raise damaged(named, f"cannot be read ({_reason(why)})") from error
+    split = next(iter(loaded)) if split is None and len(loaded) == 1 else split or "train"
+    if split not in loaded:
+        raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
+    stream = loaded[split]
+    return stream.decode(False) if stream.features is not None else stream
+
+
+def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | datasets.DatasetDict:
+    """Raises ValueError that names the file that cannot be read."""
+    if Path(path).exists():
+        _check_files(Path(path))
+    try:
+        if _is_saved_folder(Path(path)):
+            return datasets.load_from_disk(str(path))
+        return datasets.load_dataset(*_builder(path), name=subset, **_files(path))
+    except (
+        DatasetsError,
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        # what `datasets` raises of damaged files is whatever they lead to: look for the one that is
+        named, why = _first_unreadable(Path(path)) or (path, error)
+        raise damaged(named, f"cannot be read ({_reason(why)})") from error
+
+
+def _check_files(path: Path) -> None:
+    """The descriptions of a saved folder are what they should be, and no file is a pipe."""
+    if not path.is_dir():
+        return check_regular(path)
+    for file in path.rglob("*"):
+        if file.suffix in READERS and not (file.is_dir() and file.suffix != ".json"):
+            check_regular(file)
+    if not _is_saved_folder(path):
+        return
+    folders = [path]
+    if (path / "dataset_dict.json").exists():
+        found = _saved_description(path, "dataset_dict.json")
+        folders = [path / split for split in found.get("splits", [])]
+    for folder in folders:
+        state = _saved_description(folder, "state.json")
+        info = _saved_description(folder, "dataset_info.json")
+        try:
+            datasets.Features.from_dict(info["features"])
+        except (ValueError, *WRONG_CONTENT) as error:
+            raise damaged(folder / "dataset_info.json", f"has features that are none ({error})") from error
+        for entry in state["_data_files"]:
+            if not (isinstance(entry, dict) and isinstance(entry.get("filename"), str)):
+                raise damaged(folder / "state.json", f"names a data file {entry}")
+            if not (folder / entry["filename"]).is_file():
+                raise damaged(folder / entry["filename"], "is missing")
+
+
+def _saved_description(folder: Path, name: str) -> dict:
+    content = read_mapping(folder / name)
+    for field in SAVED[name]:
+        if field not in content:
+            raise damaged(folder / name, f"has no {field}")
+    check_fields(folder / name, content, SAVED[name])
+    return content
+
+
+def _read_arrow(file: Path) -> None:
+    with pa.memory_map(str(file)) as source:
+        try:
+            reader = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:
+            pa.ipc.open_file(source).read_all()
+        else:
+            reader.read_all()
+
+
+def _read_parquet(file: Path) -> None:
+    with pa.parquet.ParquetFile(file) as parquet:
+        for batch in parquet.iter_batches():
+            batch.validate(full=True)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".arrow": _read_arrow,
+    ".parquet": _read_parquet,
+    ".json": lambda file: json.loads(file.read_bytes()),
+}
+
+
+def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
+    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    for file in files:
+        if file.suffix in READERS and file.is_file():
+            try:
+                READERS[file.suffix](file)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                return file, error
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what began it: `datasets` wraps the cause in general words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or "no reason given").splitlines()[0]
+
+
+def rows_digest(rows: datasets.Dataset, name: str) -> str:
+    """A digest of all rows in their order: all values, but of media and other bytes only the lengths.
+
+    Raises ValueError for rows whose file is damaged inside.
+    """
+    total, table = hashlib.blake2b(), rows.with_format("arrow")
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        columns = table[start : start + ROWS_AT_ONCE]
+        try:
+            for column in columns.column_names:
+                for leaf in _leaves(columns[column].combine_chunks()):
+                    leaf.validate(full=True)
+                    total.update(pa.record_batch([leaf], ["values"]).serialize())
+        except pa.ArrowException as error:
+            raise damaged(name, f"has rows after {start} that cannot be read ({error})") from error
+    return total.hexdigest()[:16]
+
+
+def _leaves(array: pa.Array) -> Iterator[pa.Array]:
+    """Flat arrays that hold the values of a nested one."""
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        yield from _leaves(array.storage)
+    elif isinstance(array, pa.ChunkedArray):
+        for chunk in array.chunks:
+            yield from _leaves(chunk)
+    elif pa.types.is_struct(kind):
+        yield array.is_valid()
+        for field in array.flatten():
+            yield from _leaves(field)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield pc.list_value_length(array)
+        yield from _leaves(array.flatten())
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        yield pc.binary_length(array)
+    else:
+        yield array
+
+
+def _is_saved_folder(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _builder(path: str | Path) -> tuple[str]:
+    return (Path(path).suffix[1:] if _files(path) else str(path),)
+
+
+def _files(path: str | Path) -> dict[str, str]:
+    is_file = Path(path).suffix in (".parquet", ".arrow") and Path(path).is_file()
+    return {"data_files": str(path)} if is_file else {}
+
+
+def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:
+    for column, feature in rows.features.items():
+        if isinstance(feature, MEDIA):
+            rows = rows.cast_column(column, type(feature)(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, MEDIA):
+            rows = rows.cast_column(column, datasets.List(type(feature.feature)(decode=False)))
+    return rows
+
+
+def media_root(path: str | Path) -> Path:
+    """Image paths must lie in the dataset's folder, or for a hub name in the cache of `datasets`."""
+    local = Path(path)
+    if not local.exists():
+        return Path(datasets.config.HF_CACHE_HOME)
+    return local if local.is_dir() else local.parent

@@ -1,0 +1,170 @@
+"""A source record → its conversation object, and its images and videos as encoded files.
+
+A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
+or Hugging Face's `{"path": ..., "bytes": ...}`; without these, the images that parts of turns name (OpenAI's
+`image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
+`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare.prepare` and
+`data.load.hf` read every source through here, other layouts after `data.records.columns`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.chatml import BadSample, training_conversation
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
+from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
+
+DECODE_SECONDS = DataConfig.decode_seconds
+IMAGE_PARTS = ("image", "image_url")
+IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
+EXTENSIONS = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "TIFF": "tif",
+    "JPEG2000": "jp2",
+}  # others: Pillow's format name in lower case
+
+
+def conversation_of(record: Any) -> dict:
+    """The turns of `record` under their own key, with `system` and `tools` where it has them.
+
+    Raises BadSample when there are no turns.
+    """
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict):
+        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
+    key = next((key for key in TURNS if record.get(key)), None)
+    if key is None:
+        raise BadSample("bad_conversation", f"none of {list(TURNS)} among {sorted(record)}")
+    others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
+    return {key: _without_media(record[key])} | others
+
+
+def _without_media(turns: Any) -> Any:
+    """Parts say where an image is; the image itself goes with the sample's others."""
+    if not isinstance(turns, list):
+        return turns
+    return [
+        turn | {"content": [_part_without_media(part) for part in turn["content"]]}
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        else turn
+        for turn in turns
+    ]
+
+
+def _part_without_media(part: Any) -> Any:
+    return {"type": part["type"]} if isinstance(part, dict) and part.get("type") in IMAGE_PARTS else part
+
+
+def conversation_json(conversation: dict) -> bytes:
+    """As stored in a shard. Raises BadSample for text that no file can hold (a lone surrogate)."""
+    try:
+        return json.dumps(conversation, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadSample("bad_json", str(error)) from error
+
+
+def images_of(record: Any, root: Path) -> list[bytes]:
+    """The encoded image files of `record`, in order. Raises BadSample for one that cannot be read."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict):
+        return []
+    images = next((record[name] for name in IMAGES if record.get(name)), None)
+    if images is None:
+        images = list(_images_of_parts(record))
+    return [_file_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
+
+
+def videos_of(record: Any, root: Path) -> list[bytes | dict]:
+    """The videos of `record`, in order, as `data.media.videos` takes them. Raises BadSample as `images_of`."""
+    if not isinstance(record, dict):
+        return []
+    videos = next((record[name] for name in VIDEOS if record.get(name)), [])
+    return [_video(video, root) for video in (videos if isinstance(videos, list) else [videos])]
+
+
+def _video(video: Any, root: Path) -> bytes | dict:
+    if isinstance(video, list):
+        video = {"frames": video}
+    if not isinstance(video, dict) or "frames" not in video:
+        return _file_bytes(video, root)
+    frames = video["frames"] if isinstance(video["frames"], list) else []
+    times = {name: video[name] for name in ("fps", "timestamps") if video.get(name) is not None}
+    return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
+
+
+def _images_of_parts(record: dict) -> Iterator[Any]:
+    """What OpenAI's and Qwen's parts of turns name: {"type": "image_url", "image_url": {"url": ...}}."""
+    turns = next((record[name] for name in TURNS if record.get(name)), ())
+    for turn in turns if isinstance(turns, list) else ():
+        parts = turn.get("content") if isinstance(turn, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                named = next((part[name] for name in IMAGE_PART_KEYS if part.get(name)), None)
+                if named is not None:
+                    yield named.get("url", named) if isinstance(named, dict) else named
+
+
+def _file_bytes(media: Any, root: Path) -> bytes:
+    if isinstance(media, dict):
+        media = media.get("bytes") or media.get("path")
+    if isinstance(media, bytes):
+        return media
+    if not isinstance(media, str):
+        raise BadSample(
+            "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
+        )
+    return read_media(media, root)
+
+
+def without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all keys of its column, with None for those a row never had: take them out."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | dict]) -> dict[str, bytes]:
+    """The files of a sample in a shard, by name, as `data.shard_format` reads them.
+
+    Raises BadSample where every encoder would drop the sample.
+    """
+    training_conversation(conversation, len(images), len(videos))
+    files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
+    described = conversation | ({"images": list(files)} if files else {})
+    if videos:
+        described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
+    return {"json": conversation_json(described), **files}
+
+
+def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
+    """How the conversation names the video, whose files are added to `files`."""
+    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises what no setting can help
+    if isinstance(video, bytes):
+        name = f"{name}.{file_extension(video)}"
+        files[name] = video
+        return name
+    frames = {f"{name}f{i:04d}.{_extension(frame)}": frame for i, frame in enumerate(video["frames"])}
+    files.update(frames)
+    return video | {"frames": list(frames)}
+
+
+def _extension(image: bytes) -> str:
+    in_time(DECODE_SECONDS, decode_image, image)
+    format = Image.open(io.BytesIO(image)).format
+    return EXTENSIONS.get(format, format.lower())

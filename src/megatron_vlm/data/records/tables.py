@@ -1,0 +1,130 @@
+"""Map-style sources: rows on disk, read one at a time by number, from any process.
+
+What opens as what is said in TABLES. All give the same: a record in the package's words and the folder its
+media lie under, which is what `data.records.records` reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import suggestion
+from megatron_vlm.data.description_files import check_regular
+from megatron_vlm.data.records.blends import Table, Whole
+from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.json_rows import JsonTable
+from megatron_vlm.data.records.meta import open_meta, read_meta
+
+FILES = (".json", ".jsonl", ".parquet", ".arrow")
+
+
+@dataclass
+class HFTable(Whole):
+    """A `datasets.Dataset` with undecoded images."""
+
+    name: str
+    rows: Any
+    root: Path
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        self.layout.check_columns(self.rows.column_names, self.name)
+        self.identity = f"{self.rows._fingerprint} {self.layout}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, index: int) -> tuple[dict, Path]:
+        from megatron_vlm.data.records.records import without_nulls
+
+        return self.layout(without_nulls(self.rows[index])), self.root
+
+    def origin(self, index: int) -> tuple[str, int]:
+        return self.name, index
+
+    def content(self) -> str:
+        from megatron_vlm.data.records.hub import rows_digest
+
+        return rows_digest(self.rows, self.name)
+
+
+# -- opening
+
+
+def open_table(
+    path: str | Path,
+    split: str | None = None,
+    *,
+    layout: Layout | None = None,
+    media_dir: str | Path | None = None,
+    datasets: Sequence[str] = (),
+    kind: str | None = None,
+    subset: str | None = None,
+) -> Table:
+    """The rows of `path`: JSON(L), a meta file, or what `datasets` opens (folder, parquet, arrow, hub name).
+
+    layout      of its records
+    media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
+    datasets    those of a meta file to read; default: all
+    kind        of TABLES; default: told by the name and the first bytes
+
+    Raises ValueError that names the file for a source that cannot be read, FileNotFoundError for one that is
+    not there.
+    """
+    kind = kind or kind_of(path)
+    if kind not in TABLES:
+        raise ValueError(f"data: {path}: no source is called {kind}{suggestion(kind, TABLES)}")
+    if datasets and kind != "meta":
+        raise ValueError(f"data.datasets: {path} is no meta file of several datasets; drop the setting.")
+    if media_dir is not None and not Path(media_dir).is_dir():
+        raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
+    root = None if media_dir is None else Path(media_dir)
+    return TABLES[kind](path, split, layout or Layout(), root, datasets, subset)
+
+
+def kind_of(path: str | Path) -> str:
+    """Which of TABLES reads `path`."""
+    path = Path(path)
+    if path.suffix in FILES and not path.exists():
+        raise FileNotFoundError(f"data: {path} does not exist; give the path of a file or folder.")
+    if not path.is_dir() or path.suffix in (".json", ".jsonl"):
+        check_regular(path)
+    if not path.is_file() or path.suffix in (".parquet", ".arrow"):
+        return "hf"
+    if path.suffix != ".json":
+        return "jsonl"
+    with path.open("rb") as file:
+        if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            return "json"
+    return "jsonl" if read_meta(path) is None else "meta"
+
+
+def source_splits(path: str | Path) -> list[str]:
+    """The splits that a source has of its own; empty for one that is whole."""
+    if kind_of(path) != "hf":
+        return []
+    from megatron_vlm.data.records.hub import split_names
+
+    return split_names(path)
+
+
+def _open_hf(path, split, layout: Layout, root: Path | None, datasets, subset) -> HFTable:
+    from megatron_vlm.data.records.hub import media_root, open_rows
+
+    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), layout)
+
+
+def _open_json(path, split, layout: Layout, root: Path | None, datasets, subset, lines=False) -> JsonTable:
+    return JsonTable(Path(path), root or Path(path).parent, layout, lines)
+
+
+TABLES = {
+    "hf": _open_hf,
+    "json": _open_json,
+    "jsonl": functools.partial(_open_json, lines=True),
+    "meta": open_meta,
+}

@@ -1,0 +1,139 @@
+"""Ministral3: Pixtral tower for images of any size, YaRN, queries that grow with their position.
+
+Between the image tokens of a picture stand row-break and end tokens, which are ordinary embeddings: features
+go to image tokens alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.families import llava_keys as llava
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.weights import Rule
+
+
+def _one_layer(layer: Any, hf_config: Any) -> bool:
+    """The projector's norm is as wide as one of them, also in Transformers."""
+    return isinstance(layer, int) or len(layer) == 1
+
+
+SECTIONS = (
+    keys.Section(
+        ("mistral3",),
+        keys.TOP
+        | keys.any_of("image_token_index", "image_token_id", "projector_hidden_act")
+        | keys.any_of("multimodal_projector_bias", "spatial_merge_size")
+        | {"vision_feature_layer": keys.Values("one layer, alone or in a list", _one_layer)},
+    ),
+    keys.Section(
+        ("ministral3",),
+        keys.text() | keys.any_of("sliding_window"),
+        rope=keys.ROPE
+        | dict.fromkeys(("llama_4_scaling_beta", "original_max_position_embeddings"), keys.NUMBER),
+    ),
+    keys.Section(
+        ("pixtral",),
+        keys.VISION
+        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "rope_parameters")
+        | keys.any_of("tie_last_hidden_states"),
+    ),
+)
+
+
+def architecture(hf_config: Any) -> dict:
+    text = hf_config.text_config
+    windows = (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()
+    return llama.architecture(hf_config) | {"layer_windows": windows}
+
+
+def rotary(hf_config: Any) -> Rotary:
+    rule = hf_config.text_config.rope_parameters
+    scale = partial(
+        query_scale, beta=rule["llama_4_scaling_beta"], period=rule["original_max_position_embeddings"]
+    )
+    return Rotary([inverse_frequencies(hf_config.text_config)], query_scale=scale)
+
+
+def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
+    """Factor on the queries (Llama 4's attention temperature): grows with every `period` positions."""
+    return 1 + beta * torch.log(1 + torch.floor(position_ids / period))
+
+
+class Ministral3Vision(nn.Module):
+    """The HF tower and projector; all images run as one sequence in which each sees itself alone.
+
+    pixel_values (N, 3, H, W), padded right and bottom, and image_sizes (N, 2) -> features (M, D).
+    """
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(
+            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        )
+        self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
+        layer = hf_config.vision_feature_layer
+        self.feature_layer = layer if isinstance(layer, int) else layer[0]
+
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+        sizes = image_sizes.tolist()  # they stay on the host, see batch.HOST_FIELDS
+        states = self.vision_tower(pixel_values, image_sizes=sizes, output_hidden_states=True).hidden_states
+        return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes)
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A square of whole merged patches."""
+    vision = hf_config.vision_config
+    merged = vision.patch_size * hf_config.spatial_merge_size
+    side = merged * max(1, round(min(pixels**0.5, vision.image_size) / merged))
+    return {
+        "pixel_values": torch.zeros(1, vision.num_channels, side, side),
+        "image_sizes": torch.tensor([[side, side]]),
+    }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Merged patches."""
+    merged = hf_config.vision_config.patch_size * hf_config.spatial_merge_size
+    return (visual.image_sizes // merged).prod(-1).tolist()
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    return [
+        *llava.outer_rules(hf_config),
+        *llama.attention_rules(hf_config.text_config, llava.LAYER),
+        *llama.mlp_rules(llava.LAYER),
+    ]
+
+
+def portable_config(config: dict) -> dict:
+    """Without the name of the tower's only rotary rule: Transformers up to 5.12 refuses it, none needs it."""
+    vision = dict(config["vision_config"])
+    rule = vision.get("rope_parameters") or {}
+    if rule.get("rope_type") == "axial":
+        vision["rope_parameters"] = {key: value for key, value in rule.items() if key != "rope_type"}
+    return config | {"vision_config": vision}
+
+
+FAMILY = Family(
+    model_type="mistral3",
+    sections=SECTIONS,
+    visual_keys=("pixel_values", "image_sizes"),
+    architecture=architecture,
+    rotary=rotary,
+    build_vision=Ministral3Vision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    weights=weights,
+    renames=llava.RENAMES,
+    portable_config=portable_config,
+)

@@ -1,0 +1,146 @@
+"""What the families share whose towers take patches and grids (Qwen2.5-VL, Qwen3-VL, GLM-4.5V)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, vision_utils
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
+
+VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+TOP = keys.TOP | keys.any_of("image_token_id", "video_token_id")
+VISION = keys.VISION | {
+    **keys.any_of("depth", "num_heads", "in_channels", "out_hidden_size", "spatial_merge_size"),
+    **keys.any_of("rope_parameters"),
+    "temporal_patch_size": keys.NUMBER,
+}
+
+
+class GridVision(nn.Module):
+    """The HF visual module, projector included, called once for all images and videos of a micro batch."""
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.visual = AutoModel.from_config(
+            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        )
+        self.deepstack = deepstack_features(hf_config)
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | None = None,  # only positions need it
+    ) -> Tensor:
+        """Patches (P, ...) and grids (N, 3) on CPU -> features (M, D), or with deepstack (1 + n, M, D)."""
+        patches_PF = _joined(pixel_values, pixel_values_videos)
+        grids_N3 = _joined(image_grid_thw, video_grid_thw).cpu()
+        plan = self._plan(grids_N3, patches_PF.device)
+        output = self.visual(patches_PF, grid_thw=grids_N3.to(patches_PF.device, non_blocking=True), **plan)
+        if not self.deepstack:
+            return output.pooler_output
+        return torch.stack((output.pooler_output, *output.deepstack_features[: self.deepstack]))
+
+    def _plan(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """What the tower derives from the grids, by the names under which it takes it.
+
+        Computed on CPU, where the tower would wait for the device, and once more in every layer for
+        sequence lengths: these stay on CPU, the rest goes to `device`.
+        """
+        visual = self.visual
+        lengths = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_N3)}
+        indices = {"position_ids": vision_utils.get_vision_position_ids(grids_N3, visual.spatial_merge_size)}
+        if hasattr(visual, "window_size"):
+            indices["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+                grids_N3, visual.spatial_merge_size, visual.window_size, visual.patch_size
+            )
+        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17; before, the tower does it itself
+            interpolation = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids_N3,
+                visual.num_grid_per_side,
+                visual.interpolation_mode,
+                visual.interpolation_align_corners,
+                visual.spatial_merge_size,
+            )
+            indices["interp_indices"], indices["interp_weights"] = interpolation
+        return lengths | {name: t.to(device, non_blocking=True) for name, t in indices.items()}
+
+
+def deepstack_features(hf_config: Any) -> int:
+    """How many layers of the tower give features that a layer of the language model takes.
+
+    As in Transformers, indexes beyond the tower's depth give none, and features beyond the last layer of the
+    language model are left out.
+    """
+    vision = hf_config.vision_config
+    indexes = set(getattr(vision, "deepstack_visual_indexes", ()))
+    return min(len(indexes & set(range(vision.depth))), hf_config.text_config.num_hidden_layers)
+
+
+def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
+    return torch.cat([part for part in (images, videos) if part is not None])
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A square of whole merged patches."""
+    vision = hf_config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    merged = vision.patch_size * vision.spatial_merge_size
+    side = vision.spatial_merge_size * max(1, round(pixels**0.5 / merged))
+    return {
+        "pixel_values": torch.zeros(side**2, width),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Merged patches."""
+    grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
+    return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
+
+
+@dataclass(frozen=True)
+class MRope:
+    """A family's M-RoPE: in chunks or `interleaved`, which is the family's and not the config's choice.
+
+    `sections` stand in for a missing `mrope_section`; `part_of_head`: `partial_rotary_factor` is read.
+    """
+
+    sections: tuple[int, ...]
+    interleaved: bool = False
+    part_of_head: bool = False
+
+    def rotary(self, hf_config: Any) -> Rotary:
+        text = hf_config.text_config
+        rule = inverse_frequencies(text, part_of_head=self.part_of_head)
+        return Rotary(
+            [rule], mrope_axes(self._sections(text.rope_parameters), self.interleaved, len(rule[0]))
+        )
+
+    def keys(self) -> dict[str, keys.Values]:
+        """Of `rope_parameters`, as `Section.rope` wants them."""
+        words = "three numbers" if self.interleaved else "numbers that add up to half the rotated channels"
+        mrope = {"mrope_section": keys.Values(words, self._fits)}
+        partial = {"partial_rotary_factor": keys.ANY} if self.part_of_head else {}
+        return keys.ROPE | partial | mrope
+
+    def _sections(self, rule: dict) -> list[int]:
+        return rule.get("mrope_section", list(self.sections))
+
+    def _fits(self, _: Any, rule_and_text: tuple[dict, Any]) -> bool:
+        rule, text = rule_and_text
+        sections = self._sections(rule)
+        if not isinstance(sections, list) or not all(isinstance(n, int) and n >= 0 for n in sections):
+            return False
+        if self.interleaved:
+            return len(sections) >= 3
+        factor = rule.get("partial_rotary_factor", 1.0) if self.part_of_head else 1.0
+        return 2 * sum(sections) == int(llama.head_dim(text) * factor)

@@ -1,0 +1,107 @@
+"""Which samples each step was trained on: a line for every micro batch, in `<run_dir>/batches/rankR.jsonl`.
+
+R is the data-parallel rank. A line holds `step`, `micro_batch`, `keys` (of each row's samples) and
+`restore_key`, from which the loader makes the same micro batch again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.job.failures import is_anothers_end, is_worker_death
+from megatron_vlm.messages import printable
+
+FOLDER = "batches"
+KEYS_SHOWN = 20
+
+
+class BatchLog:
+    """Written by each rank that reads, from `first_step` on.
+
+    What an earlier, interrupted run wrote from there on is dropped, also of ranks that are no more.
+    """
+
+    def __init__(self, run_dir: str | Path, rank: int, world_size: int, first_step: int):
+        self.folder = Path(run_dir) / FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("rank*.jsonl"):
+            if _rank(path) % world_size == rank:
+                _keep_before(path, first_step)
+        self._file = (self.folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, micro_batches: list[dict[str, Any]]) -> None:
+        """Before the step is trained, so that the file names its samples however it ends."""
+        for number, batch in enumerate(micro_batches):
+            row = {"step": step, "micro_batch": number, "keys": batch["__key__"]}
+            self._file.write(json.dumps(row | {"restore_key": batch["__restore_key__"]}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
+    """The lines of one step, with their `rank`, in the order of ranks and micro batches.
+
+    Raises ValueError that says which steps there are when this one is not among them.
+    """
+    paths = sorted((Path(run_dir) / FOLDER).glob("rank*.jsonl"), key=_rank)
+    rows = [{"rank": _rank(path), **row} for path in paths for row in _rows(path)]
+    found = [row for row in rows if row["step"] == step]
+    if not found:
+        steps = [row["step"] for row in rows]
+        known = f"it holds steps {min(steps)} to {max(steps)}" if steps else "it holds no step"
+        raise ValueError(f"{run_dir}: no batch of step {step} in {FOLDER}/; {known}.")
+    return found
+
+
+@contextmanager
+def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
+    """What is raised inside also says the step, its samples on this rank, and how to look at them,
+    unless no sample can be its cause. An error with `micro_batches` says of which numbers the samples are."""
+    try:
+        yield
+    except Exception as error:
+        if _may_be_a_samples(error):
+            numbers = getattr(error, "micro_batches", range(len(micro_batches)))
+            error.add_note(_describe(run_dir, step, [micro_batches[number] for number in numbers]))
+        raise
+
+
+def _may_be_a_samples(error: Exception) -> bool:
+    """A full disk, another rank's end and a killed worker are no sample's fault."""
+    return not (isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error))
+
+
+def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
+    keys = [key for batch in micro_batches for row in batch["__key__"] for key in row]
+    shown = ", ".join(map(printable, keys[:KEYS_SHOWN]))
+    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    here = f", on this rank with samples {shown}{more}" if keys else ""
+    return (
+        f"step {step}{here}; look at all of them: "
+        f"megatron-vlm replay {run_dir} --step {step} --output page.html"
+    )
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("rank"))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A last line that a kill cut short is left out."""
+    with path.open(encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+
+def _keep_before(path: Path, first_step: int) -> None:
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        for row in _rows(path):
+            if row["step"] < first_step:
+                file.write(json.dumps(row) + "\n")
+    part.replace(path)

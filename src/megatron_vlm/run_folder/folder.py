@@ -1,0 +1,326 @@
+"""The checkpoints of a run folder, without torch: which is the newest, how one becomes complete, how it goes.
+
+    <run_dir>/checkpoints/latest                 name of the newest complete checkpoint
+    <run_dir>/checkpoints/latest.tmp             name of the one that is just being made complete
+    <run_dir>/checkpoints/step_00000100/         a complete checkpoint: it has a state.json
+    <run_dir>/checkpoints/step_00000200.tmp/     being written
+    <run_dir>/checkpoints/step_00000050.deleted/ being removed
+
+A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` names, and leftovers that
+`tidy` removes. After a power cut as well: every file is on disk before the step that relies on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import ConfigError, load_yaml
+from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.run_folder import lock as run_lock
+from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
+
+_STEP = re.compile(r"step_\d{8}", re.ASCII)
+_LEFTOVER = re.compile(r"step_\d{8}\.(tmp|deleted)", re.ASCII)
+
+
+def checkpoints(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+# ---- which checkpoint -------------------------------------------------------------------------------------
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The folder of the newest complete checkpoint, the one to go on from; None when there is none.
+
+    It lies in the run's own folder: `latest` holds the name of a step and nothing else, and links do not
+    count. Raises ConfigError, with the command that mends it, where checkpoints are complete and `latest` is
+    missing or damaged, or where it names what is not complete.
+    """
+    folder = checkpoints(run_dir)
+    complete = complete_checkpoints(run_dir)
+    for pointer in (folder / "latest.tmp", folder / "latest"):  # the first only after a kill
+        if _named(pointer) in complete:
+            return folder / _named(pointer)
+    if not complete and not os.path.lexists(folder / "latest"):
+        return None
+    raise ConfigError(_no_latest(folder, complete))
+
+
+def complete_checkpoints(run_dir: str | Path) -> list[str]:
+    """The names of all complete checkpoints, the oldest first. Raises ConfigError for what is no folder."""
+    folder = checkpoints(run_dir)
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise ConfigError(f"run_dir: {printable(folder)} is not a folder; give another run_dir.")
+        return []
+    return sorted(name for name in os.listdir(folder) if not _what_lacks(folder, name))
+
+
+def _what_lacks(folder: Path, name: str) -> str:
+    """Why a name is not that of a complete checkpoint, or ""."""
+    path = folder / name
+    if not _STEP.fullmatch(name):
+        return "is no step's name"
+    if path.is_symlink():
+        return "is a link"
+    if not path.is_dir():
+        return "is not there"
+    return "" if (path / STATE).is_file() else f"has no {STATE}"
+
+
+def _named(pointer: Path) -> str | None:
+    """The name of a step that a file holds; None when it is anything else."""
+    text = _text(pointer) if pointer.is_file() else ""
+    return text if _STEP.fullmatch(text) else None
+
+
+def _text(pointer: Path) -> str:
+    with open(pointer, "rb") as file:
+        return file.read(100).decode(errors="replace").strip()
+
+
+def _no_latest(folder: Path, complete: list[str]) -> str:
+    latest = folder / "latest"
+    name = _named(latest)
+    if not os.path.lexists(latest):
+        fact = f"{printable(latest)} is missing, which names the checkpoint to go on from"
+    elif not latest.is_file():
+        fact = f"{printable(latest)} is not a file"
+    elif name is None:
+        fact = f"{printable(latest)} holds {printable(_text(latest))!r} and not the name of a checkpoint"
+    else:
+        fact = f"{printable(latest)} names {name}, which is not complete: it {_what_lacks(folder, name)}"
+    if not complete:
+        return f"checkpoint: {fact}. Restore it, or delete {printable(latest)} to begin from step 1."
+    shown = ", ".join(complete[-3:])
+    return (
+        f"checkpoint: {fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
+        f"{_choose(folder, complete, name)}"
+    )
+
+
+def _choose(folder: Path, complete: list[str], before: str | None = None) -> str:
+    """The command that makes `latest` name the newest, of those before `before` where there are any."""
+    earlier = [name for name in complete if before is None or name < before]
+    latest = folder / "latest"
+    quoted = shlex.quote(printable(latest, 10_000))
+    aside = "" if latest.is_file() or not os.path.lexists(latest) else f"mv {quoted} {quoted}.old && "
+    return f"{aside}echo {(earlier or complete)[-1]} > {quoted}"
+
+
+# ---- who may start ----------------------------------------------------------------------------------------
+
+
+def check_start(run_dir: str | Path, hf_path: str) -> None:
+    """Raise ConfigError unless a run of the model `hf_path` may begin or go on in this folder now.
+
+    Refused are a folder of another model's run, checkpoints without a valid `latest`, and a second run while
+    the first lives. Nothing is changed, and nothing heavy is imported.
+    """
+    if os.path.lexists(run_dir) and not Path(run_dir).is_dir():
+        raise ConfigError(f"run_dir: {printable(run_dir)} is not a folder; give another run_dir.")
+    _check_owner(Path(run_dir), hf_path)
+    latest_checkpoint(run_dir)
+    with naming(Path(run_dir)):
+        run_lock.check_free(run_dir)
+
+
+def _check_owner(run_dir: Path, hf_path: str) -> None:
+    """A folder in which nothing was trained or imported yet is anybody's."""
+    file = run_dir / "config.yaml"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    if not text.strip():
+        return
+    try:
+        theirs = str(load_yaml(text)["model"]["hf_path"])
+    except (ConfigError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"run_dir: {printable(file)} is not the configuration of a run; give another run_dir, or move "
+            "that file away."
+        ) from error
+    metrics = run_dir / "metrics.jsonl"
+    used = (metrics.is_file() and metrics.stat().st_size > 0) or complete_checkpoints(run_dir)
+    if used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
+        raise ConfigError(
+            f"run_dir: {printable(run_dir)} holds a run of {printable(theirs)}, and model.hf_path is "
+            f"{printable(hf_path)}. Give another run_dir; or, where the same model only moved, write its new "
+            f"path into {printable(file)}."
+        )
+
+
+def _absolute(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
+
+
+# ---- a checkpoint becomes complete, old ones go -----------------------------------------------------------
+
+
+def saved_last(run_dir: str | Path, step: int) -> Path | None:
+    """The folder of the checkpoint of `step` when `latest` names it, and nothing is left to write."""
+    name = f"step_{step:08d}"
+    is_last = _named(checkpoints(run_dir) / "latest") == name and name in complete_checkpoints(run_dir)
+    return checkpoints(run_dir) / name if is_last else None
+
+
+def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
+    """A new folder to write the checkpoint of `step` into, which `complete` then makes one.
+
+    Raises OSError where it cannot be made, or where less than `needed` bytes are free.
+    """
+    partial = checkpoints(run_dir) / f"step_{step:08d}.tmp"
+    with naming(partial):
+        tidy(run_dir)
+        if needed > (free := free_bytes(partial)):
+            sizes = f"{readable_size(needed)}, of which {readable_size(free)} are free"
+            raise OSError(
+                f"checkpoint: {printable(partial)} takes {sizes}. The last complete checkpoint stays; "
+                "make room and start again."
+            )
+        partial.mkdir(parents=True)
+    return partial
+
+
+def complete(partial: Path, state: dict[str, Any]) -> Path:
+    """Add state.json to a folder that holds all else, on disk already, and let `latest` name it.
+
+    `state["files"]` is what `checksums` said of the other files. An older checkpoint of the same step goes.
+    """
+    folder, final = partial.parent, partial.with_suffix("")
+    with naming(partial):
+        _write_synced(partial / STATE, state_text(state))
+        _sync_folder(partial)
+        if os.path.lexists(final):
+            os.rename(final, final.with_suffix(".deleted"))
+        # From the rename on it is complete: latest.tmp says so to whoever starts after a kill in between.
+        _write_synced(folder / "latest.tmp", final.name + "\n")
+        _sync_folder(folder)
+        os.rename(partial, final)
+        _sync_folder(folder)
+        os.replace(folder / "latest.tmp", folder / "latest")
+        _sync_folder(folder)
+    return final
+
+
+def prune(run_dir: str | Path, newest: str, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints up to `newest`.
+
+    Later steps stay: they are there when somebody set `latest` back, and go when their step is saved again.
+    """
+    folder = checkpoints(run_dir)
+    with naming(folder):
+        for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
+            os.rename(folder / name, folder / f"{name}.deleted")
+        _remove_leftovers(folder)
+
+
+def tidy(run_dir: str | Path) -> None:
+    """Finish or remove what a kill left behind; only for the run that holds the lock."""
+    folder = checkpoints(run_dir)
+    if not folder.is_dir():
+        return
+    with naming(folder):
+        if _named(folder / "latest.tmp") in complete_checkpoints(run_dir):
+            os.replace(folder / "latest.tmp", folder / "latest")
+            _sync_folder(folder)
+        (folder / "latest.tmp").unlink(missing_ok=True)
+        _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What cannot be removed now, because a file system keeps open files, is tried again at the next save."""
+    for name in os.listdir(folder):
+        if _LEFTOVER.fullmatch(name):
+            remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder as far as possible; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that holds all of the old text or all of the new, whenever this process is killed."""
+    part = path.with_suffix(".part")
+    with naming(path):
+        _write_synced(part, text)
+        os.replace(part, path)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError from inside says what could not be written, and how much room there is when that is why."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # one of ours
+            raise
+        place = printable(error.filename or path)
+        remedy = "give a run_dir that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
+        raise OSError(f"{place}: {error.strerror}; {remedy}.") from error
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the file system of a path, which need not exist."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+# ---- what to do about a damaged one -----------------------------------------------------------------------
+
+
+def damaged(path: Path, problems: list[str]) -> str:
+    """The message about a checkpoint with these problems, and the way on."""
+    if not path.exists():
+        return (
+            f"checkpoint: {printable(path)} was removed while it was read; start again, to read a newer one."
+        )
+    more = f", and {len(problems) - 1} more of its files are not as saved" if len(problems) > 1 else ""
+    others = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
+    whole = [name for name in others if _sizes_fit(path.parent / name)]
+    fact = f"checkpoint: {problems[0]}{more}. Restore it from a copy, or"
+    if not whole:
+        return f"{fact} begin in another run_dir: no other checkpoint here is complete."
+    return f"{fact} go on from another complete one: {_choose(path.parent, whole, path.name)}"
+
+
+def _sizes_fit(path: Path) -> bool:
+    try:
+        return not size_problems(path, read_state(path)["files"] or _unsized(path))
+    except (ValueError, OSError):
+        return False
+
+
+def _unsized(path: Path) -> dict[str, list]:
+    """Of a checkpoint from before sizes were written, all that is there and all that must be."""
+    sizes = {name: [os.stat(path / name).st_size, ""] for name in os.listdir(path) if name != STATE}
+    return {".metadata": [-1, ""], "metadata.json": [-1, ""]} | sizes

@@ -1,0 +1,83 @@
+"""Tiny Hugging Face checkpoints with real processors, built without a network, for tests and the demo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
+
+from tiny import gemma3, glm4v_moe, qwen
+from tiny import mistral3 as ministral3
+from tiny.corpus import default_corpus
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    template: str  # chat template with {% generation %} blocks
+    processor: Callable[..., ProcessorMixin]  # (corpus, template, **sizes)
+    config: Callable[[ProcessorMixin, dict, dict], PretrainedConfig]  # (processor, text, vision)
+
+
+TINY_FAMILIES = {
+    "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
+    "mistral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
+    "glm4v_moe": TinyFamily(glm4v_moe.TEMPLATE, glm4v_moe.processor, glm4v_moe.config),
+    "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
+    "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),
+    "qwen3_vl_moe": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_moe_config),
+}
+
+
+def build_tiny_checkpoint(
+    family: str,
+    path: str | Path,
+    *,
+    corpus: Iterable[str] | None = None,
+    text: dict | None = None,
+    vision: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    generation_tags: bool = True,
+    **processor_sizes: int,
+) -> Path:
+    """Save a complete checkpoint of random weights (config, safetensors, tokenizer, processor, template).
+
+    `text` and `vision` override entries of the two sub-configs, `processor_sizes` those of the processor
+    (`image_size`, `image_tokens`, `vocab_size`). Digits are always pieces of their own, whatever the corpus.
+    Equal arguments give equal files. Raises KeyError on an unknown family.
+    """
+    parts = TINY_FAMILIES[family]
+    template = parts.template if generation_tags else without_generation_tags(parts.template)
+    processor = parts.processor(corpus or default_corpus(), template, **processor_sizes)
+    model = random_model(parts.config(processor, text or {}, vision or {}), seed, dtype)
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return Path(path)
+
+
+def without_generation_tags(template: str) -> str:
+    """The same template as most checkpoints publish it: same rendering, no marked replies."""
+    template = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
+    return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", template)
+
+
+def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config with weights that all matter.
+
+    Transformers starts some weights at 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias):
+    move those too, so that every weight matters to the output and an error in any of them shows.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False)
+        with torch.no_grad():
+            for weight in model.state_dict(keep_vars=True).values():
+                if (weight == weight.flatten()[0]).all():
+                    weight.add_(torch.randn_like(weight) * 0.05)
+    return model
