@@ -221,7 +221,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     hf_config = AutoConfig.from_pretrained(path)
     family = family_for(hf_config)
     chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, path, family, hf_config)
+    import_hf(chunks, path, family.weight_map(hf_config))
     chunks[0].config.calculate_per_token_loss = per_token_loss
     ddp = step.data_parallel(chunks, run)
     mine = my_micro_batches(case, layout)

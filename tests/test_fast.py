@@ -366,7 +366,7 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
     processor, parts = known_as(family, processor), load(family)
     run = RunConfig(model=ModelConfig(dtype="bf16"))
     [model] = build_model(run, parts, hf_config, setup.device(), processor)
-    import_hf([model], path, parts, hf_config)
+    import_hf([model], path, parts.weight_map(hf_config))
     found = []
     for encoder in encoders(processor, position_ids=parts.position_ids(hf_config)):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.job.failures import last_words
+from megatron_vlm.job.last_words import last_words
 
 TESTS = Path(__file__).parent
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them

@@ -48,7 +48,7 @@ def in_one_process(path: str, cases: str) -> dict:
     def model(**settings):
         run = RunConfig(model=ModelConfig(dtype="fp32", **settings))
         chunks = build_model(run, family, hf_config, setup.device())
-        import_hf(chunks, path, family, hf_config)
+        import_hf(chunks, path, family.weight_map(hf_config))
         return data_parallel(chunks, run)
 
     rows = case["rows"]

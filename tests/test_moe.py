@@ -153,7 +153,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         run = RunConfig(parallel=layout)
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
         chunks = build_model(run, family, hf_config, setup.device())
-        weights.import_hf(chunks, path, family, hf_config)
+        weights.import_hf(chunks, path, family.weight_map(hf_config))
         ddp = step.data_parallel(chunks, run)
         return ddp, *build_optimizer(ddp, run)
 

@@ -45,8 +45,8 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
         setup.reset_layout(LAYOUTS[name], seed=1)
         run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
         chunks = build_model(run, parts, hf_config, setup.device())
-        weights.import_hf(chunks, source, parts, hf_config)
-        weights.export_hf(chunks, folder, source, parts, hf_config)
+        weights.import_hf(chunks, source, parts.weight_map(hf_config))
+        weights.export_hf(chunks, folder, source, parts.weight_map(hf_config))
         prompt = encode_prompt(
             AutoProcessor.from_pretrained(source),
             [{"role": "user", "content": content}],

@@ -73,8 +73,9 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
         hf_config, family = opened.hf_config, opened.family
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
         chunks = build_model(run, family, hf_config, setup.device())
-        weights.import_hf(chunks, source, family, hf_config)
-        weights.export_hf(chunks, output, source, family, hf_config, shard_bytes=100_000)  # several files
+        weight_map = family.weight_map(hf_config)
+        weights.import_hf(chunks, source, weight_map)
+        weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -408,7 +409,7 @@ def refusals(sources: list[str]) -> list[str]:
         for weight in chunks[0].parameters():
             weight.data.fill_(7)
         with pytest.raises(ValueError) as refused:
-            weights.import_hf(chunks, source, family, hf_config)
+            weights.import_hf(chunks, source, family.weight_map(hf_config))
         assert all((weight == 7).all() for weight in chunks[0].parameters())  # nothing was read
         messages.append(str(refused.value))
     return messages

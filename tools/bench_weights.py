@@ -182,7 +182,7 @@ def processes(size: int) -> Iterator:
 
 
 def empty_model(run, folder: Path):
-    """(chunks, family, hf_config): weights have their places and no values, no memory is touched."""
+    """(chunks, where their weights come from): they have their places and no values, no memory is touched."""
     import torch
 
     from megatron_vlm.models.families import family_for
@@ -194,7 +194,7 @@ def empty_model(run, folder: Path):
     family = family_for(hf_config)
     with torch.device("meta"):
         chunks = build_model(run, family, hf_config, torch.device("meta"))
-    return [chunk.to_empty(device=setup.device()) for chunk in chunks], family, hf_config
+    return [chunk.to_empty(device=setup.device()) for chunk in chunks], family.weight_map(hf_config)
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -217,12 +217,12 @@ def read_once(run, folder: Path, cache: str) -> dict:
 
     prepare, plain_way = (forget, plain_read) if cache == "cold" else (plain_read, plain_load)
     release_freed()
-    chunks, *model = empty_model(run, folder)
+    chunks, weight_map = empty_model(run, folder)
     prepare(folder)
     plain = seconds(lambda: plain_way(folder))
     prepare(folder)
     with Memory() as memory:
-        ours = seconds(lambda: import_hf(chunks, folder, *model))
+        ours = seconds(lambda: import_hf(chunks, folder, weight_map))
     return once(chunks, ours, held(chunks), plain, size_of(folder), memory)
 
 
@@ -230,14 +230,14 @@ def write_once(run, folder: Path) -> dict:
     from megatron_vlm.models.weights import export_hf, import_hf
 
     release_freed()
-    chunks, *model = empty_model(run, folder)
-    import_hf(chunks, folder, *model)
+    chunks, weight_map = empty_model(run, folder)
+    import_hf(chunks, folder, weight_map)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         plain = seconds(lambda: plain_write(folder, Path(name) / "plain"))
         shutil.rmtree(Path(name) / "plain")
 
         def export() -> None:
-            export_hf(chunks, Path(name) / "export", folder, *model)
+            export_hf(chunks, Path(name) / "export", folder, weight_map)
             flush(Path(name) / "export")
 
         with Memory() as memory:

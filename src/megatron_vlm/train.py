@@ -35,7 +35,7 @@ def train(config: RunConfig) -> None:
     model = build_model(config, family, hf_config, setup.device(), processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
         watchdog.beat(f"importing {source.folder}", files=True)
-        import_hf(model, source.folder, family, hf_config)
+        import_hf(model, source.folder, family.weight_map(hf_config))
     model = data_parallel(model, config)
     optimizer, scheduler = build_optimizer(model, config)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)

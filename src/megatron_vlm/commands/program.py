@@ -14,7 +14,8 @@ from typing import Any
 import typer
 
 from megatron_vlm.job import ranks
-from megatron_vlm.job.failures import LAUNCHER_SPEAKS, LastWords, interrupted, last_words, say
+from megatron_vlm.job.failures import LastWords
+from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
 
 # `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}

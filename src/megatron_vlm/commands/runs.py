@@ -56,7 +56,7 @@ def import_run(config: RunConfig) -> None:
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     source = open_source(config.model.hf_path)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
-    import_hf(chunks, source.folder, source.family, source.hf_config)
+    import_hf(chunks, source.folder, source.family.weight_map(source.hf_config))
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as training does: export and the like go by it
@@ -68,7 +68,7 @@ def import_run(config: RunConfig) -> None:
 def export_run(config: RunConfig, output: str | Path) -> None:
     """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`."""
     run = open_run(config)
-    export_hf(run.chunks, output, run.source, run.family, run.hf_config)
+    export_hf(run.chunks, output, run.source, run.family.weight_map(run.hf_config))
     setup.shutdown()
 
 

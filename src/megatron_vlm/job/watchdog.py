@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_vlm.job import ranks
+from megatron_vlm.job.last_words import HANG_CODE, say
 
-HANG_CODE = 3  # what the process ends with
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
 MUCH_IO = 1 << 21  # bytes a second, read or written, that count as a beat where files are the work
@@ -169,7 +169,7 @@ class Watch:
         contents = {ranks.rank(): self.record.content, **others}
         if self.record.claim():
             self.record.end("hang", describe(contents, self.hang_seconds, self.errors))
-            _speak(self.record.content["ended"]["message"])
+            say(self.record.content["ended"]["message"])
         else:
             self.record.end("hang", "")
         for content in others.values():  # SIGTERM, which torchrun sends, does not reach a stopped process
@@ -297,10 +297,3 @@ def end_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _speak(message: str) -> None:
-    """Where no launcher of ours does it."""
-    from megatron_vlm.job.failures import say
-
-    say(message)

@@ -40,7 +40,7 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
     hf_config = load_config(path)
     family = family_for(hf_config)
     folder = resolve(path)
-    settle_ties(hf_config, family, folder, tied)
+    settle_ties(hf_config, family.weight_map(hf_config), folder, tied)
     return Source(folder, hf_config, family)
 
 
@@ -62,7 +62,7 @@ def look_at(path: str | Path) -> tuple[Any, str | None]:
     hf_config = load_config(path)
     family = family_for(hf_config)
     if Path(path).is_dir() and has_weights(Path(path)):
-        settle_ties(hf_config, family, Path(path))
+        settle_ties(hf_config, family.weight_map(hf_config), Path(path))
     elif hf_config.tie_word_embeddings:
         return hf_config, (
             "Assumed, as the weights were not read: the output layer is the embedding, which config.json "

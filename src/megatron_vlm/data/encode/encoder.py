@@ -78,7 +78,7 @@ class HFEncoderVLMTaskEncoder(
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
-    fast           do the work of a processor that `data.encode.known` knows; `hf_because` says why this is not done
+    fast           do the work of a processor that `data.encode.known` knows; `hf_because` says why not
     """
 
     decoder = None  # images stay encoded until `encode_sample`; Energon's own decoder executes pickles

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from megatron_vlm.batch import fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
-from megatron_vlm.data.load.energon_state import FORMAT, check_fingerprint, digest
+from megatron_vlm.data.fingerprint import check_fingerprint, digest
+from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.job.failures import worker_death
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")

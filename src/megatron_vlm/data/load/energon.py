@@ -40,11 +40,7 @@ from megatron_vlm.data.load.base import (
     with_limited_drops,
 )
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
-from megatron_vlm.data.load.energon_state import (
-    energon_fingerprint,
-    from_json_data,
-    to_json_data,
-)
+from megatron_vlm.data.load.energon_state import energon_fingerprint, from_json_data, to_json_data
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE

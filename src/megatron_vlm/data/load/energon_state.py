@@ -1,4 +1,4 @@
-"""Loader state as JSON data: Energon's state objects in and out of JSON, and the fingerprint that guards it.
+"""Energon's state objects in and out of JSON, and the fingerprint of an Energon dataset.
 
 No pickle: a state file from a stranger can at worst be refused.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
+from megatron_vlm.data.fingerprint import UNKNOWN, digest
+
 FORMAT = 1
-UNKNOWN = "unknown"  # a part of a fingerprint that equals any other
 _CLASSES = {
     cls.__name__: cls
     for cls in (
@@ -105,27 +105,6 @@ def from_json_data(data: Any) -> Any:
 
 def _to_base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
-
-
-def digest(value: Any) -> str:
-    """A short hash of JSON data, the same in every process."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises ValueError that names every field in which the two differ.
-
-    `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
-    """
-    pairs = {name: (saved.get(name), current.get(name)) for name in saved.keys() | current.keys()}
-    different = {name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair}
-    if different:
-        named = sorted(different - {"pipeline"}) or ["pipeline"]
-        raise ValueError(
-            "loader state belongs to another data configuration: "
-            + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
-            + ". Resume with the settings of the saved run, or begin the data anew with data.restart=true."
-        )
 
 
 def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.config import paths_of
+from megatron_vlm.data.fingerprint import digest
 from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.load.base import (
     Provider,
@@ -27,7 +28,6 @@ from megatron_vlm.data.load.base import (
     encoder_settings,
     with_limited_drops,
 )
-from megatron_vlm.data.load.energon_state import digest
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.orders import (
     BalancedRows,
@@ -39,9 +39,10 @@ from megatron_vlm.data.load.orders import (
 )
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.records.blends import blend_tables, path_names
 from megatron_vlm.data.records.columns import Layout
-from megatron_vlm.data.records.streams import StreamedRows, StreamOrder
+from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table, source_splits
 
 VALIDATION_SPLITS = ("val", "validation", "valid")

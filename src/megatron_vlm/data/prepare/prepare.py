@@ -1,4 +1,4 @@
-"""Anything that `data.records.tables` opens (JSON(L), a meta file, parquet, a hub name, ...) → an Energon dataset.
+"""Whatever `data.records.tables` opens (JSON(L), a meta file, parquet, a hub name) → an Energon dataset.
 
 What is written, ready for stock `energon` and for this package:
 

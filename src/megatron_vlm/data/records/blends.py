@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.load.energon_state import digest
+from megatron_vlm.data.fingerprint import digest
 
 
 class Table(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config import suggestion
 from megatron_vlm.data.description_files import check_fields, damaged
-from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.columns import Layout
 
 META_SOURCES = ("file_name", "hf_hub_url")
@@ -26,9 +26,28 @@ FORMATTINGS = ("alpaca", "sharegpt", "openai")  # the record itself tells
 LARGEST_META = 1 << 24  # bytes
 
 
-def open_meta(path, split, layout: Layout, root: Path | None, datasets: Sequence[str], subset) -> Blend:
-    """A file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}."""
-    path = Path(path)
+@dataclass(frozen=True)
+class Entry:
+    """One dataset of a meta file: how its table is opened, and how many of its rows an epoch has."""
+
+    place: str  # as errors name it
+    source: str | Path
+    layout: Layout
+    media_dir: Path
+    split: str | None
+    subset: str | None
+    sample_ratio: float | None
+    num_samples: int | None
+
+    def rows_in_an_epoch(self, rows: int) -> int:
+        return int(self.num_samples or 0) or max(1, round(rows * (self.sample_ratio or 1.0)))
+
+
+def entries_of(path: Path, layout: Layout, root: Path | None, datasets: Sequence[str]) -> dict[str, Entry]:
+    """The datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
+
+    Raises ValueError or FileNotFoundError that names the file, the dataset and what to do.
+    """
     if layout.columns or layout.tags:
         raise ValueError(f"data.columns: {path} says the columns of each of its datasets; drop the setting.")
     entries = read_meta(path)
@@ -37,18 +56,11 @@ def open_meta(path, split, layout: Layout, root: Path | None, datasets: Sequence
     for name in datasets:
         if name not in entries:
             raise ValueError(f"data.datasets: {path} has no dataset {name}{suggestion(name, entries)}")
-    entries = {name: entries[name] for name in datasets or entries}
-    tables, counts = {}, {}
-    for name, entry in entries.items():
-        place = f"{path}, dataset {name}"
-        tables[name] = _open_entry(path.parent, place, entry, root)
-        counts[name] = _rows_in_an_epoch(place, entry, len(tables[name]))
-    return Blend(tables, counts)
+    names = datasets or entries
+    return {name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root) for name in names}
 
 
-def _open_entry(folder: Path, place: str, entry: dict, root: Path | None) -> Table:
-    from megatron_vlm.data.records.tables import kind_of, open_table
-
+def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     check_fields(place, entry, FIELDS, "correct it")
     if not any(key in entry for key in META_SOURCES):
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
@@ -62,29 +74,15 @@ def _open_entry(folder: Path, place: str, entry: dict, root: Path | None) -> Tab
         layout = Layout(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+    source = entry.get("hf_hub_url") or folder / entry["file_name"]
+    if isinstance(source, Path) and not source.exists():
+        raise FileNotFoundError(f"{place}: {source} does not exist.")
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
-    if "hf_hub_url" in entry:
-        source = entry["hf_hub_url"]
-    else:
-        source = folder / entry["file_name"]
-        if not source.exists():
-            raise FileNotFoundError(f"{place}: {source} does not exist.")
-        if kind_of(source) == "meta":
-            raise ValueError(f"{place}: {source} is a meta file itself; name its datasets here.")
-    split = entry.get("split") or _train_split(source)
-    table = open_table(source, split, layout=layout, media_dir=media_dir, subset=entry.get("subset"))
-    if not len(table):
-        raise ValueError(f"{place}: {source} has no records.")
-    return table
+    ratio, count = _share(place, entry)
+    return Entry(place, source, layout, media_dir, entry.get("split"), entry.get("subset"), ratio, count)
 
 
-def _train_split(source: str | Path) -> str | None:
-    from megatron_vlm.data.records.tables import source_splits
-
-    return "train" if "train" in source_splits(source) else None
-
-
-def _rows_in_an_epoch(place: str, entry: dict, rows: int) -> int:
+def _share(place: str, entry: dict) -> tuple[float | None, int | None]:
     ratio, count = entry.get("sample_ratio"), entry.get("num_samples")
     if ratio is not None and count is not None:
         raise ValueError(f"{place}: sample_ratio {ratio} and num_samples {count}; give one of them.")
@@ -92,7 +90,7 @@ def _rows_in_an_epoch(place: str, entry: dict, rows: int) -> int:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
             raise ValueError(f"{place}: {value!r} rows; give a positive number, or leave the dataset out.")
-    return int(count or 0) or max(1, round(rows * (1.0 if ratio is None else ratio)))
+    return ratio, count
 
 
 def read_meta(path: Path) -> dict[str, dict] | None:

@@ -3,7 +3,7 @@
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
 or Hugging Face's `{"path": ..., "bytes": ...}`; without these, the images that parts of turns name (OpenAI's
 `image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
-`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare.prepare` and
+`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare` and
 `data.load.hf` read every source through here, other layouts after `data.records.columns`.
 """
 
@@ -89,7 +89,7 @@ def images_of(record: Any, root: Path) -> list[bytes]:
 
 
 def videos_of(record: Any, root: Path) -> list[bytes | dict]:
-    """The videos of `record`, in order, as `data.media.videos` takes them. Raises BadSample as `images_of`."""
+    """The videos of `record`, in order, as `media.videos` takes them. Raises BadSample as `images_of`."""
     if not isinstance(record, dict):
         return []
     videos = next((record[name] for name in VIDEOS if record.get(name)), [])

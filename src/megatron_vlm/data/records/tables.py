@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_vlm.config import suggestion
 from megatron_vlm.data.description_files import check_regular
-from megatron_vlm.data.records.blends import Table, Whole
+from megatron_vlm.data.records.blends import Blend, Table, Whole
 from megatron_vlm.data.records.columns import Layout
 from megatron_vlm.data.records.json_rows import JsonTable
-from megatron_vlm.data.records.meta import open_meta, read_meta
+from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 
 FILES = (".json", ".jsonl", ".parquet", ".arrow")
 
@@ -122,9 +122,27 @@ def _open_json(path, split, layout: Layout, root: Path | None, datasets, subset,
     return JsonTable(Path(path), root or Path(path).parent, layout, lines)
 
 
+def _open_meta(path, split, layout: Layout, root: Path | None, datasets, subset) -> Blend:
+    entries = entries_of(Path(path), layout, root, datasets)
+    tables = {name: _open_entry(entry) for name, entry in entries.items()}
+    return Blend(tables, {name: entries[name].rows_in_an_epoch(len(table)) for name, table in tables.items()})
+
+
+def _open_entry(entry: Entry) -> Table:
+    if isinstance(entry.source, Path) and kind_of(entry.source) == "meta":
+        raise ValueError(f"{entry.place}: {entry.source} is a meta file itself; name its datasets here.")
+    split = entry.split or ("train" if "train" in source_splits(entry.source) else None)
+    table = open_table(
+        entry.source, split, layout=entry.layout, media_dir=entry.media_dir, subset=entry.subset
+    )
+    if not len(table):
+        raise ValueError(f"{entry.place}: {entry.source} has no records.")
+    return table
+
+
 TABLES = {
     "hf": _open_hf,
     "json": _open_json,
     "jsonl": functools.partial(_open_json, lines=True),
-    "meta": open_meta,
+    "meta": _open_meta,
 }

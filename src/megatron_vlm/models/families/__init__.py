@@ -24,7 +24,7 @@ def family_for(hf_config: Any) -> Family:
     from megatron_vlm.models.families.keys import check  # imports torch, which FAMILIES need not
 
     family = load(hf_config.model_type)
-    check(family, hf_config)
+    check(family.model_type, family.sections, hf_config)
     return family
 
 

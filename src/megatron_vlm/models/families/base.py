@@ -12,7 +12,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families.keys import Section
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
-from megatron_vlm.models.weights import Rule
+from megatron_vlm.models.weights import Rule, WeightMap
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,13 @@ class Family:
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config
+
+    def weight_map(self, hf_config: Any) -> WeightMap:
+        return WeightMap(
+            self.model_type,
+            self.weights(hf_config),
+            bool(hf_config.tie_word_embeddings),
+            self.renames,
+            self.ignored_keys(hf_config),
+            self.portable_config,
+        )

@@ -11,14 +11,11 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.activations import ACT2FN
 
 from megatron_vlm.messages import printable
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.families.base import Family
 
 NAMES = ("", "text_config", "vision_config")  # of the sections of config.json; "" is its top level
 
@@ -61,15 +58,15 @@ def _default(config_class: type) -> Any:
     return config_class()
 
 
-def check(family: Family, hf_config: Any) -> None:
+def check(model_type: str, sections: tuple[Section, Section, Section], hf_config: Any) -> None:
     """Raises ValueError, one for all of them, naming each key whose value the family does not support."""
     lines = []
-    for name, section in zip(NAMES, family.sections, strict=True):
+    for name, section in zip(NAMES, sections, strict=True):
         config, prefix = (getattr(hf_config, name), f"{name}.") if name else (hf_config, "")
         lines += [f"  {prefix}{problem}" for problem in _problems(section, config)]
     if lines:
         raise ValueError(
-            f"config.json of this {family.model_type} checkpoint asks for what is not supported:\n"
+            f"config.json of this {model_type} checkpoint asks for what is not supported:\n"
             + "\n".join(lines)
             + "\nThe trained model would not be Transformers'; docs/configs.md lists what is supported."
         )

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
@@ -21,6 +21,7 @@ from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
     Rule,
+    WeightMap,
     experts_per_rank,
     find_rule,
     matches,
@@ -30,10 +31,6 @@ from megatron_vlm.models.weights.rules import (
 from megatron_vlm.models.weights.shards import ShardFile, split
 from megatron_vlm.models.weights.ties import asks_for_ties
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.families.base import Family
-    from megatron_vlm.models.vlm import VLMModel
 
 SHARD_BYTES = 2**30  # export starts a new file after this much
 
@@ -52,7 +49,7 @@ class Piece:
 
 
 def hf_tensors(
-    chunks: list[VLMModel],
+    chunks: list[MegatronModule],
     rules: list[Rule],
     files: Collection[str] = (),
     value: Callable[[Tensor], Tensor | None] = lambda weight: weight.detach(),
@@ -76,7 +73,7 @@ def hf_tensors(
 
 
 def hf_pieces(
-    chunks: list[VLMModel],
+    chunks: list[MegatronModule],
     rules: list[Rule],
     files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
@@ -139,11 +136,10 @@ def _to(writer: int, local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def export_hf(
-    chunks: list[VLMModel],
+    chunks: list[MegatronModule],
     output: str | Path,
     source: str | Path,
-    family: Family,
-    hf_config: Any,
+    weight_map: WeightMap,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
@@ -154,7 +150,7 @@ def export_hf(
     files while it gathers, weight by weight; `output` appears when everything is written. Raises
     FileExistsError when it exists.
     """
-    output, checkpoint = Path(output), HFCheckpoint(source, family.renames)
+    output, checkpoint = Path(output), HFCheckpoint(source, weight_map.renames)
     unfinished = output.with_name(output.name + ".partial")
     if dist.get_rank() == 0:
         if output.exists():
@@ -162,14 +158,14 @@ def export_hf(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         copy_side_files(checkpoint.folder, unfinished)
-        adapt_config(unfinished / CONFIG_FILE, family, hf_config, checkpoint.is_fp8)
+        adapt_config(unfinished / CONFIG_FILE, weight_map, checkpoint.is_fp8)
     dist.barrier()
-    written = _write_stage(chunks, family.weights(hf_config), checkpoint, unfinished, shard_bytes)
+    written = _write_stage(chunks, weight_map.rules, checkpoint, unfinished, shard_bytes)
     stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(stages, written)
     if dist.get_rank() == 0:
         files = {file: keys for stage in stages for file, keys in stage.items()}
-        _check_complete(files, checkpoint, family.ignored_keys(hf_config))
+        _check_complete(files, checkpoint, weight_map.ignored)
         _name_shards(unfinished, files)
         unfinished.rename(output)
     dist.barrier()
@@ -183,24 +179,24 @@ def copy_side_files(source: Path, output: Path) -> None:
             shutil.copyfile(file, output / file.name)
 
 
-def adapt_config(file: Path, family: Family, hf_config: Any, dequantised: bool) -> None:
+def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte.
 
     An output layer of its own is said to be one: not everybody looks at the weights, as Transformers does.
     """
     text = file.read_text(encoding="utf-8")
     source = json.loads(text)
-    config = family.portable_config(source)
+    config = weight_map.portable_config(source)
     if dequantised:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if not hf_config.tie_word_embeddings and asks_for_ties(json.loads(text)):
+    if not weight_map.tied and asks_for_ties(json.loads(text)):
         config = config | {"tie_word_embeddings": False}
     if config != source:
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_stage(
-    chunks: list[VLMModel], rules: list[Rule], checkpoint: HFCheckpoint, folder: Path, shard_bytes: int
+    chunks: list[MegatronModule], rules: list[Rule], checkpoint: HFCheckpoint, folder: Path, shard_bytes: int
 ) -> dict[str, list[str]]:
     """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any."""
     writer = _writer_of_stage()
@@ -238,7 +234,7 @@ def _writer_of_stage() -> int:
     return stages.index(stage)
 
 
-def _keys_of_stage(chunks: list[VLMModel], rules: list[Rule], files: Collection[str]) -> list[str]:
+def _keys_of_stage(chunks: list[MegatronModule], rules: list[Rule], files: Collection[str]) -> list[str]:
     """The keys that this stage's writer exports, in the order of `hf_pieces`."""
     keys: dict[str, None] = {}
     for chunk in chunks:

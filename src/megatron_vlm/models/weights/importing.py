@@ -6,26 +6,29 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint
-from megatron_vlm.models.weights.rules import EXPERT, Rule, find_rule, matches, named_global_weights
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.families.base import Family
-    from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.models.weights.rules import (
+    EXPERT,
+    Rule,
+    WeightMap,
+    find_rule,
+    matches,
+    named_global_weights,
+)
 
 READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
 
 
-def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_config: Any) -> None:
+def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: WeightMap) -> None:
     """Fill the weights of this rank's model chunks from the HF checkpoint, reading only their slices.
 
     Values go straight from the files, mapped into memory, to their places, cast to the parameters' dtype: a
@@ -34,15 +37,15 @@ def import_hf(chunks: list[VLMModel], path: str | Path, family: Family, hf_confi
     Raises ValueError, before anything is read, that names the keys and their shapes when the checkpoint has
     one that the model does not have, lacks one that it has, or has one of another shape. A collective.
     """
-    checkpoint, rules = HFCheckpoint(path, family.renames), family.weights(hf_config)
+    checkpoint = HFCheckpoint(path, weight_map.renames)
     loads = [
-        Load(name, param, *find_rule(rules, name, checkpoint.files), *_place(name))
+        Load(name, param, *find_rule(weight_map.rules, name, checkpoint.files), *_place(name))
         for chunk in chunks
         for name, param in named_global_weights(chunk)
     ]
     for load in loads:
         load.check(checkpoint)
-    _check_all_used(checkpoint, {key for load in loads for key in load.keys}, family, hf_config)
+    _check_all_used(checkpoint, {key for load in loads for key in load.keys}, weight_map)
     with ThreadPoolExecutor(READERS) as readers:
         for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
             watchdog.beat()
@@ -94,16 +97,15 @@ def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
     return tqdm(steps, "import", total, unit="tensor", disable=quiet, leave=False)
 
 
-def _check_all_used(checkpoint: HFCheckpoint, used: set[str], family: Family, hf_config: Any) -> None:
-    """Collective: every key has a place on some rank, or the family says why not."""
+def _check_all_used(checkpoint: HFCheckpoint, used: set[str], weight_map: WeightMap) -> None:
+    """Collective: every key has a place on some rank, or the map says why not."""
     keys = sorted(checkpoint.files)
     held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
     dist.all_reduce(held, dist.ReduceOp.MAX)
-    ignored = family.ignored_keys(hf_config)
     unused = [key for key, somewhere in zip(keys, held.tolist(), strict=True) if not somewhere]
-    if unknown := [key for key in unused if not any(matches(known, key) for known in ignored)]:
+    if unknown := [key for key in unused if not any(matches(known, key) for known in weight_map.ignored)]:
         some = ", ".join(f"{key!r} {tuple(checkpoint.shape(key))}" for key in unknown[:5])
         raise ValueError(
-            f"{checkpoint.folder}: {len(unknown)} keys that this {family.model_type} does not have, such as "
-            f"{some}; importing would lose them"
+            f"{checkpoint.folder}: {len(unknown)} keys that this {weight_map.model_type} does not have, "
+            f"such as {some}; importing would lose them"
         )

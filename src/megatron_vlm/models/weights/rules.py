@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.vlm import VLMModel
 
 # --- operations ------------------------------------------------------------------------------------------
 
@@ -216,11 +214,24 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
     return max(complete, key=lambda pair: len(pair[1]), default=None) or next(of_layout, found[0])
 
 
+@dataclass(frozen=True)
+class WeightMap:
+    """Where every tensor of one HF checkpoint belongs: what import and export know of a family."""
+
+    model_type: str
+    rules: list[Rule]
+    tied: bool  # the output layer is the embedding
+    renames: tuple[tuple[str, str], ...] = ()  # HF key prefixes found in the wild -> the hub's own
+    ignored: dict[str, str] = field(default_factory=dict)  # pattern of keys -> why they are not imported
+    # config.json (parsed) -> the same in a form that all supported versions of Transformers read
+    portable_config: Callable[[dict], dict] = lambda config: config
+
+
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def named_global_weights(model: VLMModel) -> Iterator[tuple[str, Tensor]]:
+def named_global_weights(model: MegatronModule) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers of one model chunk, layers and experts numbered over the model."""
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
-from megatron_vlm.models.weights.rules import Twice
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.weights.rules import Twice, WeightMap
 
 ROWS = 4096  # of two matrices that are compared at a time
 
 
-def settle_ties(hf_config: Any, family: Family, folder: Path, saved: bool | None = None) -> None:
+def settle_ties(hf_config: Any, weight_map: WeightMap, folder: Path, saved: bool | None = None) -> None:
     """Set `hf_config.tie_word_embeddings`, by which families build and name their weights.
 
     As `PreTrainedModel.tie_weights` decides: weights are tied where config.json asks for it, or is silent and
@@ -31,7 +28,7 @@ def settle_ties(hf_config: Any, family: Family, folder: Path, saved: bool | None
     if tied is None:
         tied = bool(hf_config.tie_word_embeddings)
         if tied and has_weights(folder):
-            tied = _on_one_rank(lambda: not _stored_apart(hf_config, family, folder))
+            tied = _on_one_rank(lambda: not _stored_apart(weight_map, folder))
     hf_config.tie_word_embeddings = tied
 
 
@@ -44,10 +41,10 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _stored_apart(hf_config: Any, family: Family, folder: Path) -> bool:
+def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
     """Whether both matrices are stored and differ; read a few rows at a time, to the first difference."""
-    checkpoint = HFCheckpoint(folder, family.renames)
-    twice = next(rule for rule in family.weights(hf_config) if isinstance(rule.operation, Twice))
+    checkpoint = HFCheckpoint(folder, weight_map.renames)
+    twice = next(rule for rule in weight_map.rules if isinstance(rule.operation, Twice))
     if any(key not in checkpoint.files for key in twice.hf):
         return False
     embedding, head = (checkpoint.slices(key) for key in twice.hf)
