@@ -1,9 +1,14 @@
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# also for programs that tests start: `tiny` is not part of the package
+ROOT = str(Path(__file__).parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import pytest
+
 from tiny.checkpoints import build_tiny_checkpoint
 
 # a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt

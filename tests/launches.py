@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig, RunConfig
+from tiny.distributed import run_distributed
 
 HALF, STEPS = 5, 10
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from tiny.checkpoints import TINY_FAMILIES
 
 # Worst cases measured over all families, layouts and inputs are in reports/parity.json.
 MAX_ABS_LOGITS, MAX_ABS_LOSS, MAX_REL_GRAD = 1e-4, 1e-5, 1e-4

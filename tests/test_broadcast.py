@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from tiny.distributed import run_distributed
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig
+from tiny.distributed import run_distributed
 
 LAYOUTS = {
     "tp_pp": ParallelConfig(tp=2, pp=2),

@@ -8,9 +8,9 @@ import signal
 
 import launches
 import pytest
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ConfigError, ParallelConfig
+from tiny.distributed import run_distributed
 
 SAME = [(1, "dp"), (1, "dp_plain"), *((2, case) for case in launches.CASES_OF_2.split())]
 CROSS = [(saved, case) for saved, cases in launches.CROSS.items() for case in cases]

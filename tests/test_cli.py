@@ -14,7 +14,7 @@ import yaml
 from megatron_vlm.config import from_yaml
 
 ROOT = Path(__file__).parent.parent
-COMMAND = [sys.executable, "-m", "megatron_vlm.commands.cli"]
+COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
 RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
 QUICK_SECONDS = 1.0  # 0.6 measured
 OUTSIDE_TORCHRUN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}

@@ -26,12 +26,12 @@ from config_changes import (
 )
 from odd_configs import Cell
 from test_transformers_versions import OLDEST
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.models.families.keys import ASKED_FOR, NAMES, NO_EFFECT
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tiny.checkpoints import build_tiny_checkpoint
 
 CONVERT = [sys.executable, str(Path(__file__).parent.parent / "tools" / "convert_checkpoint.py")]

@@ -10,6 +10,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+import tables
+from evaluate import without_thoughts
+from make_checkpoint import SIZES, make_checkpoint
+from make_digits import make_digits
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml import cook_chatml_sample
@@ -18,14 +22,6 @@ from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, load_recipe
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "examples" / "digits"), str(ROOT / "tools")]
-
-
-import tables  # noqa: E402
-
-from evaluate import without_thoughts  # noqa: E402
-from make_checkpoint import SIZES, make_checkpoint  # noqa: E402
-from make_digits import make_digits  # noqa: E402
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}
 

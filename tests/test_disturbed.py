@@ -28,7 +28,7 @@ def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> sub
     command = [
         sys.executable,
         "-m",
-        "megatron_vlm.commands.cli",
+        "megatron_vlm.cli",
         "train",
         "--recipe",
         "gemma3_tiny_digits",

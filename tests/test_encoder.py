@@ -10,7 +10,6 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
@@ -20,6 +19,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
 from megatron_vlm.data.encode.truncation import first_images
 from megatron_vlm.models.families import load
+from tiny.checkpoints import build_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from sources import write_hf_folder, write_sharegpt
-from tiny.distributed import run_distributed
 from transformers import AutoProcessor
 
 from megatron_vlm.config import ParallelConfig
@@ -21,6 +20,7 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from tiny.distributed import run_distributed
 
 SAMPLES = 40
 

@@ -10,9 +10,6 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
-from tiny.corpus import default_corpus
-from tiny.distributed import run_distributed
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -27,6 +24,9 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
+from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
 
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {

@@ -110,7 +110,7 @@ def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "megatron_vlm.commands.cli",
+        "megatron_vlm.cli",
         "prepare",
         str(source),
         str(tmp_path / "out"),
@@ -121,7 +121,7 @@ def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
 
 
 def test_commands_that_take_an_image_refuse_a_pipe(kinds, tmp_path):
-    from megatron_vlm.commands import cli
+    from megatron_vlm import cli
 
     pipe = kinds("pipe")
     with pytest.raises(NotAFile):

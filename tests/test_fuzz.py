@@ -24,7 +24,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, is_blank, place_media
@@ -36,6 +35,7 @@ from megatron_vlm.data.load.base import close_loader
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.models.families import load
+from tiny.checkpoints import build_tiny_checkpoint
 
 SEQ_LENGTH = 256
 ALONE = {"micro_batch_size": 1, "rank": 0, "world_size": 1}

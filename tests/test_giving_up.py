@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from sources import write_hf_folder, write_sharegpt
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.load.base import LimitedDrops
 from megatron_vlm.run_folder.batch_log import naming_samples, read_step
+from tiny.distributed import run_distributed
 
 MAX_SHARE = 0.1
 
@@ -201,7 +201,7 @@ def half_bad(tmp_path_factory):
 
 
 def run_to_the_end(run_dir, checkpoint, dataset, *settings: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--nproc", "2", "--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
     command += ["--dataset_type", "hf", "--train_data_path", str(dataset), "tp=1", "steps=20", "save_every=0"]
     command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import launches
 import pytest
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig
+from tiny.distributed import run_distributed
 
 STEPS = 3  # saved after each; all but the newest are removed
 MODEL = "models/tiny"

@@ -8,12 +8,12 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from tiny.checkpoints import build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 # ---- in the processes -------------------------------------------------------------------------------------
 

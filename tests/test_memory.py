@@ -12,8 +12,6 @@ import psutil
 import pytest
 from megatron.energon import stateless
 from test_fast import film, picture
-from tiny.checkpoints import TINY_FAMILIES
-from tiny.corpus import default_corpus
 
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -21,6 +19,8 @@ from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
 
 SAMPLES = 320  # images of 2.4 MB, decoded, and as much cut into patches; every eighth a video of 9.4 MB
 PROVIDERS = {"energon": EnergonProvider, "hf": HFProvider}

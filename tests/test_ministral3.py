@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny.checkpoints import build_tiny_checkpoint
-from tiny.distributed import run_distributed
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
@@ -21,6 +19,8 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.mistral3 import FAMILY
 from megatron_vlm.models.pixels import PixelNormalizer
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 SIZES = [(60, 40), (28, 100)]  # width, height
 

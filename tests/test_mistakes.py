@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "mistakes.md"
 SECONDS = 2.0
-COMMAND = [sys.executable, "-m", "megatron_vlm.commands.cli"]
+COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
 GOOD = {
     "recipe": "gemma3_tiny_digits",
     "hf_path": "checkpoint",

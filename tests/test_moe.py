@@ -7,10 +7,10 @@ from typing import Any
 import parity
 import pytest
 import torch
-from tiny.checkpoints import build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig, RunConfig
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 EXPERT_FAMILIES = ["glm4v_moe", "qwen3_vl_moe"]
 COEFFICIENT = 0.5

@@ -179,7 +179,7 @@ def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worl
 
 
 def train(run_dir, checkpoint, folder, ranks, steps, *settings):
-    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--nproc", str(ranks), "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "tp=1"]
     command += ["--dataset_type", "hf", "--train_data_path", str(folder / "rows"), f"steps={steps}"]
     command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import ChatMLSample
@@ -15,6 +14,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, image_size
 from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
 SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200), (69, 3), (40, 1)]
 

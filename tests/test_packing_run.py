@@ -51,7 +51,7 @@ def paths(tmp_path_factory):
 
 def train(run_dir, checkpoint, paths, source, *settings):
     """Through the command line; the loss and the trained tokens of each step."""
-    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint), "--dataset_type", source]
     command += [
         "--train_data_path",

@@ -9,6 +9,7 @@ from pathlib import Path
 import parity
 import pytest
 import torch
+
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

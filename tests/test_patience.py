@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate
@@ -26,6 +25,7 @@ from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
+from tiny.checkpoints import build_tiny_checkpoint
 
 FRAMES = 6000
 

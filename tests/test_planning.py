@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny.distributed import run_distributed
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vlm.commands.cli import app, run
+from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models import costs
 from megatron_vlm.parallel.layout import pipeline_layout
+from tiny.distributed import run_distributed
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 WORST_MEMORY = 0.1  # between a layer's estimated and its really saved bytes; measured below 0.06

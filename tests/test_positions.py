@@ -9,13 +9,13 @@ import numpy as np
 import parity
 import pytest
 import torch
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import load
 from megatron_vlm.models.layers.rotary import mrope_axes
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
+from tiny.checkpoints import build_tiny_checkpoint
 
 IMG, VID = 8, 9
 KINDS = kinds_by_token(SimpleNamespace(image_token_id=IMG, video_token_id=VID))

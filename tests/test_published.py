@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-from published import PAGE, TRAINS, outcome, published, table  # noqa: E402
-from tables import replaced  # noqa: E402
+from published import PAGE, TRAINS, outcome, published, table
+from tables import replaced
 
 ENTRIES = [pytest.param(*pair, id=pair[0]["names"][0]) for pair in published()]
 

@@ -139,7 +139,7 @@ def test_commands_refuse_and_never_ask_or_run(tmp_path, command):
     settings = ["--recipe", "qwen25_vl_3b", f"hf_path={path}", f"run_dir={tmp_path / 'run'}", "tp=1", "pp=1"]
     (tmp_path / "data.jsonl").write_text("{}")
     settings += [f"train_data_path={tmp_path / 'data.jsonl'}", "dataset_type=hf"]
-    call = [sys.executable, "-m", "megatron_vlm.commands.cli", command, *settings]
+    call = [sys.executable, "-m", "megatron_vlm.cli", command, *settings]
     done = subprocess.run(call, input="y\n" * 9, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == f"megatron-vlm: checkpoint {path}: {REFUSED['own code'][1]}"

@@ -9,7 +9,7 @@ import torch
 from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
-from megatron_vlm.commands.cli import app
+from megatron_vlm.cli import app
 from megatron_vlm.config import apply_overrides, to_yaml
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData

@@ -59,7 +59,7 @@ def start(
     log_in: Path | None = None,
     environment: dict | None = None,
 ) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
     command += ["tp=1"] if environment else ["--nproc", "2"]
     command += [

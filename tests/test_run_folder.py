@@ -152,7 +152,7 @@ def test_commands_that_read_a_run_say_at_once_that_there_is_no_checkpoint(run_di
         (tmp_path, "no complete checkpoint in this run folder"),
         (run_dir, "latest is missing"),
     ):
-        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.commands.cli"]
+        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.cli"]
         ended = subprocess.run(
             [*call, *(word.format(folder) for word in command)], capture_output=True, text=True, check=False
         )

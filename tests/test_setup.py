@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.parallel.layout import megatron_settings
+from tiny.distributed import run_distributed
 
 
 def test_interleaved_stages_send_one_by_one():

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from transformers import AutoProcessor
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
@@ -26,6 +25,7 @@ from megatron_vlm.data.records.columns import COLUMNS, Layout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
 ROWS = 24  # whole buffers on 1 and on 3 ranks
 BUFFER = 4

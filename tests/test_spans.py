@@ -3,15 +3,15 @@ import itertools
 import numpy as np
 import pytest
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
-from tiny.corpus import default_corpus
-from tiny.gemma3 import TEMPLATE
 from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.marks import Prompt, on_tokens
 from megatron_vlm.data.encode.text import SpanProcessor, _only_wraps
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
+from tiny.corpus import default_corpus
+from tiny.gemma3 import TEMPLATE
 
 TEMPLATES = {"tagged": TEMPLATE, "untagged": without_generation_tags(TEMPLATE)}
 

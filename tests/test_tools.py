@@ -1,11 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-from tables import REPORTS, TABLES, data, parity, replaced  # noqa: E402
+from tables import REPORTS, TABLES, data, parity, replaced
 
 
 def row(layout: str, kind: str, logits: float, passed: bool = True) -> dict:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -15,6 +14,7 @@ from megatron_vlm.models.families import FAMILIES, family_for, load
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.parallel import setup
+from tiny.checkpoints import build_tiny_checkpoint
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 REAL = {

@@ -11,11 +11,11 @@ from pathlib import Path
 import hf_generate
 import pytest
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 # `make setup` puts the oldest supported version there, over the packages of the environment
 OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))

@@ -17,7 +17,6 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
@@ -34,6 +33,7 @@ from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
+from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
 EVERY = VideoRules(fps=100)  # all frames
@@ -535,7 +535,7 @@ def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
 )
 def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     checkpoint = build_tiny_checkpoint(name, tmp_path / "checkpoint")
-    command = [sys.executable, "-m", "megatron_vlm.commands.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(tmp_path / "run"), "--hf_path", str(checkpoint)]
     command += ["--train_data_path", str(energon), "tp=1", "micro_batch_size=5", "global_batch_size=5"]
     command += [

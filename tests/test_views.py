@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from sources import write_hf_folder, write_sharegpt
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
-from tiny.corpus import default_corpus
 
 from megatron_vlm.config import apply_overrides
 from megatron_vlm.data.chatml import ChatMLSample
@@ -25,6 +23,8 @@ from megatron_vlm.models.families import load
 from megatron_vlm.preview.measures import preview_page, stats_text, training_data
 from megatron_vlm.preview.page import TRAINED, VISUAL, pictures_of
 from megatron_vlm.recipes import load_recipe
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.corpus import default_corpus
 
 FAMILIES = ["gemma3", "mistral3", "qwen3_vl"]  # one of each way to store pixels
 ATTACK = "<script>document.title = 'run'</script>"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
-from tiny.distributed import run_distributed
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.models.weights.shards import ShardFile, Stored
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)

@@ -51,8 +51,6 @@ import av
 import numpy as np
 import torch
 from PIL import Image
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
-from tiny.corpus import default_corpus
 from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 from transformers.utils import logging as transformers_logging
@@ -67,7 +65,12 @@ from megatron_vlm.models.families import load
 from megatron_vlm.models.hf import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {  # image settings of the published checkpoints, as `testing` takes them
+sys.path.insert(0, str(ROOT))  # `tiny` is not installed
+
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
+from tiny.corpus import default_corpus  # noqa: E402
+
+FAMILIES = {  # image settings of the published checkpoints, as `tiny` takes them
     "gemma3": {"image_size": 896, "image_tokens": 256},
     "mistral3": {"image_size": 1540},
     "glm4v_moe": {"image_size": 2425},

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import ROOT, markdown, replaced
-
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config
+from tables import ROOT, markdown, replaced
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 LIST, CONFIGS = ROOT / "tests" / "published_configs.json", ROOT / "tests" / "hf_configs"

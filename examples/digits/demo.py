@@ -43,7 +43,7 @@ def main() -> None:
     say("answering the held-out questions with Megatron")
     answers = evaluate("megatron", folder, held_out, folder, processes)
     say("exporting to a Hugging Face folder")
-    run(["-m", "megatron_vlm.commands.cli", "export", str(folder), str(folder / "hf")])
+    run(["-m", "megatron_vlm.cli", "export", str(folder), str(folder / "hf")])
     say("answering them again with Transformers, from the exported folder")
     hf_answers = evaluate("transformers", folder / "hf", held_out, folder)
     questions = read_questions(held_out)

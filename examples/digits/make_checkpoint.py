@@ -6,11 +6,15 @@ The shape of the real family, at sizes for two processor cores.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from tiny.checkpoints import build_tiny_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from make_digits import ADD_TWO, ONE_IMAGE, READ_TWO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `tiny` is not installed
+
+from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 # Every family sees a digit as four visual tokens of 4x4 pixels of the scan: they learn twice as fast as
 # sixteen. Random weights start at a scale of 1/sqrt(width), not at the 0.02 meant for widths of thousands,

@@ -22,7 +22,7 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None
     if needed > 1 and (nproc or world_size()) is None:
         raise ConfigError(
             f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
-            f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.commands.cli …`."
+            f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
         )
     if not needs_data:
         config = _with_some_data(config)

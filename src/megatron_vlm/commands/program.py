@@ -42,7 +42,7 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def torchrun(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.commands.cli") -> int:
+def torchrun(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli") -> int:
     """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
     torchrun's own report of a failure is left out.
