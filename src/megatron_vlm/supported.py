@@ -31,7 +31,7 @@ class Supported:
 
 SUPPORTED = {  # by HF model_type
     "gemma3": Supported("gemma3", "Gemma3ForConditionalGeneration"),
-    "mistral3": Supported("ministral3", "Mistral3ForConditionalGeneration", text_type="ministral3"),
+    "mistral3": Supported("mistral3", "Mistral3ForConditionalGeneration", text_type="ministral3"),
     "glm4v_moe": Supported("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
     "qwen2_5_vl": Supported("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("qwen3_vl", "Qwen3VLForConditionalGeneration"),
