@@ -7,9 +7,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-import pytest
+import pytest  # noqa: E402
 
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 # a shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

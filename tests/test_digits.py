@@ -17,7 +17,7 @@ from make_digits import make_digits
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml import cook_chatml_sample
-from megatron_vlm.data.encode.text import SpanProcessor
+from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, load_recipe
 
@@ -119,7 +119,7 @@ def demo(request, tmp_path_factory):
 def encoded(demo, digits):
     """One record of each kind of question as the demo's model is trained on it."""
     folder, _ = digits
-    process = SpanProcessor(AutoProcessor.from_pretrained(demo[1]))
+    process = TextEncoder(AutoProcessor.from_pretrained(demo[1]))
     one_of_each = {record["id"].split("-")[0]: record for record in records(folder, "held_out")}
     assert set(one_of_each) == {"digit", "read", "sum"}
     return {

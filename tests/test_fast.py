@@ -194,7 +194,7 @@ def assert_equal_but_for_normalization(processor, ours, theirs):
 
 def test_everything_equals_what_the_processor_makes(processor):
     fast, hf = encoders(processor)
-    assert fast.hf_because is None and hf.hf_because
+    assert fast.why_hf_processor is None and hf.why_hf_processor
     lengths = set()
     for sample in (*samples(), *video_samples(processor)):
         theirs = hf.encode_sample(sample)
@@ -292,7 +292,7 @@ def other_processor():
 )
 def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reason):
     encoder = HFEncoderVLMTaskEncoder(make(), 4096, load("qwen2_5_vl").visual_keys)
-    assert reason in encoder.hf_because
+    assert reason in encoder.why_hf_processor
     first, *_ = samples()
     assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
 
@@ -301,7 +301,7 @@ def test_gemma_with_pan_and_scan_goes_to_the_processor():
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template)
     processor.image_processor.do_pan_and_scan = True
-    assert "do_pan_and_scan = True" in HFEncoderVLMTaskEncoder(processor, 4096).hf_because
+    assert "do_pan_and_scan = True" in HFEncoderVLMTaskEncoder(processor, 4096).why_hf_processor
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
@@ -310,7 +310,7 @@ def test_an_image_of_fewer_tokens_than_newlines_around_it_is_known(tokens):
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=tokens)
     encoder = HFEncoderVLMTaskEncoder(processor, 4096)
-    assert encoder.hf_because is None
+    assert encoder.why_hf_processor is None
     assert encoder._measure._image_id == processor.tokenizer.image_token_id
 
 
@@ -332,13 +332,13 @@ def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     monkeypatch.setitem(KNOWN, "Gemma3Processor", one_token_for_all)
     parts = TINY_FAMILIES["gemma3"]
     encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), 4096)
-    assert "other tokens" in encoder.hf_because
+    assert "other tokens" in encoder.why_hf_processor
 
 
 def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     template = "{% for m in messages %}{% generation %}{{ m.content[0].text }}{% endgeneration %}{% endfor %}"
     encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), 4096, chat_template=template)
-    assert "the chat template refuses" in encoder.hf_because
+    assert "the chat template refuses" in encoder.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
     sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=None)
     assert encoder.encode_sample(sample).loss_mask.any()

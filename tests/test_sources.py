@@ -21,7 +21,7 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.records.columns import COLUMNS, Layout
+from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.models.families import load
@@ -440,7 +440,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
     ],
 )
 def test_plain_columns_become_turns(stored, turns):
-    messages = Layout()(stored)["messages"]
+    messages = RecordLayout()(stored)["messages"]
     assert [turn["content"] for turn in messages] == turns
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
 
@@ -454,14 +454,14 @@ def test_the_records_that_the_documentation_shows_are_read():
         records.append(record)
         shown = shown[end:].strip()
     assert len(records) == 5
-    for record in map(Layout(), records):
+    for record in map(RecordLayout(), records):
         messages, _ = cook_chatml_sample(conversation_of(record))
         assert "A cat." in json.dumps(messages)
 
 
 def test_a_mapped_column_hides_others_of_its_kind():
     stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
-    layout = Layout({"conversations": "chat", "images": "pictures"})
+    layout = RecordLayout({"conversations": "chat", "images": "pictures"})
     assert layout(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
 
 
@@ -479,7 +479,7 @@ def test_a_mapped_column_hides_others_of_its_kind():
 )
 def test_a_record_in_no_known_layout_is_bad(stored):
     with pytest.raises(BadSample):
-        Layout()(stored)
+        RecordLayout()(stored)
 
 
 def random_value(rng, depth=0):
@@ -496,11 +496,11 @@ def random_value(rng, depth=0):
 def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
     """Of 3000 made-up records each is read or bad; some of them are read."""
     rng, outcomes = np.random.default_rng(0), Counter()
-    tagged = Layout({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
+    tagged = RecordLayout({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
     for number in range(3000):
         record = random_value(rng)
         try:
-            record = (tagged if number % 2 else Layout())(record)
+            record = (tagged if number % 2 else RecordLayout())(record)
             conversation_json(conversation_of(record))
             images_of(record, tmp_path)
             outcomes["read"] += 1
@@ -580,7 +580,7 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     processor = AutoProcessor.from_pretrained(build_tiny_checkpoint(family, tmp_path / "tiny"))
     (tmp_path / "a.jpg").write_bytes(image_bytes(1))
     texts = ["\nthe cat\n", None, None, " sits on", "", "<image> a table\n"]
-    record = Layout()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
+    record = RecordLayout()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
     sample = ChatMLSample(
         __key__="document",
         __restore_key__=(),

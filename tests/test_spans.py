@@ -7,8 +7,8 @@ from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.encode.marks import Prompt, on_tokens
-from megatron_vlm.data.encode.text import SpanProcessor, _only_wraps
+from megatron_vlm.data.encode.marks import RenderedChat, on_tokens
+from megatron_vlm.data.encode.text import TextEncoder, _only_wraps
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 from tiny.corpus import default_corpus
 from tiny.gemma3 import TEMPLATE
@@ -23,7 +23,7 @@ def processor(tiny_gemma3):
 
 @pytest.fixture(params=TEMPLATES)
 def spans(request, processor):
-    return SpanProcessor(processor, chat_template=TEMPLATES[request.param])
+    return TextEncoder(processor, chat_template=TEMPLATES[request.param])
 
 
 @pytest.fixture(scope="module", params=[(f, t) for f in TINY_FAMILIES for t in (True, False)], ids=str)
@@ -32,7 +32,7 @@ def family_spans(request):
     family, tags = request.param
     parts = TINY_FAMILIES[family]
     template = parts.template if tags else without_generation_tags(parts.template)
-    return SpanProcessor(parts.processor(default_corpus(), template), template)
+    return TextEncoder(parts.processor(default_corpus(), template), template)
 
 
 def picture(index):
@@ -87,7 +87,7 @@ def test_blocks_that_touch_are_one_reply(processor):
     ends = ends.replace(
         "{%- endgeneration -%}", "{% endgeneration %}{% generation %}<end_of_turn>{% endgeneration %}"
     )
-    spans = SpanProcessor(processor, ends)
+    spans = TextEncoder(processor, ends)
     turns = [
         ("user", "a"),
         ("assistant", "b"),
@@ -180,7 +180,7 @@ class CountingProcessor(Gemma3Processor):
 
 
 def test_the_processor_is_called_once(tiny_gemma3):
-    spans = SpanProcessor(CountingProcessor.from_pretrained(tiny_gemma3))
+    spans = TextEncoder(CountingProcessor.from_pretrained(tiny_gemma3))
     turns = [("user", "<image><image>?"), ("assistant", "x"), ("user", "y"), ("assistant", "z")]
     encode(spans, *turns, images=2)
     assert CountingProcessor.calls == 1
@@ -202,11 +202,11 @@ def test_a_conversation_that_the_template_refuses_says_why(spans):
 def test_a_template_without_findable_replies_is_refused_at_construction(processor):
     shows_length = "{{ messages | length }}" + TEMPLATES["untagged"]
     with pytest.raises(ValueError, match="rendered differently once others follow.*endgeneration"):
-        SpanProcessor(processor, chat_template=shows_length)
+        TextEncoder(processor, chat_template=shows_length)
 
 
 def test_a_template_that_forgets_an_image_is_noticed(processor):
-    spans = SpanProcessor(processor, chat_template=TEMPLATE.replace("<start_of_image>", ""))
+    spans = TextEncoder(processor, chat_template=TEMPLATE.replace("<start_of_image>", ""))
     with pytest.raises(BadSample, match="placeholder_mismatch: the chat template wrote 0 of 1 images"):
         encode(spans, ("user", "<image>a"), ("assistant", "b"), images=1)
 
@@ -218,7 +218,7 @@ def glm_processor(tmp_path_factory):
 
 @pytest.mark.parametrize("change", [str, without_generation_tags], ids=["tagged", "untagged"])
 def test_a_reply_that_only_the_next_turn_ends_is_trained_to_end(glm_processor, change):
-    spans = SpanProcessor(glm_processor, chat_template=change(glm_processor.chat_template))
+    spans = TextEncoder(glm_processor, chat_template=change(glm_processor.chat_template))
     encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2"))
     assert [reply.split("</think>")[1].strip() for reply in replies(spans, encoded)] == [
         "1<|user|>",
@@ -247,7 +247,7 @@ def by_the_call(tokenizer, text, add_special_tokens):
 def test_a_prompt_becomes_the_ids_that_a_call_of_the_tokenizer_gives(family, monkeypatch):
     """Also after calls that left the Rust tokenizer padding, cutting, or splitting control tokens."""
     processor = TINY_FAMILIES[family].processor(default_corpus(100), TINY_FAMILIES[family].template)
-    tokenizer, spans = processor.tokenizer, SpanProcessor(processor)
+    tokenizer, spans = processor.tokenizer, TextEncoder(processor)
     offsets = []
     monkeypatch.setattr(
         spans_module, "on_tokens", lambda p, found: offsets.append(found) or on_tokens(p, found)
@@ -255,7 +255,7 @@ def test_a_prompt_becomes_the_ids_that_a_call_of_the_tokenizer_gives(family, mon
 
     def check(text, special, only_wraps):
         assert _only_wraps(tokenizer) == only_wraps
-        ids = spans.tokenize(Prompt(text, [], [], [], special)).input_ids
+        ids = spans.tokenize(RenderedChat(text, [], [], [], special)).input_ids
         assert (ids.tolist(), offsets[-1]) == by_the_call(tokenizer, text, special)
         assert ids.dtype == np.int64
 
@@ -276,22 +276,27 @@ def test_a_tokenizer_with_a_call_of_its_own_is_called(processor, monkeypatch):
         def __call__(self, text, **kwargs):
             return super().__call__(text.upper(), **kwargs)
 
-    spans = SpanProcessor(processor)
-    quiet = spans.tokenize(Prompt("ab", [], [], [])).input_ids
+    spans = TextEncoder(processor)
+    quiet = spans.tokenize(RenderedChat("ab", [], [], [])).input_ids
     monkeypatch.setattr(processor.tokenizer, "__class__", Shouting)
-    assert spans.tokenize(Prompt("ab", [], [], [])).input_ids.tolist() != quiet.tolist()
-    assert spans.tokenize(Prompt("AB", [], [], [])).input_ids.tolist() == processor.tokenizer("ab").input_ids
+    assert spans.tokenize(RenderedChat("ab", [], [], [])).input_ids.tolist() != quiet.tolist()
+    assert (
+        spans.tokenize(RenderedChat("AB", [], [], [])).input_ids.tolist()
+        == processor.tokenizer("ab").input_ids
+    )
 
 
 def test_media_are_written_in_place_and_spans_follow():
-    prompt = Prompt("aIIbIcVd", [(0, 1), (3, 4), (5, 6), (7, 8)], [(1, 3), (4, 5)], [(6, 7)], False)
+    prompt = RenderedChat("aIIbIcVd", [(0, 1), (3, 4), (5, 6), (7, 8)], [(1, 3), (4, 5)], [(6, 7)], False)
     written = prompt.with_media(["", "xyz", "vw"])
-    assert written == Prompt("abxyzcvwd", [(0, 1), (1, 2), (5, 6), (8, 9)], [(1, 1), (2, 5)], [(6, 8)], False)
+    assert written == RenderedChat(
+        "abxyzcvwd", [(0, 1), (1, 2), (5, 6), (8, 9)], [(1, 1), (2, 5)], [(6, 8)], False
+    )
 
 
 def test_tokens_on_the_edge_of_a_reply_are_of_it_and_empty_ones_are_not():
     offsets = [(0, 0), (0, 2), (2, 4), (4, 4), (4, 6), (6, 9), (6, 9), (9, 10)]
-    prompt = Prompt("0123456789", [(3, 5), (6, 7)], [(1, 4)], [(6, 10)])
+    prompt = RenderedChat("0123456789", [(3, 5), (6, 7)], [(1, 4)], [(6, 10)])
     mask, images, videos = on_tokens(prompt, offsets)
     assert mask.tolist() == [False, False, True, False, True, True, True, False]
     assert (images, videos) == ([(2, 3)], [(5, 8)])

@@ -25,7 +25,7 @@ from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.encode.text import SpanProcessor
+from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
@@ -294,7 +294,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
 def by_processor(encoder, conversation, videos):
     """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
     processor, rules = encoder.processor, encoder.video_rules
-    prompt, _ = SpanProcessor(processor).render(cook_chatml_sample(conversation)[0])
+    prompt, _ = TextEncoder(processor).render(cook_chatml_sample(conversation)[0])
     decoded = [decode_video(video, rules) for video in videos]
     metadata = [
         {

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.models.weights.shards import ShardFile, Stored
+from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -367,7 +367,7 @@ def test_transformers_loads_the_export_without_a_missing_key(exports, layout, fa
 
 def test_a_file_written_in_parts_and_out_of_order_is_what_safetensors_reads(tmp_path):
     tensors = {"odd": torch.randn(3).bfloat16(), "rows": torch.randn(4, 2, 3), "one": torch.tensor(2.0)}
-    file = ShardFile(
+    file = SafetensorsFile(
         tmp_path / "x.safetensors", [Stored(k, t.dtype, (*t.shape,)) for k, t in tensors.items()]
     )
     for row in (2, 0, 3, 1):
@@ -382,7 +382,7 @@ def test_a_file_written_in_parts_and_out_of_order_is_what_safetensors_reads(tmp_
 
 
 def test_a_file_with_a_row_missing_is_refused(tmp_path):
-    file = ShardFile(tmp_path / "x.safetensors", [Stored("rows", torch.float32, (4, 2))])
+    file = SafetensorsFile(tmp_path / "x.safetensors", [Stored("rows", torch.float32, (4, 2))])
     file.write("rows", torch.zeros(2), row=1)
     with pytest.raises(AssertionError, match="24 bytes were not written"):
         file.close()

@@ -206,7 +206,7 @@ def floor_and_text(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
     encoder = encoder_of(family, processor)
-    assert encoder.hf_because is None, encoder.hf_because
+    assert encoder.why_hf_processor is None, encoder.why_hf_processor
     return lambda conversation: encoder.encode_sample(conversation.sample())
 
 

@@ -124,7 +124,7 @@ def generate(folder: Path, layers: int) -> None:
     from transformers import AutoModelForImageTextToText
 
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.models.weights.shards import ShardFile, Stored, split
+    from megatron_vlm.models.weights.shards import SafetensorsFile, Stored, split
 
     stored = json.loads(CONFIG.read_text())
     stored["text_config"]["num_hidden_layers"] = layers
@@ -136,7 +136,7 @@ def generate(folder: Path, layers: int) -> None:
     tensors = [Stored(name, torch.bfloat16, tuple(shape)) for name, shape in shapes.items()]
     weight_map = {}
     for number, held in enumerate(split(tensors, 2**32), start=1):
-        file = ShardFile(folder / f"model-{number:05d}.safetensors", held)
+        file = SafetensorsFile(folder / f"model-{number:05d}.safetensors", held)
         for tensor in held:
             fill(file, tensor)
             weight_map[tensor.name] = file.path.name

@@ -70,8 +70,8 @@ def train(config: RunConfig) -> None:
         if config.data.restart:
             log.message("data.restart: the data begins anew from here")
 
-    if data and data.hf_because:
-        log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.hf_because}")
+    if data and data.why_hf_processor:
+        log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.why_hf_processor}")
 
     micro_batches_per_step = derived(config, setup.world_size())["micro_batches_per_step"]
     with closing(log, *([batch_log, data] if data else [])):

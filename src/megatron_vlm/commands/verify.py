@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Question:
     processor: ProcessorMixin
     messages: list[dict]
     images: list[bytes]
@@ -55,7 +55,7 @@ def verify(checked: RunConfig | str, source: str, question: str, image: bytes | 
     folder = _folder(source)
     processor = _processor(folder)
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
-    prompt = Prompt(processor, [turn], [image or picture()])
+    prompt = Question(processor, [turn], [image or picture()])
     if isinstance(checked, RunConfig):
         logits_SV = _logits_of_run(checked, prompt)
     else:
@@ -122,7 +122,7 @@ def picture() -> bytes:
 
 
 @torch.no_grad()
-def _logits_of_folder(folder: Path, prompt: Prompt) -> Tensor:
+def _logits_of_folder(folder: Path, prompt: Question) -> Tensor:
     """(S, V) by Transformers."""
     model = load_model(folder, torch.float32)
     inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
@@ -130,7 +130,7 @@ def _logits_of_folder(folder: Path, prompt: Prompt) -> Tensor:
 
 
 @torch.no_grad()
-def _logits_of_run(config: RunConfig, prompt: Prompt) -> Tensor:
+def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
     """(S, V) by Megatron, from the run's latest checkpoint."""
     config.model.dtype = "fp32"
     run = open_run(config)

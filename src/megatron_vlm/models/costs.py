@@ -69,9 +69,9 @@ def output_flops(architecture: dict) -> float:
     return 2 * architecture["hidden_size"] * architecture["vocab_size"]
 
 
-def image_cost(run: RunConfig, family: Family, hf_config: Any) -> ImageCost:
+def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     """Of an image of `data.max_pixels`: tower and projector run on its shapes alone, without numbers."""
-    pixels, dtype = run.data.max_pixels or DEFAULT_IMAGE, DTYPES[run.model.dtype]
+    pixels, dtype = config.data.max_pixels or DEFAULT_IMAGE, DTYPES[config.model.dtype]
     with torch.device("cpu"):  # also while a model is built on the meta device: the host reads the grids
         image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
     with torch.device("meta"):
@@ -121,38 +121,40 @@ class _AttentionShapes(torch.autograd.Function):
         return output
 
 
-def images_per_row(run: RunConfig, image: ImageCost) -> float:
-    return run.data.visual_share * run.data.seq_length / image.tokens
+def images_per_row(config: RunConfig, image: ImageCost) -> float:
+    return config.data.visual_share * config.data.seq_length / image.tokens
 
 
-def images_per_tower(run: RunConfig, image: ImageCost) -> float:
+def images_per_tower(config: RunConfig, image: ImageCost) -> float:
     """Images of a row that one rank's tower looks at: all of them, unless spread over the tp ranks."""
-    images = images_per_row(run, image)
-    if not run.parallel.images_spread:
+    images = images_per_row(config, image)
+    if not config.parallel.images_spread:
         return images
-    rows = run.train.micro_batch_size
-    return max(images / run.parallel.tp, min(images, 1 / rows))  # an image stays whole
+    rows = config.train.micro_batch_size
+    return max(images / config.parallel.tp, min(images, 1 / rows))  # an image stays whole
 
 
-def language_model_passes(run: RunConfig) -> int:
+def language_model_passes(config: RunConfig) -> int:
     """How many forward passes a step through a layer costs."""
-    return 2 + ("language_model" not in run.model.freeze) + (run.model.recompute == "full")
+    return 2 + ("language_model" not in config.model.freeze) + (config.model.recompute == "full")
 
 
-def vision_passes(run: RunConfig) -> int:
-    if {"tower", "projector"} <= set(run.model.freeze):
+def vision_passes(config: RunConfig) -> int:
+    if {"tower", "projector"} <= set(config.model.freeze):
         return 1
-    return 3 + (run.model.recompute == "full")
+    return 3 + (config.model.recompute == "full")
 
 
-def stage_costs(run: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
+def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
     """(layers, the tower's work in layers, the output layer's work in layers) of a training step.
 
     What `pipeline_layout` takes. The tower's is for a row of which `data.visual_share` are images.
     """
-    layers, seq_length = architecture["num_layers"], run.data.seq_length
+    layers, seq_length = architecture["num_layers"], config.data.seq_length
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
-    one_layer *= language_model_passes(run) * seq_length / run.parallel.tp
-    tower = image.flops * images_per_tower(run, image) * vision_passes(run)
-    output = output_flops(architecture) * seq_length * min(3, language_model_passes(run)) / run.parallel.tp
+    one_layer *= language_model_passes(config) * seq_length / config.parallel.tp
+    tower = image.flops * images_per_tower(config, image) * vision_passes(config)
+    output = (
+        output_flops(architecture) * seq_length * min(3, language_model_passes(config)) / config.parallel.tp
+    )
     return layers, tower / one_layer, output / one_layer

@@ -52,15 +52,17 @@ class LanguageModelConfig(TransformerConfig):
     images_spread: bool = False  # over the tensor-parallel ranks, see `models.vision_parallel`
 
 
-def language_model_config(run: RunConfig, architecture: dict, layout: list[list[str]]) -> LanguageModelConfig:
+def language_model_config(
+    config: RunConfig, architecture: dict, layout: list[list[str]]
+) -> LanguageModelConfig:
     """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s."""
     on_cpu = not torch.cuda.is_available()
-    dtype = DTYPES[run.model.dtype]
+    dtype = DTYPES[config.model.dtype]
     recompute = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[run.model.recompute]
+    }[config.model.recompute]
     return LanguageModelConfig(
         **{
             # our defaults; a family may overrule any of them
@@ -71,18 +73,18 @@ def language_model_config(run: RunConfig, architecture: dict, layout: list[list[
             "attention_dropout": 0.0,
             "moe_token_dispatcher_type": "alltoall",
             **architecture,
-            **_balancing(run, architecture),
+            **_balancing(config, architecture),
         },
         **recompute,
-        attention_backend_name=run.model.attention,
-        images_spread=run.parallel.images_spread,
-        **megatron_settings(run.parallel),
+        attention_backend_name=config.model.attention,
+        images_spread=config.parallel.images_spread,
+        **megatron_settings(config.parallel),
         pipeline_model_parallel_layout=layout,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
-        perform_initialization=not run.model.load_weights,
+        perform_initialization=not config.model.load_weights,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         # These need CUDA extensions that we do not ask for.
@@ -94,43 +96,43 @@ def language_model_config(run: RunConfig, architecture: dict, layout: list[list[
     )
 
 
-def _balancing(run: RunConfig, architecture: dict) -> dict:
+def _balancing(config: RunConfig, architecture: dict) -> dict:
     if "num_moe_experts" not in architecture:
         return {}
-    coefficient = run.model.load_balancing
+    coefficient = config.model.load_balancing
     if coefficient is None:
         coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
-    if coefficient and run.model.recompute == "full" and run.parallel.pp > 1:
+    if coefficient and config.model.recompute == "full" and config.parallel.pp > 1:
         raise ValueError(
-            f"model: load_balancing {coefficient} with full recomputation and pp {run.parallel.pp} would "
+            f"model: load_balancing {coefficient} with full recomputation and pp {config.parallel.pp} would "
             "weigh one micro batch by another's tokens; use selective recomputation, pp 1 or no balancing."
         )
     layers, topk = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
     return balancing_settings(coefficient, layers, topk)
 
 
-def has_experts(config: LanguageModelConfig, layer: int) -> bool:
+def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:
     """Whether `layer`, counted from 0 over the whole model, routes to experts."""
-    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+    return megatron_config.num_moe_experts is not None and bool(megatron_config.moe_layer_freq[layer])
 
 
-def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
+def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     """Transformer layer number `layer` out of Megatron's parallel linears and our attention and norms."""
-    qk_norm = RMSNorm if config.qk_layernorm else None
+    qk_norm = RMSNorm if megatron_config.qk_layernorm else None
     attention = ModuleSpec(
         module=RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.arbitrary},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=CoreAttention,
-            linear_proj=BiasedRowParallelLinear if config.add_proj_bias else RowParallelLinear,
+            linear_proj=BiasedRowParallelLinear if megatron_config.add_proj_bias else RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
     add = (
-        ModuleSpec(NormThenAdd, params={"config": config})
-        if config.norm_after_sublayer
+        ModuleSpec(NormThenAdd, params={"config": megatron_config})
+        if megatron_config.norm_after_sublayer
         else get_bias_dropout_add
     )
     dense_mlp = partial(
@@ -143,7 +145,7 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=moe_mlp() if has_experts(config, layer) else dense_mlp,
+            mlp=moe_mlp() if has_experts(megatron_config, layer) else dense_mlp,
             mlp_bda=add,
         ),
     )
@@ -161,30 +163,32 @@ class LanguageModel(GPTModel):
 
     def __init__(
         self,
-        config: LanguageModelConfig,
+        megatron_config: LanguageModelConfig,
         rotary: Rotary,
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
     ):
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        specs = [layer_spec(config, layer) for layer in stage_layers(config, stage, vp_stage)]
+        specs = [
+            layer_spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)
+        ]
         super().__init__(
-            config,
+            megatron_config,
             TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
-            vocab_size=config.vocab_size,
+            vocab_size=megatron_config.vocab_size,
             max_sequence_length=0,  # only used by learned positions
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="none",
-            share_embeddings_and_output_weights=config.tie_embeddings,
+            share_embeddings_and_output_weights=megatron_config.tie_embeddings,
             scatter_embedding_sequence_parallel=False,
             vp_stage=vp_stage,
         )
         self.rotary = rotary
         # rounded to the weights' dtype, as Transformers does
         self.embedding_scale = torch.tensor(
-            config.embedding_scale, dtype=config.params_dtype, device="cpu"
+            megatron_config.embedding_scale, dtype=megatron_config.params_dtype, device="cpu"
         ).item()
 
     def embed(self, input_ids_BS: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class VLMModel(MegatronModule):
 
     def __init__(
         self,
-        config: LanguageModelConfig,
+        megatron_config: LanguageModelConfig,
         family: Family,
         hf_config: Any,
         pre_process: bool = True,
@@ -39,24 +39,26 @@ class VLMModel(MegatronModule):
         vp_stage: int | None = None,
         processor: Any | None = None,
     ):
-        super().__init__(config)
+        super().__init__(megatron_config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
-        self.share_embeddings_and_output_weights = config.tie_embeddings
+        self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
         self.visual_kinds = family.visual_kinds(hf_config)
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)
-            if config.recompute_granularity == "full":
+            if megatron_config.recompute_granularity == "full":
                 recompute_layers(self.vision)
             self.pixels = PixelNormalizer(processor)
             self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
             self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
-                param.data = param.data.to(config.params_dtype)  # buffers such as rotary frequencies stay
+                param.data = param.data.to(
+                    megatron_config.params_dtype
+                )  # buffers such as rotary frequencies stay
                 param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
         self.language_model = LanguageModel(
-            config, family.rotary(hf_config), pre_process, post_process, vp_stage
+            megatron_config, family.rotary(hf_config), pre_process, post_process, vp_stage
         )
 
     def forward(
@@ -160,7 +162,7 @@ def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
 
 
 def build_model(
-    run: RunConfig,
+    config: RunConfig,
     family: Family,
     hf_config: Any,
     device: torch.device,
@@ -172,20 +174,20 @@ def build_model(
     """
     architecture = family.architecture(hf_config)
     costs = architecture["num_layers"], 0.0, 0.0
-    if run.parallel.pp > 1:
-        costs = stage_costs(run, architecture, image_cost(run, family, hf_config))
-    layout = pipeline_layout(*costs, run.parallel)
-    config = language_model_config(run, architecture, layout)
-    check_divisible(config)
-    vpp = run.parallel.vpp
+    if config.parallel.pp > 1:
+        costs = stage_costs(config, architecture, image_cost(config, family, hf_config))
+    layout = pipeline_layout(*costs, config.parallel)
+    megatron_config = language_model_config(config, architecture, layout)
+    check_divisible(megatron_config)
+    vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):
         vp_stage = stage if vpp > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(VLMModel(config, family, hf_config, first, last, vp_stage, processor))
+        chunks.append(VLMModel(megatron_config, family, hf_config, first, last, vp_stage, processor))
     for chunk in chunks:
-        freeze(chunk, family, run.model.freeze)
+        freeze(chunk, family, config.model.freeze)
         chunk.to(device)
     return chunks
 
@@ -197,29 +199,29 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
         param.requires_grad_(not name.startswith(prefixes))
 
 
-def check_divisible(config: LanguageModelConfig) -> None:
+def check_divisible(megatron_config: LanguageModelConfig) -> None:
     """Raises ValueError when the layout does not divide the model, before anything is built."""
-    tp, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    stages *= config.virtual_pipeline_model_parallel_size or 1
-    if config.num_moe_experts and tp > 1 and not config.sequence_parallel:
+    tp, stages = megatron_config.tensor_model_parallel_size, megatron_config.pipeline_model_parallel_size
+    stages *= megatron_config.virtual_pipeline_model_parallel_size or 1
+    if megatron_config.num_moe_experts and tp > 1 and not megatron_config.sequence_parallel:
         raise ValueError(
             f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
         )
     divisors = [
-        ("tp", tp, "attention heads", config.num_attention_heads),
-        ("tp", tp, "key/value heads", config.num_query_groups),
-        ("tp", tp, "feed-forward channels", config.ffn_hidden_size),
-        ("tp", tp, "shared expert channels", config.moe_shared_expert_intermediate_size or 0),
-        ("tp", tp, "vocabulary entries", config.vocab_size),
-        ("ep", config.expert_model_parallel_size, "experts", config.num_moe_experts or 0),
+        ("tp", tp, "attention heads", megatron_config.num_attention_heads),
+        ("tp", tp, "key/value heads", megatron_config.num_query_groups),
+        ("tp", tp, "feed-forward channels", megatron_config.ffn_hidden_size),
+        ("tp", tp, "shared expert channels", megatron_config.moe_shared_expert_intermediate_size or 0),
+        ("tp", tp, "vocabulary entries", megatron_config.vocab_size),
+        ("ep", megatron_config.expert_model_parallel_size, "experts", megatron_config.num_moe_experts or 0),
     ]
     for name, size, of_what, count in divisors:
         if count % size:
             raise ValueError(
                 f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
             )
-    if stages > config.num_layers:
+    if stages > megatron_config.num_layers:
         raise ValueError(
-            f"parallel: pp · vpp = {stages} stages are more than the model's {config.num_layers} layers; "
+            f"parallel: pp · vpp = {stages} stages are more than the model's {megatron_config.num_layers} layers; "
             "lower pp or vpp."
         )

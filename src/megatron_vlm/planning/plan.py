@@ -76,7 +76,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    run: RunConfig
+    config: RunConfig
     gpus: int
     stages: tuple[Stage, ...]
     image: ImageCost
@@ -102,53 +102,66 @@ class Plan:
     @property
     def bubble(self) -> float:
         """Share of a step in which a stage waits for others, were all stages equal (arXiv 2104.04473)."""
-        waiting = (self.run.parallel.pp - 1) / self.run.parallel.vpp
+        waiting = (self.config.parallel.pp - 1) / self.config.parallel.vpp
         return waiting / (waiting + derived(self.run, self.gpus)["micro_batches_per_step"])
 
 
-def make_plan(run: RunConfig, hf_config: Any, gpus: int, image: ImageCost | None = None) -> Plan:
+def make_plan(config: RunConfig, hf_config: Any, gpus: int, image: ImageCost | None = None) -> Plan:
     """The plan of a valid configuration on `gpus` GPUs; `image` where its cost is known already.
 
     Raises ConfigError or ValueError that says what to change where the layout divides neither GPUs nor model.
     """
-    validate(run, gpus)
+    validate(config, gpus)
     family = family_for(hf_config)
     architecture = family.architecture(hf_config)
-    image = image or costs.image_cost(run, family, hf_config)
-    layout = pipeline_layout(*costs.stage_costs(run, architecture, image), run.parallel)
-    config = language_model_config(run, architecture, layout)
-    check_divisible(config)
-    with setup.pretended(run.parallel, gpus), torch.device("meta"):
-        held = _Held(run, config, family, hf_config)
-    stages = tuple(_stage(run, config, architecture, held, image, gpus, i) for i in range(run.parallel.pp))
-    passes, per_row = costs.language_model_passes(run), costs.images_per_row(run, image)
-    layers = sum(costs.layer_flops(architecture, i, run.data.seq_length) for i in range(config.num_layers))
+    image = image or costs.image_cost(config, family, hf_config)
+    layout = pipeline_layout(*costs.stage_costs(config, architecture, image), config.parallel)
+    megatron_config = language_model_config(config, architecture, layout)
+    check_divisible(megatron_config)
+    with setup.pretended(config.parallel, gpus), torch.device("meta"):
+        held = _Held(config, megatron_config, family, hf_config)
+    stages = tuple(
+        _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
+    )
+    passes, per_row = costs.language_model_passes(config), costs.images_per_row(config, image)
+    layers = sum(
+        costs.layer_flops(architecture, i, config.data.seq_length) for i in range(megatron_config.num_layers)
+    )
     return Plan(
-        run=run,
+        config=config,
         gpus=gpus,
         stages=stages,
         image=image,
         images_per_row=per_row,
         language_model_flops=passes * layers + min(3, passes) * costs.output_flops(architecture),
-        tower_flops=costs.vision_passes(run) * image.flops * per_row / run.data.seq_length,
+        tower_flops=costs.vision_passes(config) * image.flops * per_row / config.data.seq_length,
     )
 
 
 class _Held:
     """Parameters of the model's pieces on one rank, from modules built on the meta device."""
 
-    def __init__(self, run: RunConfig, config: LanguageModelConfig, family: Family, hf_config: Any):
-        trained = "language_model" not in run.model.freeze
-        examples = {has_experts(config, i): i for i in range(config.num_layers)}
-        self._config = config
+    def __init__(
+        self, config: RunConfig, megatron_config: LanguageModelConfig, family: Family, hf_config: Any
+    ):
+        trained = "language_model" not in config.model.freeze
+        examples = {has_experts(megatron_config, i): i for i in range(megatron_config.num_layers)}
+        self._config = megatron_config
         self._layers = {
-            kind: _count(build_module(layer_spec(config, i), config=config, layer_number=i + 1), trained)
+            kind: _count(
+                build_module(layer_spec(megatron_config, i), config=megatron_config, layer_number=i + 1),
+                trained,
+            )
             for kind, i in examples.items()
         }
-        words = config.vocab_size // config.tensor_model_parallel_size * config.hidden_size
+        words = (
+            megatron_config.vocab_size
+            // megatron_config.tensor_model_parallel_size
+            * megatron_config.hidden_size
+        )
         self._words = Parameters(words, 0, words * trained, 0)
-        self._norm = Parameters(config.hidden_size, 0, config.hidden_size * trained, 0)
-        self._vision = _count_vision(family, hf_config, run.model.freeze)
+        self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
+        self._vision = _count_vision(family, hf_config, config.model.freeze)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """Of the stage that holds these layers."""
@@ -177,30 +190,30 @@ def _count_vision(family: Family, hf_config: Any, frozen: list[str]) -> Paramete
 
 
 def _stage(
-    run: RunConfig,
-    config: LanguageModelConfig,
+    config: RunConfig,
+    megatron_config: LanguageModelConfig,
     architecture: dict,
     held: _Held,
     image: ImageCost,
     gpus: int,
     number: int,
 ) -> Stage:
-    parallel, first, last = run.parallel, number == 0, number == run.parallel.pp - 1
-    layout = config.pipeline_model_parallel_layout
+    parallel, first, last = config.parallel, number == 0, number == config.parallel.pp - 1
+    layout = megatron_config.pipeline_model_parallel_layout
     layers = tuple(
         range(start := layout.get_layer_offset(vp_stage=v, pp_rank=number), start + count)
         for v in range(parallel.vpp)
         for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
     )
     parameters = held.stage(layers, first, last)
-    value, state = (2, 12) if run.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of Adam's for it
+    value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of Adam's for it
     dense_ranks = expert_ranks = 1
     if parallel.distributed_optimizer:
         dense_ranks = gpus // parallel.model_size
         expert_ranks = gpus // (parallel.pp * parallel.ep)
-    tokens = run.train.micro_batch_size * run.data.seq_length
-    images = run.train.micro_batch_size * costs.images_per_tower(run, image)
-    lm_passes, seq_length = costs.language_model_passes(run), run.data.seq_length
+    tokens = config.train.micro_batch_size * config.data.seq_length
+    images = config.train.micro_batch_size * costs.images_per_tower(config, image)
+    lm_passes, seq_length = costs.language_model_passes(config), config.data.seq_length
     layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
     flops = lm_passes * layers_flops + last * min(3, lm_passes) * costs.output_flops(architecture)
     return Stage(
@@ -210,69 +223,71 @@ def _stage(
         gradients=4 * (parameters.trained_dense + parameters.trained_experts),
         optimizer=state
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
-        activations=_activations(run, config, layers, image, gpus, number),
-        flops=flops * tokens / parallel.tp + first * costs.vision_passes(run) * images * image.flops,
+        activations=_activations(config, megatron_config, layers, image, gpus, number),
+        flops=flops * tokens / parallel.tp + first * costs.vision_passes(config) * images * image.flops,
     )
 
 
 def _activations(
-    run: RunConfig,
-    config: LanguageModelConfig,
+    config: RunConfig,
+    megatron_config: LanguageModelConfig,
     layers: tuple[range, ...],
     image: ImageCost,
     gpus: int,
     stage: int,
 ) -> float:
     """Bytes that the stage's ranks keep at the moment when they keep most."""
-    rows, seq_length, tp = run.train.micro_batch_size, run.data.seq_length, run.parallel.tp
-    value = DTYPES[run.model.dtype].itemsize
-    per_layer = [rows * seq_length * saved_by_layer(config, i, value) for held in layers for i in held]
+    rows, seq_length, tp = config.train.micro_batch_size, config.data.seq_length, config.parallel.tp
+    value = DTYPES[config.model.dtype].itemsize
+    per_layer = [
+        rows * seq_length * saved_by_layer(megatron_config, i, value) for held in layers for i in held
+    ]
     kept = sum(per_layer)
-    if run.model.recompute == "full":
-        cut = tp if config.sequence_parallel else 1
-        inputs = rows * seq_length * value * config.hidden_size / cut
+    if config.model.recompute == "full":
+        cut = tp if megatron_config.sequence_parallel else 1
+        inputs = rows * seq_length * value * megatron_config.hidden_size / cut
         kept = inputs * len(per_layer)
-    forwards = forwards_kept(run, derived(run, gpus)["micro_batches_per_step"], stage)
-    windows = len(set(config.layer_windows)) or 1
+    forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
+    windows = len(set(megatron_config.layer_windows)) or 1
     kept = forwards * (kept + value * windows * rows * seq_length**2)
-    if run.model.recompute == "full":
+    if config.model.recompute == "full":
         kept += max(per_layer)
-    if stage == 0 and costs.vision_passes(run) > 1:
-        images = rows * costs.images_per_tower(run, image)
-        kept += images * image.kept(run.model.recompute == "full", forwards)
-    if stage == run.parallel.pp - 1:  # logits, their fp32 softmax, their gradient
-        kept += rows * seq_length * config.vocab_size / tp * (4 + 2 * value)
+    if stage == 0 and costs.vision_passes(config) > 1:
+        images = rows * costs.images_per_tower(config, image)
+        kept += images * image.kept(config.model.recompute == "full", forwards)
+    if stage == config.parallel.pp - 1:  # logits, their fp32 softmax, their gradient
+        kept += rows * seq_length * megatron_config.vocab_size / tp * (4 + 2 * value)
     return kept
 
 
-def forwards_kept(run: RunConfig, micro_batches: int, stage: int) -> float:
+def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
     """Micro batches whose activations a stage keeps at once, under Megatron's 1F1B schedules."""
-    pp, vpp = run.parallel.pp, run.parallel.vpp
+    pp, vpp = config.parallel.pp, config.parallel.vpp
     if vpp == 1:
         return min(pp - stage, micro_batches)
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, micro_batches * vpp) / vpp
 
 
-def saved_by_layer(config: LanguageModelConfig, layer: int, value: int) -> float:
+def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
     """Bytes that a layer saves for its backward pass, for each token; `value` is the size of a number.
 
     Norms save their input in fp32, its normalised values and their own output; projections their inputs;
     attention its queries, keys, values and output; a gated feed-forward five times its channels.
     """
-    tp = config.tensor_model_parallel_size
-    cut = tp if config.sequence_parallel else 1
-    norm, width = 4 + 2 * value, config.hidden_size / cut
-    queries = config.num_attention_heads * config.kv_channels / tp
-    keys = config.num_query_groups * config.kv_channels / tp
-    saved = norm * width * (4 if config.norm_after_sublayer else 2)
-    saved += value * (3 * queries + 3 * keys) + 4 * config.num_attention_heads / tp
-    if config.qk_layernorm:
+    tp = megatron_config.tensor_model_parallel_size
+    cut = tp if megatron_config.sequence_parallel else 1
+    norm, width = 4 + 2 * value, megatron_config.hidden_size / cut
+    queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
+    keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
+    saved = norm * width * (4 if megatron_config.norm_after_sublayer else 2)
+    saved += value * (3 * queries + 3 * keys) + 4 * megatron_config.num_attention_heads / tp
+    if megatron_config.qk_layernorm:
         saved += norm * (queries + keys)
-    if not has_experts(config, layer):
-        return saved + 5 * value * config.ffn_hidden_size / tp
-    saved += 5 * value * (config.moe_shared_expert_intermediate_size or 0) / tp
-    routed = 5 * value * config.moe_ffn_hidden_size + 2 * value * config.hidden_size
-    return saved + config.moe_router_topk * routed / cut
+    if not has_experts(megatron_config, layer):
+        return saved + 5 * value * megatron_config.ffn_hidden_size / tp
+    saved += 5 * value * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
+    routed = 5 * value * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
+    return saved + megatron_config.moe_router_topk * routed / cut
 
 
 # --- advice ----------------------------------------------------------------------------------------------
@@ -283,7 +298,7 @@ def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, 
 
     Single ones, or where none is enough pairs; empty where no pair is either.
     """
-    changes = list(_changes(plan.run))
+    changes = list(_changes(plan.config))
     for together in (1, 2):
         tried = ((pair, _changed(plan, pair, hf_config)) for pair in combinations(changes, together))
         found = [(" ".join(pair), other) for pair, other in tried if other and other.memory <= capacity]
@@ -292,25 +307,25 @@ def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, 
     return []
 
 
-def _changes(run: RunConfig) -> Iterator[str]:
+def _changes(config: RunConfig) -> Iterator[str]:
     """Settings worth trying, the cheapest first."""
-    parallel, rows = run.parallel, run.train.micro_batch_size
+    parallel, rows = config.parallel, config.train.micro_batch_size
     if rows > 1:
         yield f"train.micro_batch_size={rows // 2}"
-    if run.model.recompute != "full":
+    if config.model.recompute != "full":
         yield "model.recompute=full"
     yield from (f"parallel.tp={tp}" for tp in (2, 4, 8) if tp > parallel.tp)
     yield from (f"parallel.pp={parallel.pp * more}" for more in (2, 4))
     yield f"parallel.ep={parallel.ep * 2}"
-    yield f"data.seq_length={run.data.seq_length // 2}"
+    yield f"data.seq_length={config.data.seq_length // 2}"
 
 
 def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | None:
     """The plan under other settings, on more GPUs where these need more; None where nothing divides."""
-    run = apply_overrides(plan.run, settings)
-    fewest = fewest_processes(run.parallel)
+    config = apply_overrides(plan.config, settings)
+    fewest = fewest_processes(config.parallel)
     try:
-        return make_plan(run, hf_config, -(-plan.gpus // fewest) * fewest, plan.image)
+        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, plan.image)
     except ValueError:
         return None
 
@@ -320,15 +335,15 @@ def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | No
 
 def describe(plan: Plan) -> str:
     """The plan as text: a line for each stage, and what it rests on."""
-    run, parallel = plan.run, plan.run.parallel
+    config, parallel = plan.config, plan.config.parallel
     sizes = [("tp", parallel.tp), ("pp", parallel.pp), ("vpp", parallel.vpp), ("ep", parallel.ep)]
     layout = " · ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
-    facts = derived(run, plan.gpus)
+    facts = derived(config, plan.gpus)
     per_row, tokens = plan.images_per_row, plan.image.tokens
     lines = [
-        f"{run.name} on {_gpus(plan)}: {layout} · dp {facts['data_parallel']}; "
-        f"{facts['micro_batches_per_step']} micro batches of {run.train.micro_batch_size} × "
-        f"{run.data.seq_length} tokens a step",
+        f"{config.name} on {_gpus(plan)}: {layout} · dp {facts['data_parallel']}; "
+        f"{facts['micro_batches_per_step']} micro batches of {config.train.micro_batch_size} × "
+        f"{config.data.seq_length} tokens a step",
         "",
         *_table(plan),
         "",
@@ -337,7 +352,7 @@ def describe(plan: Plan) -> str:
         f"Operations for each token: {_flops(plan.language_model_flops)} in the language model, "
         f"{_flops(plan.tower_flops)} in the tower,",
         f"with {per_row:.1f} images of {tokens} visual tokens in a row (data.visual_share "
-        f"{run.data.visual_share:g}, data.max_pixels {run.data.max_pixels or costs.DEFAULT_IMAGE}).",
+        f"{config.data.visual_share:g}, data.max_pixels {config.data.max_pixels or costs.DEFAULT_IMAGE}).",
     ]
     if parallel.pp > 1:
         lines.append(
@@ -390,18 +405,18 @@ def advice(plan: Plan, hf_config: Any, capacity: float) -> Iterator[str]:
     if plan.imbalance > MAX_IMBALANCE:
         yield from _against_imbalance(plan)
     if plan.bubble > MAX_BUBBLE:
-        run = plan.run
+        config = plan.config
         yield (
             f"Stages wait {plan.bubble:.0%} of a step: raise train.global_batch_size above "
-            f"{run.train.global_batch_size}, or vpp above {run.parallel.vpp}."
+            f"{config.train.global_batch_size}, or vpp above {config.parallel.vpp}."
         )
 
 
 def _against_imbalance(plan: Plan) -> Iterator[str]:
     busiest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].flops)
     remedy = "use fewer or more stages"
-    if busiest == 0 and plan.run.parallel.tp > 1 and not plan.run.parallel.images_spread:
+    if busiest == 0 and plan.config.parallel.tp > 1 and not plan.config.parallel.images_spread:
         remedy = "spread its images: parallel.vision_dp=true"
-    elif busiest == 0 and sum(map(len, plan.stages[0].layers)) == plan.run.parallel.vpp:
+    elif busiest == 0 and sum(map(len, plan.stages[0].layers)) == plan.config.parallel.vpp:
         remedy = "its tower alone is more than a stage's share: lower pp"
     yield f"Stage {busiest} has {plan.imbalance:.2f} of the mean work; {remedy}."

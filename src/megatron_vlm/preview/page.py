@@ -24,7 +24,7 @@ READ, TRAINED, VISUAL = "read", "trained", "visual"
 
 
 @dataclass
-class Run:
+class TokenRun:
     """Tokens of one kind that follow one another: READ or TRAINED text, or one VISUAL item's placeholders."""
 
     kind: str
@@ -38,7 +38,7 @@ class Document:
     key: str
     tokens: int
     positions: str
-    runs: list[Run]
+    runs: list[TokenRun]
 
 
 @dataclass
@@ -105,19 +105,21 @@ class RowReader:
             found.append((taken[0], taken[-1] + 1, pictures))
         return sorted(found)
 
-    def _runs(self, ids_S: Tensor, trained_S: Tensor, items: list, first: int, stop: int) -> Iterator[Run]:
+    def _runs(
+        self, ids_S: Tensor, trained_S: Tensor, items: list, first: int, stop: int
+    ) -> Iterator[TokenRun]:
         for start, end, pictures in [*items, (stop, stop, ())]:
             yield from self._text_runs(ids_S[first:start], trained_S[first:start])
             if end > start:
-                yield Run(VISUAL, end - start, pictures=pictures)
+                yield TokenRun(VISUAL, end - start, pictures=pictures)
             first = end
 
-    def _text_runs(self, ids_T: Tensor, trained_T: Tensor) -> Iterator[Run]:
+    def _text_runs(self, ids_T: Tensor, trained_T: Tensor) -> Iterator[TokenRun]:
         cuts = (trained_T[1:] != trained_T[:-1]).nonzero().flatten() + 1
         for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(ids_T)], strict=True):
             if stop > start:
                 kind = TRAINED if trained_T[start] else READ
-                yield Run(kind, stop - start, self._tokenizer.decode(ids_T[start:stop]))
+                yield TokenRun(kind, stop - start, self._tokenizer.decode(ids_T[start:stop]))
 
 
 def _positions(position_ids: Tensor) -> str:

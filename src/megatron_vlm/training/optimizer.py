@@ -8,9 +8,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
-    OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -59,9 +61,9 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+def _optimizer_config(config: RunConfig) -> MegatronOptimizerConfig:
     adam, bf16 = config.optimizer, config.model.dtype == "bf16"
-    return OptimizerConfig(
+    return MegatronOptimizerConfig(
         optimizer="adam",
         lr=adam.lr,
         min_lr=adam.min_lr,

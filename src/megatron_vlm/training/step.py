@@ -61,12 +61,12 @@ def token_loss(mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict
     return total, count.int(), {"sum_and_count": torch.stack((total.detach(), count)).double()}
 
 
-def data_parallel(chunks: list[VLMModel], run: RunConfig) -> list[DistributedDataParallel]:
+def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
     """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step."""
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=run.parallel.distributed_optimizer
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.parallel.distributed_optimizer
     )
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
 

@@ -21,7 +21,7 @@ from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversat
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.encode.known import fast_processor
 from megatron_vlm.data.encode.sizes import Layout, Measure
-from megatron_vlm.data.encode.text import EncodedText, SpanProcessor, most_characters
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.encode.truncation import Document, cut
 from megatron_vlm.data.media.images import decode_image, decode_pixels, image_size
 from megatron_vlm.data.media.patience import in_time
@@ -78,7 +78,7 @@ class HFEncoderVLMTaskEncoder(
     position_ids   function of a document's (T,) ids and visual inputs; default 0, 1, 2, ...
     drops          where samples that cannot be trained on are counted
     chat_template  instead of the processor's own
-    fast           do the work of a processor that `data.encode.known` knows; `hf_because` says why not
+    fast           do the work of a processor that `data.encode.known` knows; `why_hf_processor` says why not
     """
 
     decoder = None  # images stay encoded until `encode_sample`; Energon's own decoder executes pickles
@@ -120,12 +120,12 @@ class HFEncoderVLMTaskEncoder(
         self._in_time = functools.partial(in_time, decode_seconds)
         self.position_ids = position_ids or _count_up
         self.drops = drops or DropReport()
-        self._encode_text = SpanProcessor(processor, chat_template)
+        self._encode_text = TextEncoder(processor, chat_template)
         if over_length == "drop":  # text of many megabytes is not tokenized first
             self._encode_text.max_characters = most_characters(self.tokenizer, seq_length)
-        self._fast, self.hf_because = None, "fast is off"
+        self._fast, self.why_hf_processor = None, "fast is off"
         if fast:
-            self._fast, self.hf_because = fast_processor(processor, self._encode_text)
+            self._fast, self.why_hf_processor = fast_processor(processor, self._encode_text)
 
     @property
     def tokenizer(self):

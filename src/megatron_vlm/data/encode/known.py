@@ -36,7 +36,7 @@ from megatron_vlm.data.encode.sizes import (
     fixed_size,
     pixtral_size,
 )
-from megatron_vlm.data.encode.text import EncodedText, SpanProcessor
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.media.videos import VideoPlan
 
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
@@ -61,14 +61,14 @@ class Known:
     video_fields: Callable[[Any, VideoPlan], dict[str, Tensor]] = lambda processor, plan: {}
 
 
-class FastProcessor:
-    """Called as `SpanProcessor`, with images as `decode_pixels` gives them: equal ids, masks and spans, and
+class KnownProcessor:
+    """Called as `TextEncoder`, with images as `decode_pixels` gives them: equal ids, masks and spans, and
     uint8 pixels that a `PixelNormalizer` makes equal to the processor's.
 
     `fast_processor` makes one.
     """
 
-    def __init__(self, processor: ProcessorMixin, encode_text: SpanProcessor):
+    def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
         self._processor = processor
         self._known = KNOWN[type(processor).__name__]
         self.measure = Measure(processor, encode_text, self._image_tokens)
@@ -83,7 +83,7 @@ class FastProcessor:
     ) -> EncodedText:
         """`layout` is what `measure` gave for the conversation, if that is known already.
 
-        Raises BadSample as `SpanProcessor`.
+        Raises BadSample as `TextEncoder`.
         """
         tensors, sizes = [], []
         for image in images:  # each cut right after it was decoded: its pixels are still in the caches
@@ -121,14 +121,14 @@ class FastProcessor:
 
 
 def fast_processor(
-    processor: ProcessorMixin, encode_text: SpanProcessor
-) -> tuple[FastProcessor | None, str | None]:
+    processor: ProcessorMixin, encode_text: TextEncoder
+) -> tuple[KnownProcessor | None, str | None]:
     """The stand-in for a processor, or None and why it has none."""
     reason = _unknown(processor)
     if reason:
         return None, reason
     try:
-        fast = FastProcessor(processor, encode_text)
+        fast = KnownProcessor(processor, encode_text)
         theirs = encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
         ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
     except BadSample as bad:

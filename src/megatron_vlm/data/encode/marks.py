@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 @dataclass
-class Prompt:
+class RenderedChat:
     """A rendered conversation and where things lie in it, in characters; spans may touch, none overlap."""
 
     text: str
@@ -32,7 +32,7 @@ class Prompt:
     videos: list[Span]
     add_special_tokens: bool = True  # False where the template wrote the BOS token
 
-    def with_media(self, texts: list[str]) -> Prompt:
+    def with_media(self, texts: list[str]) -> RenderedChat:
         """`texts` in the places of the images and then of the videos."""
         pieces, read, stops, shifts = [], 0, [], [0]
         for (start, stop), text in sorted(zip([*self.images, *self.videos], texts, strict=True)):
@@ -45,7 +45,9 @@ class Prompt:
             return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
 
         text = "".join([*pieces, self.text[read:]])
-        return Prompt(text, *map(moved, (self.replies, self.images, self.videos)), self.add_special_tokens)
+        return RenderedChat(
+            text, *map(moved, (self.replies, self.images, self.videos)), self.add_special_tokens
+        )
 
 
 class MarkedTokenizer:
@@ -73,7 +75,7 @@ class MarkedTokenizer:
         return encoding
 
 
-def with_marks(prompt: Prompt) -> str:
+def with_marks(prompt: RenderedChat) -> str:
     """The text with a mark at the start and at the stop of every span."""
     placed = [
         (span, marks)
@@ -87,7 +89,7 @@ def with_marks(prompt: Prompt) -> str:
     return "".join([*pieces, prompt.text[last:]])
 
 
-def without_marks(text: str) -> Prompt:
+def without_marks(text: str) -> RenderedChat:
     """What `with_marks` marked, and what a processor wrote between its marks."""
     found: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
     for removed, match in enumerate(MARKS.finditer(text)):
@@ -95,10 +97,10 @@ def without_marks(text: str) -> Prompt:
     for start, stop in MARK_PAIRS:
         assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
     spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
-    return Prompt(MARKS.sub("", text), *spans)
+    return RenderedChat(MARKS.sub("", text), *spans)
 
 
-def on_tokens(prompt: Prompt, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
+def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
     """The mask of the replies' tokens, the spans of images and of videos, from the characters of each token.
 
     A token that straddles a reply's edge is of the reply. One that straddles a placeholder's is not of it: a

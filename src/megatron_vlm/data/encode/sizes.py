@@ -21,7 +21,7 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import Span
-from megatron_vlm.data.encode.text import SpanProcessor, placeholder_tokens, video_options
+from megatron_vlm.data.encode.text import TextEncoder, placeholder_tokens, video_options
 from megatron_vlm.data.media.videos import VideoPlan
 
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
@@ -51,7 +51,7 @@ class Layout:
 
 
 class Measure:
-    """Called as `SpanProcessor`, with the sizes (width, height) of the images and the plans of the videos
+    """Called as `TextEncoder`, with the sizes (width, height) of the images and the plans of the videos
     instead of their pixels.
 
     image_tokens   what the processor makes of an image of a size, where that is known; default: the image
@@ -63,7 +63,7 @@ class Measure:
     def __init__(
         self,
         processor: ProcessorMixin,
-        encode_text: SpanProcessor,
+        encode_text: TextEncoder,
         image_tokens: Callable[[tuple[int, int]], ImageTokens] | None = None,
     ):
         if not hasattr(processor, "_get_num_multimodal_tokens"):

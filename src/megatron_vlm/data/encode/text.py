@@ -29,7 +29,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample
 from megatron_vlm.data.encode.documents import DocumentText
-from megatron_vlm.data.encode.marks import RESERVED, MarkedTokenizer, Prompt, Span, on_tokens, with_marks
+from megatron_vlm.data.encode.marks import (
+    RESERVED,
+    MarkedTokenizer,
+    RenderedChat,
+    Span,
+    on_tokens,
+    with_marks,
+)
 from megatron_vlm.data.media.videos import VideoPlan
 
 WORD_JOINER = "\u2060"
@@ -46,7 +53,7 @@ class EncodedText:
     outputs: dict[str, Any]  # everything else the processor returned, its batch axis of one left on
 
 
-class SpanProcessor:
+class TextEncoder:
     """Calls a Hugging Face processor once per conversation; see the module's docstring.
 
     Special tokens typed in record text are broken by a word joiner after their first character, so that no
@@ -111,7 +118,7 @@ class SpanProcessor:
         outputs.pop("video_metadata", None)
         return EncodedText(input_ids, mask, *media, outputs)
 
-    def tokenize(self, prompt: Prompt) -> EncodedText:
+    def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, in the ids that a call of the tokenizer gives."""
         tokenizer, text, special = self.tokenizer, prompt.text, prompt.add_special_tokens
         if _only_wraps(tokenizer):
@@ -122,7 +129,9 @@ class SpanProcessor:
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets), {})
 
-    def prompt(self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0) -> Prompt:
+    def prompt(
+        self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
+    ) -> RenderedChat:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
         text, replies = self.render(messages, tools)
@@ -131,7 +140,7 @@ class SpanProcessor:
                 "over_length", f"{len(text)} characters; more than {self.max_characters} never fit"
             )
         bos = self.tokenizer.bos_token  # one of them, as in HF's own templates
-        return Prompt(
+        return RenderedChat(
             text,
             replies,
             self._placeholders(text, images),

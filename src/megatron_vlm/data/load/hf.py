@@ -41,7 +41,7 @@ from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.records.blends import blend_tables, path_names
-from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table, source_splits
 
@@ -162,7 +162,7 @@ class HFProvider(Provider):
         datasets: Sequence[str],
         repetitions: Sequence[float] = (),
     ) -> EncodedRows:
-        options = {"layout": Layout(dict(self.columns or {})), "media_dir": self.media_dir}
+        options = {"layout": RecordLayout(dict(self.columns or {})), "media_dir": self.media_dir}
         tables = [
             open_table(path, split, datasets=datasets, **options)
             for path, split in zip(paths, splits, strict=True)
@@ -174,7 +174,7 @@ class HFProvider(Provider):
         return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
 
     def _stream(self, encoder) -> EncodedRows:
-        layout = Layout(dict(self.columns or {}))
+        layout = RecordLayout(dict(self.columns or {}))
         path, *others = paths_of(self.train_data_path)
         if others:
             raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")

@@ -37,13 +37,13 @@ class Source:
 
 @functools.lru_cache(maxsize=8)
 def _open(source: Source) -> Any:
-    from megatron_vlm.data.records.columns import Layout
+    from megatron_vlm.data.records.columns import RecordLayout
     from megatron_vlm.data.records.tables import open_table
 
     return open_table(
         source.path,
         source.split,
-        layout=Layout(dict(source.columns)),
+        layout=RecordLayout(dict(source.columns)),
         media_dir=source.media_dir,
         datasets=source.datasets,
         kind=source.kind,

@@ -37,7 +37,7 @@ DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image betw
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordLayout:
     """Record as stored → record in the package's words.
 
     columns   ours → the source's, such as {"conversations": "chat", "images": "pictures"}; where a column of

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.description_files import check_regular, damaged
 from megatron_vlm.data.records.blends import Whole
-from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.columns import RecordLayout
 
 CHECKED_RECORDS = 1000  # in which every mapped column must occur, and at least one line be JSON
 REPAIR = "repair it or convert it to JSON Lines"
@@ -28,7 +28,7 @@ class JsonTable(Whole):
     bad record.
     """
 
-    def __init__(self, path: Path, root: Path, layout: Layout, lines: bool) -> None:
+    def __init__(self, path: Path, root: Path, layout: RecordLayout, lines: bool) -> None:
         check_regular(path)
         self.path, self.root, self.layout = path, root, layout
         found = np.array(array("q", _lines(path) if lines else _elements(path))).reshape(-1, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_vlm.config import suggestion
 from megatron_vlm.data.description_files import check_fields, damaged
-from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.columns import RecordLayout
 
 META_SOURCES = ("file_name", "hf_hub_url")
 META_KEYS = {
@@ -32,7 +32,7 @@ class Entry:
 
     place: str  # as errors name it
     source: str | Path
-    layout: Layout
+    layout: RecordLayout
     media_dir: Path
     split: str | None
     subset: str | None
@@ -43,7 +43,9 @@ class Entry:
         return int(self.num_samples or 0) or max(1, round(rows * (self.sample_ratio or 1.0)))
 
 
-def entries_of(path: Path, layout: Layout, root: Path | None, datasets: Sequence[str]) -> dict[str, Entry]:
+def entries_of(
+    path: Path, layout: RecordLayout, root: Path | None, datasets: Sequence[str]
+) -> dict[str, Entry]:
     """The datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
 
     Raises ValueError or FileNotFoundError that names the file, the dataset and what to do.
@@ -71,7 +73,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     if (formatting := entry.get("formatting", "sharegpt")) not in FORMATTINGS:
         raise ValueError(f"{place}: formatting {formatting}{suggestion(str(formatting), FORMATTINGS)}")
     try:
-        layout = Layout(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+        layout = RecordLayout(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     source = entry.get("hf_hub_url") or folder / entry["file_name"]

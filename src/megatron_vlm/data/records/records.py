@@ -3,8 +3,8 @@
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
 or Hugging Face's `{"path": ..., "bytes": ...}`; without these, the images that parts of turns name (OpenAI's
 `image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
-`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare` and
-`data.load.hf` read every source through here, other layouts after `data.records.columns`.
+`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare`
+and `data.load.hf` read every source through here, other layouts after `data.records.columns`.
 """
 
 from __future__ import annotations

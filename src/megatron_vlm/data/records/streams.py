@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.fingerprint import digest
-from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.records import conversation_of, without_nulls
 
 Row = tuple[str, dict]  # key and record as the stream gave it
@@ -21,10 +21,10 @@ class StreamedRows:
     name: str
     stream: Any  # datasets.IterableDataset
     root: Path
-    layout: Layout
+    layout: RecordLayout
 
     @classmethod
-    def open(cls, path: str, layout: Layout, media_dir: str | None = None) -> StreamedRows:
+    def open(cls, path: str, layout: RecordLayout, media_dir: str | None = None) -> StreamedRows:
         """Raises ValueError for a source that is not to be streamed, or without its mapped columns."""
         from megatron_vlm.data.records.hub import media_root, open_stream
         from megatron_vlm.data.records.tables import kind_of

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vlm.config import suggestion
 from megatron_vlm.data.description_files import check_regular
 from megatron_vlm.data.records.blends import Blend, Table, Whole
-from megatron_vlm.data.records.columns import Layout
+from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 
@@ -29,7 +29,7 @@ class HFTable(Whole):
     name: str
     rows: Any
     root: Path
-    layout: Layout
+    layout: RecordLayout
 
     def __post_init__(self) -> None:
         self.layout.check_columns(self.rows.column_names, self.name)
@@ -59,7 +59,7 @@ def open_table(
     path: str | Path,
     split: str | None = None,
     *,
-    layout: Layout | None = None,
+    layout: RecordLayout | None = None,
     media_dir: str | Path | None = None,
     datasets: Sequence[str] = (),
     kind: str | None = None,
@@ -83,7 +83,7 @@ def open_table(
     if media_dir is not None and not Path(media_dir).is_dir():
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
     root = None if media_dir is None else Path(media_dir)
-    return TABLES[kind](path, split, layout or Layout(), root, datasets, subset)
+    return TABLES[kind](path, split, layout or RecordLayout(), root, datasets, subset)
 
 
 def kind_of(path: str | Path) -> str:
@@ -112,17 +112,19 @@ def source_splits(path: str | Path) -> list[str]:
     return split_names(path)
 
 
-def _open_hf(path, split, layout: Layout, root: Path | None, datasets, subset) -> HFTable:
+def _open_hf(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> HFTable:
     from megatron_vlm.data.records.hub import media_root, open_rows
 
     return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), layout)
 
 
-def _open_json(path, split, layout: Layout, root: Path | None, datasets, subset, lines=False) -> JsonTable:
+def _open_json(
+    path, split, layout: RecordLayout, root: Path | None, datasets, subset, lines=False
+) -> JsonTable:
     return JsonTable(Path(path), root or Path(path).parent, layout, lines)
 
 
-def _open_meta(path, split, layout: Layout, root: Path | None, datasets, subset) -> Blend:
+def _open_meta(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> Blend:
     entries = entries_of(Path(path), layout, root, datasets)
     tables = {name: _open_entry(entry) for name, entry in entries.items()}
     return Blend(tables, {name: entries[name].rows_in_an_epoch(len(table)) for name, table in tables.items()})

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.models.weights import GatedMLP, GroupedQKV, Operation, Rule, Shard, Twice, Whole
+from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Twice, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -53,16 +53,16 @@ def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") 
     hf_embedding = hf_model + "embed_tokens.weight"
     rules = [
         Rule(MODEL + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
-        Rule(embedding, (hf_embedding,), Shard(0)),
+        Rule(embedding, (hf_embedding,), Cut(0)),
     ]
     if not hf_config.tie_word_embeddings:
-        return [*rules, Rule(output, (hf_head,), Shard(0))]
+        return [*rules, Rule(output, (hf_head,), Cut(0))]
     return [
         *rules,
         Rule(embedding, (hf_embedding, hf_head), Twice(0)),
-        Rule(embedding, (hf_head,), Shard(0)),
-        Rule(output, (hf_embedding,), Shard(0), export=False),  # a copy, on the last of several stages
-        Rule(output, (hf_head,), Shard(0), export=False),
+        Rule(embedding, (hf_head,), Cut(0)),
+        Rule(output, (hf_embedding,), Cut(0), export=False),  # a copy, on the last of several stages
+        Rule(output, (hf_head,), Cut(0), export=False),
     ]
 
 
@@ -77,7 +77,7 @@ def attention_rules(
         layer_rule(
             hf_layer, "self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), operation
         ),
-        layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Shard(1)),
+        layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)),
     ]
     if qkv_bias:
         rules.append(
@@ -105,7 +105,7 @@ def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm") -> list[Rul
     return [
         layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),
         layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP()),
-        layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Shard(1)),
+        layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
     ]
 
 

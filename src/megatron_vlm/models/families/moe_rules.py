@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vlm.models.families import keys
 from megatron_vlm.models.families.llama import layer_rule
-from megatron_vlm.models.weights import GatedMLP, Rule, Shard, Whole
+from megatron_vlm.models.weights import Cut, GatedMLP, Rule, Whole
 
 TEXT = keys.any_of("moe_intermediate_size", "output_router_logits", "router_aux_loss_coef")
 
@@ -46,5 +46,5 @@ def shared_rules(hf_layer: str) -> list[Rule]:
     gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
     return [
         layer_rule(hf_layer, ours + "fc1.weight", gate_up, GatedMLP()),
-        layer_rule(hf_layer, ours + "fc2.weight", (theirs + "down_proj.weight",), Shard(1)),
+        layer_rule(hf_layer, ours + "fc2.weight", (theirs + "down_proj.weight",), Cut(1)),
     ]

@@ -9,11 +9,11 @@ from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint, hub_name
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
+    Cut,
     GatedMLP,
     GroupedQKV,
     Operation,
     Rule,
-    Shard,
     Twice,
     WeightMap,
     Whole,
@@ -27,7 +27,7 @@ __all__ = [
     "HFCheckpoint",
     "Operation",
     "Rule",
-    "Shard",
+    "Cut",
     "Twice",
     "WeightMap",
     "Whole",

@@ -28,7 +28,7 @@ from megatron_vlm.models.weights.rules import (
     named_global_weights,
     turned,
 )
-from megatron_vlm.models.weights.shards import ShardFile, split
+from megatron_vlm.models.weights.shards import SafetensorsFile, split
 from megatron_vlm.models.weights.ties import asks_for_ties
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
 
@@ -213,7 +213,7 @@ def _write_stage(
         )
     stored = {key: checkpoint.stored(key) for key in keys}
     files = [
-        ShardFile(folder / f"rank{writer:05d}-{number:05d}.safetensors", tensors)
+        SafetensorsFile(folder / f"rank{writer:05d}-{number:05d}.safetensors", tensors)
         for number, tensors in enumerate(split(stored.values(), shard_bytes))
     ]
     file_of = {name: file for file in files for name in file.names}

@@ -49,7 +49,7 @@ class Operation:
             shapes.append(shape)
         return shapes
 
-    def load(self, param: Tensor, sources: Sequence[Slices | Row], rank: int, size: int) -> None:
+    def load(self, param: Tensor, sources: Sequence[Slices | FusedRow], rank: int, size: int) -> None:
         """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
         shapes = self.hf_shapes(param, size)
         for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
@@ -82,14 +82,14 @@ class Whole(Operation):
 
 
 @dataclass(frozen=True)
-class Shard(Operation):
+class Cut(Operation):
     """Equal parts along `axis`."""
 
     axis: int
 
 
 @dataclass(frozen=True)
-class Twice(Shard):
+class Twice(Cut):
     """One parameter that a checkpoint stores under two keys, such as a tied embedding and output layer."""
 
     def views(self, param: Tensor) -> list[Tensor]:
@@ -121,7 +121,7 @@ class GroupedQKV(Operation):
 
 
 @dataclass(frozen=True)
-class Row:
+class FusedRow:
     """One of the tensors that `source` holds along its first axis: one expert of a fused tensor.
 
     `shape` is that tensor's; a source that holds it transposed, as some checkpoints do, is turned.
@@ -179,11 +179,11 @@ class Rule:
     def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
         return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
 
-    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | Row]:
+    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | FusedRow]:
         """What the operation reads: the `stored` HF tensors, or this parameter's row of the fused one."""
         if self.rows is None:
             return stored
-        return [Row(source, self.row(name), self.row_shape) for source in stored]
+        return [FusedRow(source, self.row(name), self.row_shape) for source in stored]
 
 
 def matches(wildcards: str, name: str) -> re.Match | None:

@@ -47,7 +47,7 @@ def split(tensors: Iterable[Stored], shard_bytes: int) -> Iterator[list[Stored]]
         yield held
 
 
-class ShardFile:
+class SafetensorsFile:
     """A file of the given tensors, whose values come in any order and in parts.
 
     `close` raises AssertionError when bytes of any are missing. Format:
