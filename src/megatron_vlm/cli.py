@@ -128,14 +128,15 @@ def plan(
     refuse(run_config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
-    from megatron_vlm.planning import plan as planning
+    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.planning.words import advice, describe
 
     hf_config, assumed = look_at(run_config.model.hf_path)
-    made = planning.make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
-    typer.echo(planning.describe(made))
+    made = make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
+    typer.echo(describe(made))
     if assumed:
         typer.echo(assumed)
-    for line in planning.advice(made, hf_config, gpu_memory * 1e9):
+    for line in advice(made, hf_config, gpu_memory * 1e9):
         typer.echo(line)
 
 

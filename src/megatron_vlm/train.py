@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
-from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.data.run_data import RunData
+from megatron.core.distributed import DistributedDataParallel
+from transformers import ProcessorMixin
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.hf import load_processor, open_source
+from megatron_vlm.models.hf import Source, load_processor, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
-from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
+from megatron_vlm.training.checkpoint import CheckpointState
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import data_parallel, train_step
@@ -29,89 +32,69 @@ def train(config: RunConfig) -> None:
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
-    hf_config, family, processor = source.hf_config, source.family, load_processor(source.folder)
+    processor = load_processor(source.folder)
 
-    watchdog.beat("building the model")
-    model = build_model(config, family, hf_config, setup.device(), processor)
-    if config.model.load_weights and not checkpoint.exists(config.run_dir):
-        watchdog.beat(f"importing {source.folder}", files=True)
-        import_hf(model, source.folder, family.weight_map(hf_config))
-    model = data_parallel(model, config)
+    model = starting_model(config, source, processor)
     optimizer, scheduler = build_optimizer(model, config)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
 
     watchdog.beat("opening the data")
-    broadcaster = BatchBroadcaster()
-    data = None
-    if broadcaster.reads:
-        rank, world_size = setup.data_parallel_place()
-        data = RunData(
-            config,
-            processor,
-            family.visual_keys,
-            family.position_ids(hf_config),
-            rank,
-            world_size,
-            images_or_videos=family.images_or_videos,
-        )
-        watchdog.also(data.drops.glance)
-        if resumed and not config.data.restart:
-            data.train_loader.load_states(resumed.loader_states)
-        batch_log = BatchLog(config.run_dir, rank, world_size, start + 1)
-    batches = data and data.train_batches()
-
+    feed = Feed(config, source, processor, resumed)
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
-    if resumed:
-        log.message(f"resumed after step {start} from {resumed.path}")
-        if resumed.later:
-            log.message(f"{', '.join(resumed.later)} stay until their steps are saved again")
-        if config.data.restart:
-            log.message("data.restart: the data begins anew from here")
+    for message in opening_words(config, feed, resumed):
+        log.message(message)
 
-    if data and data.why_hf_processor:
-        log.message(f"data: the Hugging Face processor encodes every sample, slower: {data.why_hf_processor}")
-
-    micro_batches_per_step = derived(config, setup.world_size())["micro_batches_per_step"]
-    with closing(log, *([batch_log, data] if data else [])):
+    with closing(log, feed):
         for step in range(start + 1, config.train.steps + 1):
             began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
             watchdog.beat(f"waiting for the data of step {step}")
-            micro_batches = broadcaster.take(batches, micro_batches_per_step, data and data.drops)
-            if data:
-                batch_log.write(step, micro_batches)
+            micro_batches = feed.train(step)
             watchdog.beat(f"training step {step}")
-            with naming_samples(config.run_dir, step, micro_batches):
+            with feed.naming_samples(step, micro_batches):
                 loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
-            log.log_step(step, loss, lr, grad_norm, tokens, seconds, data and data.dropped_everywhere)
+            log.log_step(step, loss, lr, grad_norm, tokens, seconds, feed.dropped_everywhere())
 
             if is_due(step, config.train.eval_every, config.train.steps):
                 watchdog.beat(f"evaluating after step {step}")
-                valid_batches = data and data.valid_batches()
-                valid_loss = validation_loss(model, broadcaster, valid_batches, config.train.eval_steps)
-                if valid_loss is not None:
-                    log.log_eval(step, valid_loss)
+                log.log_eval(step, validation_loss(model, feed.valid().take, config.train.eval_steps))
             if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
-                loader_state = data and data.train_loader.state_dict()
-                checkpoint.save(
-                    config.run_dir,
-                    step,
-                    model,
-                    optimizer,
-                    scheduler,
-                    loader_state,
-                    config.train.keep_checkpoints,
-                )
+                parts = (model, optimizer, scheduler, feed.state())
+                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints)
                 log.save()
-        if dropped := add_counts(data.dropped if data else {}):
+        if dropped := feed.dropped_by_reason():
             log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")
         watchdog.beat("leaving the other ranks")
     lock.close()
     setup.shutdown()
+
+
+def starting_model(
+    config: RunConfig, source: Source, processor: ProcessorMixin
+) -> list[DistributedDataParallel]:
+    """This rank's chunks, with the source's weights unless a checkpoint of the run is to give its own."""
+    watchdog.beat("building the model")
+    chunks = build_model(config, source.family, source.hf_config, setup.device(), processor)
+    if config.model.load_weights and not checkpoint.exists(config.run_dir):
+        watchdog.beat(f"importing {source.folder}", files=True)
+        import_hf(chunks, source.folder, source.family.weight_map(source.hf_config))
+    return data_parallel(chunks, config)
+
+
+def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None) -> Iterator[str]:
+    """What a user should know before the first step."""
+    if resumed:
+        yield f"resumed after step {resumed.step} from {resumed.path}"
+        if resumed.later:
+            yield f"{', '.join(resumed.later)} stay until their steps are saved again"
+        if config.data.restart:
+            yield "data.restart: the data begins anew from here"
+    if feed.why_hf_processor:
+        yield f"data: the Hugging Face processor encodes every sample, slower: {feed.why_hf_processor}"
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -1,4 +1,4 @@
-"""The stored formats: record of a webdataset shard → `ChatMLSample`.
+"""The stored formats: record of a webdataset shard → `ChatMLSample`, and a sample → the files of its record.
 
 Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
 `img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Likewise videos,
@@ -16,8 +16,22 @@ import pickle
 from typing import Any
 
 from megatron.energon import Cooker, basic_sample_keys, stateless
+from PIL import Image
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
+from megatron_vlm.data.records.records import conversation_json
+
+DECODE_SECONDS = DataConfig.decode_seconds
+EXTENSIONS = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "TIFF": "tif",
+    "JPEG2000": "jp2",
+}  # others: Pillow's format name in lower case
 
 SOURCE = "_source"  # subflavor of each of several paths: its name; fingerprints leave out what begins with _
 IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
@@ -149,3 +163,37 @@ def _pickled_media(record: dict, name: str) -> list:
     if not isinstance(media, list | tuple | None):
         raise BadSample("unsafe_pickle", f"part {name} is {type(media).__name__}, not a list")
     return list(media or [])
+
+
+# -- writing
+
+
+def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | dict]) -> dict[str, bytes]:
+    """The files of a sample in a shard, by name, as `cook_record` reads them.
+
+    Raises BadSample where every encoder would drop the sample.
+    """
+    training_conversation(conversation, len(images), len(videos))
+    files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
+    described = conversation | ({"images": list(files)} if files else {})
+    if videos:
+        described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
+    return {"json": conversation_json(described), **files}
+
+
+def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
+    """How the conversation names the video, whose files are added to `files`."""
+    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises what no setting can help
+    if isinstance(video, bytes):
+        name = f"{name}.{file_extension(video)}"
+        files[name] = video
+        return name
+    frames = {f"{name}f{i:04d}.{_extension(frame)}": frame for i, frame in enumerate(video["frames"])}
+    files.update(frames)
+    return video | {"frames": list(frames)}
+
+
+def _extension(image: bytes) -> str:
+    in_time(DECODE_SECONDS, decode_image, image)
+    format = Image.open(io.BytesIO(image)).format
+    return EXTENSIONS.get(format, format.lower())

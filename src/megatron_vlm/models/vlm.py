@@ -53,9 +53,8 @@ class VLMModel(MegatronModule):
             self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
             self._visual_tokens = partial(family.visual_tokens, hf_config)
             for param in self.vision.parameters():
-                param.data = param.data.to(
-                    megatron_config.params_dtype
-                )  # buffers such as rotary frequencies stay
+                # buffers such as rotary frequencies keep their dtype
+                param.data = param.data.to(megatron_config.params_dtype)
                 param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
         self.language_model = LanguageModel(
             megatron_config, family.rotary(hf_config), pre_process, post_process, vp_stage
@@ -222,6 +221,6 @@ def check_divisible(megatron_config: LanguageModelConfig) -> None:
             )
     if stages > megatron_config.num_layers:
         raise ValueError(
-            f"parallel: pp · vpp = {stages} stages are more than the model's {megatron_config.num_layers} layers; "
-            "lower pp or vpp."
+            f"parallel: pp · vpp = {stages} stages are more than the model's {megatron_config.num_layers} "
+            "layers; lower pp or vpp."
         )

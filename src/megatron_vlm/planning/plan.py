@@ -1,4 +1,4 @@
-"""What a run asks of its GPUs, found out without one: parameters, memory, work, and what to change.
+"""What a run asks of its GPUs, found out without one: parameters, memory and work.
 
 Parameters are counted on modules built without numbers, in the run's own layout: they are exact. Memory is an
 estimate: weights, gradients and optimizer state are sums over those, activations what a layer saves for its
@@ -7,16 +7,14 @@ backward pass, and temporary buffers and fragmentation are a fixed reserve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import RunConfig, apply_overrides, derived, fewest_processes
+from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models import costs
 from megatron_vlm.models.costs import ImageCost
 from megatron_vlm.models.families import family_for
@@ -33,7 +31,6 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
-MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above which the plan says what to change
 
 
 @dataclass(frozen=True)
@@ -288,135 +285,3 @@ def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int)
     saved += 5 * value * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
     routed = 5 * value * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
     return saved + megatron_config.moe_router_topk * routed / cut
-
-
-# --- advice ----------------------------------------------------------------------------------------------
-
-
-def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, Plan]]:
-    """Changes under which the fullest rank fits into `capacity` bytes, and their plans.
-
-    Single ones, or where none is enough pairs; empty where no pair is either.
-    """
-    changes = list(_changes(plan.config))
-    for together in (1, 2):
-        tried = ((pair, _changed(plan, pair, hf_config)) for pair in combinations(changes, together))
-        found = [(" ".join(pair), other) for pair, other in tried if other and other.memory <= capacity]
-        if found:
-            return found
-    return []
-
-
-def _changes(config: RunConfig) -> Iterator[str]:
-    """Settings worth trying, the cheapest first."""
-    parallel, rows = config.parallel, config.train.micro_batch_size
-    if rows > 1:
-        yield f"train.micro_batch_size={rows // 2}"
-    if config.model.recompute != "full":
-        yield "model.recompute=full"
-    yield from (f"parallel.tp={tp}" for tp in (2, 4, 8) if tp > parallel.tp)
-    yield from (f"parallel.pp={parallel.pp * more}" for more in (2, 4))
-    yield f"parallel.ep={parallel.ep * 2}"
-    yield f"data.seq_length={config.data.seq_length // 2}"
-
-
-def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | None:
-    """The plan under other settings, on more GPUs where these need more; None where nothing divides."""
-    config = apply_overrides(plan.config, settings)
-    fewest = fewest_processes(config.parallel)
-    try:
-        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, plan.image)
-    except ValueError:
-        return None
-
-
-# --- words -----------------------------------------------------------------------------------------------
-
-
-def describe(plan: Plan) -> str:
-    """The plan as text: a line for each stage, and what it rests on."""
-    config, parallel = plan.config, plan.config.parallel
-    sizes = [("tp", parallel.tp), ("pp", parallel.pp), ("vpp", parallel.vpp), ("ep", parallel.ep)]
-    layout = " · ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
-    facts = derived(config, plan.gpus)
-    per_row, tokens = plan.images_per_row, plan.image.tokens
-    lines = [
-        f"{config.name} on {_gpus(plan)}: {layout} · dp {facts['data_parallel']}; "
-        f"{facts['micro_batches_per_step']} micro batches of {config.train.micro_batch_size} × "
-        f"{config.data.seq_length} tokens a step",
-        "",
-        *_table(plan),
-        "",
-        "Parameters are exact; GB (10^9 bytes) of memory an estimate, for each rank of the stage, with "
-        f"{RESERVE / 1e9:.1f} in reserve.",
-        f"Operations for each token: {_flops(plan.language_model_flops)} in the language model, "
-        f"{_flops(plan.tower_flops)} in the tower,",
-        f"with {per_row:.1f} images of {tokens} visual tokens in a row (data.visual_share "
-        f"{config.data.visual_share:g}, data.max_pixels {config.data.max_pixels or costs.DEFAULT_IMAGE}).",
-    ]
-    if parallel.pp > 1:
-        lines.append(
-            f"Pipeline: the busiest stage has {plan.imbalance:.2f} of the mean work; stages wait for one "
-            f"another {plan.bubble:.0%} of a step."
-        )
-    return "\n".join(lines)
-
-
-def _table(plan: Plan) -> list[str]:
-    memory = ("weights", "gradients", "optimizer", "activations", "GB")
-    heads = ("stage", "layers", "parameters", *memory, "work")
-    mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
-    rows = [heads]
-    for number, stage in enumerate(plan.stages):
-        parts = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.memory)
-        rows.append(
-            (
-                str(number),
-                " ".join(f"{held.start}-{held.stop - 1}" for held in stage.layers),
-                f"{stage.parameters:,}",
-                *(f"{size / 1e9:.1f}" for size in parts),
-                f"{stage.flops / mean:.2f}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-
-
-def _gpus(plan: Plan) -> str:
-    return f"{plan.gpus} GPU" + "s" * (plan.gpus > 1)
-
-
-def _flops(count: float) -> str:
-    return f"{count / 1e9:.1f} GFLOP"
-
-
-def advice(plan: Plan, hf_config: Any, capacity: float) -> Iterator[str]:
-    """What to change, a line each: first whether the fullest rank fits into `capacity` bytes."""
-    need = f"{plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
-    if plan.memory <= capacity:
-        yield f"It fits: the fullest rank, of stage {plan.fullest}, needs {need}."
-    else:
-        yield f"It does not fit: the fullest rank, of stage {plan.fullest}, needs {need}."
-        ways = ways_to_fit(plan, hf_config, capacity)
-        for change, other in ways:
-            yield f"  {change}: {other.memory / 1e9:.0f} GB on {_gpus(other)}"
-        if not ways:
-            yield "  No change of recomputation, tp, pp, ep or seq_length, alone or with another, is enough."
-    if plan.imbalance > MAX_IMBALANCE:
-        yield from _against_imbalance(plan)
-    if plan.bubble > MAX_BUBBLE:
-        config = plan.config
-        yield (
-            f"Stages wait {plan.bubble:.0%} of a step: raise train.global_batch_size above "
-            f"{config.train.global_batch_size}, or vpp above {config.parallel.vpp}."
-        )
-
-
-def _against_imbalance(plan: Plan) -> Iterator[str]:
-    busiest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].flops)
-    remedy = "use fewer or more stages"
-    if busiest == 0 and plan.config.parallel.tp > 1 and not plan.config.parallel.images_spread:
-        remedy = "spread its images: parallel.vision_dp=true"
-    elif busiest == 0 and sum(map(len, plan.stages[0].layers)) == plan.config.parallel.vpp:
-        remedy = "its tower alone is more than a stage's share: lower pp"
-    yield f"Stage {busiest} has {plan.imbalance:.2f} of the mean work; {remedy}."

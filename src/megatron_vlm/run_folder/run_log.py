@@ -87,9 +87,9 @@ class RunLogger:
             step, f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"
         )
 
-    def log_eval(self, step: int, loss: float) -> None:
-        """Validation loss after `step`, the step last logged."""
-        if not self.is_writer:
+    def log_eval(self, step: int, loss: float | None) -> None:
+        """Validation loss after `step`, the step last logged; None where there is no validation data."""
+        if loss is None or not self.is_writer:
             return
         self._valid_loss = loss
         self._write(step, {"valid_loss": loss})

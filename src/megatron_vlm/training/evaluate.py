@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import fully_masked
-from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.training.step import forward_backward, mean_loss
 
 
 @torch.no_grad()
 def validation_loss(
-    chunks: list[torch.nn.Module],
-    broadcaster: BatchBroadcaster,
-    batches: Iterator[dict] | None,
-    limit: int = 0,
+    chunks: list[torch.nn.Module], take: Callable[[int], list[dict]], limit: int = 0
 ) -> float | None:
-    """Loss over `batches` (the first `limit` of them, 0: all); None when there are none.
-
-    Collective: the reading ranks pass their batches, equally many each, the others None.
+    """Loss over the micro batches that `take(count)` gives (the first `limit` of them, 0: all); None when it
+    gives none. Collective: it gives every rank equally many.
     """
     for chunk in chunks:
         chunk.eval()
     at_once = parallel_state.get_pipeline_model_parallel_world_size()  # keeps the pipeline busy
     reports, seen = [], 0
     while not limit or seen < limit:
-        micro_batches = broadcaster.take(batches, min(at_once, limit - seen) if limit else at_once)
+        micro_batches = take(min(at_once, limit - seen) if limit else at_once)
         if not micro_batches:
             break
         seen += len(micro_batches)

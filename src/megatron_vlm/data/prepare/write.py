@@ -191,7 +191,8 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
 
 def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
     """The files of one sample by name, checked as the encoder will check them. Raises BadSample."""
-    from megatron_vlm.data.records.records import conversation_of, images_of, sample_parts, videos_of
+    from megatron_vlm.data.records.records import conversation_of, images_of, videos_of
+    from megatron_vlm.data.shard_format import sample_parts
 
     record, root = table.record(index)
     return sample_parts(conversation_of(record), images_of(record, root), videos_of(record, root))

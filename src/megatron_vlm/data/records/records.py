@@ -9,31 +9,17 @@ and `data.load.hf` read every source through here, other layouts after `data.rec
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, training_conversation
+from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.media.patience import in_time
-from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
 
-DECODE_SECONDS = DataConfig.decode_seconds
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
-EXTENSIONS = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "TIFF": "tif",
-    "JPEG2000": "jp2",
-}  # others: Pillow's format name in lower case
 
 
 def conversation_of(record: Any) -> dict:
@@ -137,34 +123,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | dict]) -> dict[str, bytes]:
-    """The files of a sample in a shard, by name, as `data.shard_format` reads them.
-
-    Raises BadSample where every encoder would drop the sample.
-    """
-    training_conversation(conversation, len(images), len(videos))
-    files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
-    described = conversation | ({"images": list(files)} if files else {})
-    if videos:
-        described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
-    return {"json": conversation_json(described), **files}
-
-
-def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
-    """How the conversation names the video, whose files are added to `files`."""
-    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises what no setting can help
-    if isinstance(video, bytes):
-        name = f"{name}.{file_extension(video)}"
-        files[name] = video
-        return name
-    frames = {f"{name}f{i:04d}.{_extension(frame)}": frame for i, frame in enumerate(video["frames"])}
-    files.update(frames)
-    return video | {"frames": list(frames)}
-
-
-def _extension(image: bytes) -> str:
-    in_time(DECODE_SECONDS, decode_image, image)
-    format = Image.open(io.BytesIO(image)).format
-    return EXTENSIONS.get(format, format.lower())

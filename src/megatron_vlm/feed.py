@@ -1,0 +1,102 @@
+"""What every rank gets of a run's data: one rank of each model-parallel group reads, the others receive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.data.run_data import RunData
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.failures import closing
+from megatron_vlm.models.hf import Source
+from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
+from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
+from megatron_vlm.training.checkpoint import CheckpointState
+
+
+class Feed:
+    """The micro batches of a run. Every rank makes one, and all call its methods together.
+
+    Training goes on where `resumed` was saved, unless the configuration lets the data begin again.
+    """
+
+    def __init__(
+        self, config: RunConfig, source: Source, processor: ProcessorMixin, resumed: CheckpointState | None
+    ):
+        self._run_dir = config.run_dir
+        self._count = derived(config, setup.world_size())["micro_batches_per_step"]
+        self._broadcaster = BatchBroadcaster()
+        self._data: RunData | None = None  # of a rank that only receives
+        self._batches: Iterator[dict[str, Any]] | None = None
+        if self._broadcaster.reads:
+            self._open(config, source, processor, resumed)
+
+    def _open(self, config, source, processor, resumed) -> None:
+        family, place = source.family, setup.data_parallel_place()
+        self._data = RunData(
+            config,
+            processor,
+            family.visual_keys,
+            family.position_ids(source.hf_config),
+            *place,
+            images_or_videos=family.images_or_videos,
+        )
+        watchdog.also(self._data.drops.glance)
+        if resumed and not config.data.restart:
+            self._data.train_loader.load_states(resumed.loader_states)
+        self._log = BatchLog(config.run_dir, *place, resumed.step + 1 if resumed else 1)
+        self._batches = self._data.train_batches()
+
+    @property
+    def why_hf_processor(self) -> str | None:
+        """Why this rank's samples go through the HF processor, which is slower; None where they do not."""
+        return self._data and self._data.why_hf_processor
+
+    def train(self, step: int) -> list[dict[str, Any]]:
+        """The micro batches of a step. Raises ReadFailed, on every rank, where any could not read."""
+        micro_batches = self._broadcaster.take(self._batches, self._count, self._data and self._data.drops)
+        if self._data:
+            self._log.write(step, micro_batches)
+        return micro_batches
+
+    def naming_samples(self, step: int, micro_batches: list[dict]) -> AbstractContextManager[None]:
+        """What is raised inside also says which samples the step had."""
+        return naming_samples(self._run_dir, step, micro_batches)
+
+    def valid(self) -> ValidPass:
+        """One pass over the validation split."""
+        return ValidPass(self._broadcaster, self._data and self._data.valid_batches())
+
+    def state(self) -> Any:
+        """Where the reading rank is, for a checkpoint; None on the others."""
+        return self._data and self._data.train_loader.state_dict()
+
+    def dropped_everywhere(self) -> int | None:
+        """Samples dropped by all ranks, as of the last step; None on a rank that does not read."""
+        return self._data and self._data.dropped_everywhere
+
+    def dropped_by_reason(self) -> dict[str, int]:
+        """Of all ranks."""
+        return add_counts(self._data.dropped if self._data else {})
+
+    def close(self) -> None:
+        """End the data workers at once."""
+        if self._data:
+            with closing(self._log, self._data):
+                pass
+
+
+class ValidPass:
+    """The micro batches of one pass over the validation split, equally many on every rank."""
+
+    def __init__(self, broadcaster: BatchBroadcaster, batches: Iterator[dict[str, Any]] | None):
+        self._broadcaster, self._batches = broadcaster, batches
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """The next `count` of them; fewer at the end."""
+        return self._broadcaster.take(self._batches, count)

@@ -1,0 +1,210 @@
+"""The house holds: which room may use which, how large anything may become."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "megatron_vlm"
+PAGE = ROOT / "docs" / "design" / "architecture.md"
+MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
+LINES = 17_600  # of src: who adds lines changes the number, and says why in the commit
+CORE_LINES = 6_500  # of what one reads to understand a run
+CORE = [
+    *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
+    *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
+    *("data/load/orders", "data/encode/encoder", "data/encode/text", "data/encode/marks"),
+    *("data/encode/documents", "data/encode/sizes", "data/encode/known", "data/encode/truncation"),
+    *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
+    *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
+    *("models/families/base", "models/families/llama", "models/families/gemma3"),
+    *("models/weights/rules", "models/weights/importing", "models/weights/exporting"),
+    *("parallel/setup", "parallel/layout", "parallel/broadcast"),
+    *("training/step", "training/optimizer", "training/checkpoint", "training/evaluate"),
+]
+# Rooms from the ground up: each may use those above its line in this table, and only those that it names.
+ROOMS = {
+    "batch": [],
+    "config": [],
+    "files": [],
+    "messages": [],
+    "supported": ["config", "messages"],
+    "job": ["config", "messages"],
+    "recipes": ["config"],
+    "checks": ["config", "messages", "supported"],
+    "run_folder": ["config", "job", "messages"],
+    "parallel": ["batch", "checks", "config", "job"],
+    "data.chatml": [],
+    "data.fingerprint": [],
+    "data.description_files": ["files"],
+    "data.drops": ["messages"],
+    "data.ledger": ["messages"],
+    "data.media": ["data.chatml", "files"],
+    "data.records": ["config", "data.chatml", "data.description_files", "data.fingerprint", "data.media"],
+    "data.shard_format": ["config", "data.chatml", "data.media", "data.records"],
+    "data.prepare": ["data.chatml", "data.drops", "data.records", "data.shard_format", "messages"],
+    "data.encode": ["batch", "data.chatml", "data.drops", "data.ledger", "data.media", "data.shard_format"],
+    "data.load": [
+        *("batch", "config", "job", "data.chatml", "data.description_files", "data.drops", "data.encode"),
+        *("data.fingerprint", "data.ledger", "data.records", "data.shard_format"),
+    ],
+    "data.run_data": ["config", "data.drops", "data.encode"],
+    "models.layers": ["parallel"],
+    "models.weights": ["job", "supported"],
+    "models.parts": ["batch", "config", "models.layers", "parallel"],
+    "models.families": ["batch", "messages", "models.layers", "models.parts", "models.weights", "supported"],
+    "models.whole": ["batch", "config", "models.families", "models.parts", "parallel"],
+    "models.hf": ["config", "messages", "models.families", "models.weights", "supported"],
+    "training": [
+        *("batch", "config", "job", "messages", "models.layers", "models.whole", "parallel", "run_folder"),
+    ],
+    "planning": ["checks", "config", "models.families", "models.parts", "models.whole", "parallel"],
+    "preview": ["batch", "config", "data.encode", "data.run_data", "models.hf"],
+    "feed": ["config", "data.run_data", "job", "models.hf", "parallel", "run_folder", "training"],
+    "train": [
+        *("config", "feed", "job", "models.hf", "models.weights", "models.whole", "parallel"),
+        *("run_folder", "training"),
+    ],
+    "commands": [
+        *("checks", "config", "data.chatml", "data.drops", "data.encode", "data.prepare", "job", "messages"),
+        *("models.families", "models.hf", "models.weights", "models.whole", "parallel", "recipes"),
+        *("run_folder", "supported", "training"),
+    ],
+    "cli": [
+        *("checks", "commands", "config", "files", "job", "messages", "models.hf", "planning", "preview"),
+        *("recipes", "run_folder", "supported", "train"),
+    ],
+}
+# files of models/ that are no room of their own
+MODELS = {
+    **dict.fromkeys(("language_model", "pixels", "positions", "vision_parallel"), "models.parts"),
+    **dict.fromkeys(("vlm", "costs"), "models.whole"),
+}
+# at module level, and with them what they import
+WITHOUT = {
+    "torch": ["cli", "config", "commands.arguments", "recipes", "checks.settings", "run_folder", "supported"],
+    "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare.prepare"],
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """By dotted name inside the package."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def uses(name: str) -> set[str]:
+    """The modules of the package that one names in an import, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_vlm"):
+            base = node.module.removeprefix("megatron_vlm").removeprefix(".")
+            for alias in node.names:
+                deeper = f"{base}.{alias.name}" if base else alias.name
+                found.add(deeper if deeper in modules() else base)
+    return {each for each in found if each} - {name}
+
+
+def room(name: str) -> str:
+    first, *rest = name.split(".")
+    if first == "models" and rest and rest[0] in MODELS:
+        return MODELS[rest[0]]
+    return ".".join([first, *rest[:1]]) if first in ("data", "models") else first
+
+
+def test_rooms_use_only_what_the_table_allows():
+    allowed = {name: {*below, name} for name, below in ROOMS.items()}
+    wrong = [
+        f"{name} uses {used}"
+        for name in modules()
+        for used in uses(name)
+        if room(name) not in ("", "data", "models") and room(used) not in allowed[room(name)]
+    ]
+    assert not wrong, wrong
+
+
+def test_the_table_goes_one_way_and_holds_what_is_so():
+    names = list(ROOMS)
+    for position, (name, below) in enumerate(ROOMS.items()):
+        assert not set(below) - set(names[:position]), f"{name} would use what stands above it"
+    used = {name: set() for name in names}
+    for name in modules():
+        if room(name) in used:
+            used[room(name)] |= {room(each) for each in uses(name)} - {room(name)}
+    assert {n: sorted(set(ROOMS[n]) - used[n]) for n in names if set(ROOMS[n]) - used[n]} == {}
+
+
+def test_no_file_uses_itself_by_a_way_round():
+    reached: dict[str, set[str]] = {}
+    for name in modules():
+        seen, left = set(), [name]
+        while left:
+            for each in uses(left.pop()) - seen:
+                seen.add(each)
+                left.append(each)
+        reached[name] = seen
+    assert [name for name, seen in reached.items() if name in seen] == []
+
+
+def test_the_page_has_the_table():
+    rows = {name: ", ".join(f"`{each}`" for each in below) or "–" for name, below in ROOMS.items()}
+    lines = [f"| `{name}` | {below} |" for name, below in rows.items()]
+    assert "\n".join(lines) in PAGE.read_text(), "write into the page:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("heavy", WITHOUT)
+def test_what_is_light_imports_nothing_heavy(heavy):
+    code = "import sys, importlib\n" + "\n".join(
+        f"importlib.import_module('megatron_vlm.{name}')\n"
+        f"assert {heavy!r} not in sys.modules, '{name} imports {heavy}'"
+        for name in WITHOUT[heavy]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_no_file_and_no_folder_is_overfull():
+    long = {str(path): count for path in modules().values() if (count := lines_of(path)) > MOST_LINES}
+    folders: dict[Path, int] = {}
+    for path in modules().values():
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    assert (long, {str(path): n for path, n in folders.items() if n > MOST_FILES}) == ({}, {})
+
+
+def test_no_function_is_long():
+    """By lines of code: docstrings, comments and blank lines are free."""
+    long = {}
+    for name, path in modules().items():
+        text = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(text))):
+            if isinstance(node, ast.FunctionDef):
+                begin = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
+                lines = map(str.strip, text[begin - 1 : node.end_lineno])
+                code = [line for line in lines if line and not line.startswith("#")]
+                if len(code) > MOST_LINES_OF_A_FUNCTION:
+                    long[f"{name}.{node.name}"] = len(code)
+    assert long == {}
+
+
+def test_the_package_grows_only_on_purpose():
+    total = sum(map(lines_of, modules().values()))
+    assert total <= LINES, f"{total} lines: change LINES with the reason in the commit"
+    assert total > LINES - 200, f"{total} lines: lower LINES, so that it holds what was won"
+
+
+def test_the_core_path_is_an_afternoons_reading():
+    assert sum(lines_of(modules()[name.replace("/", ".")]) for name in CORE) <= CORE_LINES
+    assert lines_of(modules()["train"]) <= 120
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
