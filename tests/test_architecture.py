@@ -1,8 +1,9 @@
-"""The house holds: which room may use which, how large anything may become."""
+"""The layers of docs/design/architecture.md hold, and nothing becomes too large."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -14,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-LINES = 17_600  # of src: who adds lines changes the number, and says why in the commit
+LINES = 17_650  # of src: who adds lines changes the number, and says why in the commit
 CORE_LINES = 6_500  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
     *("data/load/orders", "data/encode/encoder", "data/encode/text", "data/encode/marks"),
-    *("data/encode/documents", "data/encode/sizes", "data/encode/known", "data/encode/truncation"),
+    *("data/encode/chat_template", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
     *("models/families/base", "models/families/llama", "models/families/gemma3"),
@@ -28,59 +29,8 @@ CORE = [
     *("parallel/setup", "parallel/layout", "parallel/broadcast"),
     *("training/step", "training/optimizer", "training/checkpoint", "training/evaluate"),
 ]
-# Rooms from the ground up: each may use those above its line in this table, and only those that it names.
-ROOMS = {
-    "batch": [],
-    "config": [],
-    "files": [],
-    "messages": [],
-    "supported": ["config", "messages"],
-    "job": ["config", "messages"],
-    "recipes": ["config"],
-    "checks": ["config", "messages", "supported"],
-    "run_folder": ["config", "job", "messages"],
-    "parallel": ["batch", "checks", "config", "job"],
-    "data.chatml": [],
-    "data.fingerprint": [],
-    "data.description_files": ["files"],
-    "data.drops": ["messages"],
-    "data.ledger": ["messages"],
-    "data.media": ["data.chatml", "files"],
-    "data.records": ["config", "data.chatml", "data.description_files", "data.fingerprint", "data.media"],
-    "data.shard_format": ["config", "data.chatml", "data.media", "data.records"],
-    "data.prepare": ["data.chatml", "data.drops", "data.records", "data.shard_format", "messages"],
-    "data.encode": ["batch", "data.chatml", "data.drops", "data.ledger", "data.media", "data.shard_format"],
-    "data.load": [
-        *("batch", "config", "job", "data.chatml", "data.description_files", "data.drops", "data.encode"),
-        *("data.fingerprint", "data.ledger", "data.records", "data.shard_format"),
-    ],
-    "data.run_data": ["config", "data.drops", "data.encode"],
-    "models.layers": ["parallel"],
-    "models.weights": ["job", "supported"],
-    "models.parts": ["batch", "config", "models.layers", "parallel"],
-    "models.families": ["batch", "messages", "models.layers", "models.parts", "models.weights", "supported"],
-    "models.whole": ["batch", "config", "models.families", "models.parts", "parallel"],
-    "models.hf": ["config", "messages", "models.families", "models.weights", "supported"],
-    "training": [
-        *("batch", "config", "job", "messages", "models.layers", "models.whole", "parallel", "run_folder"),
-    ],
-    "planning": ["checks", "config", "models.families", "models.parts", "models.whole", "parallel"],
-    "preview": ["batch", "config", "data.encode", "data.run_data", "models.hf"],
-    "feed": ["config", "data.run_data", "job", "models.hf", "parallel", "run_folder", "training"],
-    "train": [
-        *("config", "feed", "job", "models.hf", "models.weights", "models.whole", "parallel"),
-        *("run_folder", "training"),
-    ],
-    "commands": [
-        *("checks", "config", "data.chatml", "data.drops", "data.encode", "data.prepare", "job", "messages"),
-        *("models.families", "models.hf", "models.weights", "models.whole", "parallel", "recipes"),
-        *("run_folder", "supported", "training"),
-    ],
-    "cli": [
-        *("checks", "commands", "config", "files", "job", "messages", "models.hf", "planning", "preview"),
-        *("recipes", "run_folder", "supported", "train"),
-    ],
-}
+ROWS = re.findall(r"^\| `([a-z_.]+)` \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+ROOMS = {name: re.findall(r"`([a-z_.]+)`", below) for name, below in ROWS}  # from the ground up
 # files of models/ that are no room of their own
 MODELS = {
     **dict.fromkeys(("language_model", "pixels", "positions", "vision_parallel"), "models.parts"),
@@ -154,12 +104,6 @@ def test_no_file_uses_itself_by_a_way_round():
                 left.append(each)
         reached[name] = seen
     assert [name for name, seen in reached.items() if name in seen] == []
-
-
-def test_the_page_has_the_table():
-    rows = {name: ", ".join(f"`{each}`" for each in below) or "–" for name, below in ROOMS.items()}
-    lines = [f"| `{name}` | {below} |" for name, below in rows.items()]
-    assert "\n".join(lines) in PAGE.read_text(), "write into the page:\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize("heavy", WITHOUT)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_vlm.config import from_yaml
+from megatron_vlm.overrides import from_yaml
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]

@@ -1,15 +1,8 @@
 import pytest
 
 from megatron_vlm.checks.settings import validate, validate_paths
-from megatron_vlm.config import (
-    ConfigError,
-    RunConfig,
-    apply_overrides,
-    derived,
-    from_yaml,
-    missing_settings,
-    to_yaml,
-)
+from megatron_vlm.config import ConfigError, RunConfig, derived, missing_settings
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
 GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
 

@@ -9,11 +9,12 @@ import pytest
 from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
-from megatron_vlm.config import RunConfig, apply_overrides, to_yaml
+from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file
+from megatron_vlm.overrides import apply_overrides, to_yaml
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate, validate_paths
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, from_yaml, paths_of, to_yaml
+from megatron_vlm.config import ConfigError, RunConfig, paths_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0
 

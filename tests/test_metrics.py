@@ -4,7 +4,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_vlm.config import RunConfig, apply_overrides, from_yaml
+from megatron_vlm.config import RunConfig
+from megatron_vlm.overrides import apply_overrides, from_yaml
 from megatron_vlm.run_folder.run_log import RunLogger, contact_sheet, draw_losses, read_metrics
 
 

@@ -11,11 +11,12 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import train_encoder
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -25,6 +25,7 @@ from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
+from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
 
 FRAMES = 6000

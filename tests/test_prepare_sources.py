@@ -13,9 +13,10 @@ from test_prepare import prepare, stored
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.config import DataConfig, RunConfig, apply_overrides
+from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.overrides import apply_overrides
 
 METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 

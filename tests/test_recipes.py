@@ -83,7 +83,7 @@ def test_a_short_run_has_a_short_warm_up(steps):
 
 
 def test_a_runs_own_config_can_be_given_back(tmp_path):
-    from megatron_vlm.config import to_yaml
+    from megatron_vlm.overrides import to_yaml
 
     config = load_recipe("gemma3_vl_4b")(train_data_path="/data", steps=3)
     (tmp_path / "config.yaml").write_text(to_yaml(config))

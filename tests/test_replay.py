@@ -10,10 +10,10 @@ from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
 from megatron_vlm.cli import app
-from megatron_vlm.config import apply_overrides, to_yaml
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.families import family_for
+from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.measures import replay_page, training_data
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples, read_step

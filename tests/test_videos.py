@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -33,6 +33,7 @@ from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
@@ -294,7 +295,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
 def by_processor(encoder, conversation, videos):
     """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
     processor, rules = encoder.processor, encoder.video_rules
-    prompt, _ = TextEncoder(processor).render(cook_chatml_sample(conversation)[0])
+    prompt, _ = TextEncoder(processor).chat.render(cook_chatml_sample(conversation)[0])
     decoded = [decode_video(video, rules) for video in videos]
     metadata = [
         {

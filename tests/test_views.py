@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 from sources import write_hf_folder, write_sharegpt
 
-from megatron_vlm.config import apply_overrides
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.preview.measures import preview_page, stats_text, training_data
 from megatron_vlm.preview.page import TRAINED, VISUAL, pictures_of
 from megatron_vlm.recipes import load_recipe

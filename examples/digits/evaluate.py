@@ -35,7 +35,7 @@ def read_questions(path: Path) -> list[dict]:
 def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
     """The Megatron model under the run's own layout; every rank takes part, each gets the answers."""
     from megatron_vlm.commands.runs import answers
-    from megatron_vlm.config import from_yaml
+    from megatron_vlm.overrides import from_yaml
 
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     return answers(

@@ -25,6 +25,7 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_file
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
+from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.supported import refuse
 
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -122,7 +123,7 @@ def plan(
     """
     run_config = recipe_table.compose(recipe, config, settings or ())
     missing = configs.missing_settings(run_config)
-    run_config = configs.apply_overrides(run_config, dict.fromkeys(missing, "given later"))
+    run_config = apply_overrides(run_config, dict.fromkeys(missing, "given later"))
     validate(run_config, gpus)
 
     refuse(run_config.model.hf_path)
@@ -324,9 +325,9 @@ def main() -> None:
 
 def _show(config: RunConfig, world_size: int | None) -> None:
     """Valid YAML, so that it can be saved and given back as --config."""
-    typer.echo(configs.to_yaml(config))
+    typer.echo(to_yaml(config))
     missing = configs.missing_settings(config)
-    validate(configs.apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
+    validate(apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
     for name, value in configs.derived(config, world_size).items():
         typer.echo(f"# {name}: {value}")
     if missing:

@@ -1,6 +1,9 @@
-"""Text of strangers on a terminal: keys, paths and messages out of archives, shown and not obeyed."""
+"""Words of messages: text of strangers, shown on a terminal and not obeyed, and what may have been meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 LONGEST = 200  # characters of a key or a path that are shown
 
@@ -37,3 +40,10 @@ def _cut(text: str, longest: int) -> str:
         return text
     half = (longest - 1) // 2
     return f"{text[: longest - 1 - half]}…{text[len(text) - half :]}"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or the known words when none is close."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."

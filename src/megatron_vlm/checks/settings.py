@@ -17,8 +17,8 @@ from megatron_vlm.config import (
     fewest_processes,
     missing_settings,
     paths_of,
-    suggestion,
 )
+from megatron_vlm.messages import suggestion
 
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),

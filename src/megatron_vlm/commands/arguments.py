@@ -11,6 +11,7 @@ from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.messages import printable
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder.folder import check_start, latest_checkpoint
 
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
@@ -57,7 +58,7 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     """For commands that read none: a data path, where the configuration names none."""
     if config.data.train_data_path != configs.MISSING:
         return config
-    return configs.apply_overrides(config, {"data.train_data_path": "none://"})
+    return apply_overrides(config, {"data.train_data_path": "none://"})
 
 
 def existing(path: Path) -> Path:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config import RunConfig, to_yaml
+from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.generation_prompt import encode_prompt
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.hf import load_processor, open_source
 from megatron_vlm.models.vlm import VLMModel, build_model
 from megatron_vlm.models.weights import export_hf, import_hf
+from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training import checkpoint

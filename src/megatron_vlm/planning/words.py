@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from megatron_vlm.config import RunConfig, apply_overrides, derived, fewest_processes
+from megatron_vlm.config import RunConfig, derived, fewest_processes
 from megatron_vlm.models import costs
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
 
 MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above which the plan says what to change

@@ -13,10 +13,11 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.config import RunConfig, apply_overrides, paths_of, to_yaml
+from megatron_vlm.config import RunConfig, paths_of
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.hf import load_processor, open_source
+from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.page import RowReader, page
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1)

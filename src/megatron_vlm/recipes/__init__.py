@@ -11,15 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config import (
-    ConfigError,
-    RunConfig,
-    apply_overrides,
-    flatten,
-    load_yaml,
-    split_override,
-    suggestion,
-)
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.messages import suggestion
+from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings
 
 RECIPES = {

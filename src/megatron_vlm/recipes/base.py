@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from megatron_vlm.config import ConfigError, RunConfig, apply_overrides, suggestion
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.messages import suggestion
+from megatron_vlm.overrides import apply_overrides
 
 
 class RecipeArgs(TypedDict, total=False):

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config import ConfigError, load_yaml
+from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
 

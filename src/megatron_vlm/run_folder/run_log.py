@@ -22,7 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_vlm.config import RunConfig, to_yaml
+from megatron_vlm.config import RunConfig
+from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder.folder import write_whole
 
 PLAIN_LINES = 20  # what a whole run prints where there is no terminal to draw a bar on

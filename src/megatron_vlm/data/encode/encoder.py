@@ -122,7 +122,7 @@ class HFEncoderVLMTaskEncoder(
         self.drops = drops or DropReport()
         self._encode_text = TextEncoder(processor, chat_template)
         if over_length == "drop":  # text of many megabytes is not tokenized first
-            self._encode_text.max_characters = most_characters(self.tokenizer, seq_length)
+            self._encode_text.chat.max_characters = most_characters(self.tokenizer, seq_length)
         self._fast, self.why_hf_processor = None, "fast is off"
         if fast:
             self._fast, self.why_hf_processor = fast_processor(processor, self._encode_text)
@@ -133,7 +133,7 @@ class HFEncoderVLMTaskEncoder(
 
     @property
     def chat_template(self) -> str:
-        return self._encode_text.template
+        return self._encode_text.chat.text
 
     @functools.cached_property
     def video_rules(self) -> VideoRules | None:

@@ -20,8 +20,9 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import Span
-from megatron_vlm.data.encode.text import TextEncoder, placeholder_tokens, video_options
+from megatron_vlm.data.encode.text import TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
 
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
@@ -91,7 +92,7 @@ class Measure:
     ) -> Layout:
         """Raises BadSample when the template or the processor refuses the conversation."""
         plans = plans or []
-        prompt = self._encode_text.prompt(messages, tools, len(sizes), len(plans))
+        prompt = self._encode_text.chat(messages, tools, len(sizes), len(plans))
         images, videos = [self._image_tokens(size) for size in sizes], [self._video(plan) for plan in plans]
         texts = [self._short_image] * len(images)
         texts += [
@@ -134,7 +135,7 @@ class Measure:
         short_image = processed.text[slice(*processed.images[0])]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        prompt = self._encode_text.prompt(PROBE_MESSAGES, None, images=1)
+        prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
         told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))

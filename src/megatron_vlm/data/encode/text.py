@@ -1,7 +1,6 @@
 """Conversation → token ids, the mask of the assistant's replies, and where each image lies; any HF processor.
 
-1. The chat template is rendered once. Where replies lie in that text, the template's `{% generation %}`
-   blocks say; for a template without them, the lengths of the rendered beginnings of the conversation do.
+1. The chat template is rendered once (`chat_template`).
 2. Marks (private-use characters, removed from all record text before) are put around every reply and every
    image or video placeholder, and the processor is called once on the marked text.
 3. The processor expands placeholders and calls its tokenizer: here a stand-in that takes the marks out,
@@ -16,32 +15,17 @@ ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.
 from __future__ import annotations
 
 import copy
-import functools
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample
-from megatron_vlm.data.encode.documents import DocumentText
-from megatron_vlm.data.encode.marks import (
-    RESERVED,
-    MarkedTokenizer,
-    RenderedChat,
-    Span,
-    on_tokens,
-    with_marks,
-)
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode.chat_template import ChatTemplate
+from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
 from megatron_vlm.data.media.videos import VideoPlan
-
-WORD_JOINER = "\u2060"
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the first of its two
 
 
 @dataclass
@@ -56,34 +40,17 @@ class EncodedText:
 class TextEncoder:
     """Calls a Hugging Face processor once per conversation; see the module's docstring.
 
-    Special tokens typed in record text are broken by a word joiner after their first character, so that no
-    record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
-
-    A reply of which the template writes no more than of an empty one is not in the mask, nor is its end.
-
-    Raises ValueError when the tokenizer has no offsets (only fast tokenizers do), or when the template marks
-    no replies and they cannot be found by rendering beginnings of the conversation.
-
-    max_characters    of a rendered conversation; a longer one is not tokenized, but a BadSample `over_length`
+    Raises ValueError when the tokenizer has no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
     def __init__(self, processor: ProcessorMixin, chat_template: str | None = None):
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
+        self.chat = ChatTemplate(processor, chat_template)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
-        self.template = chat_template or _template_of(processor)
-        self._placeholder_tokens = placeholder_tokens(processor)
-        self._control_tokens = _control_tokens(processor)
-        self._tells_replies = bool(GENERATION_TAG.search(self.template))
-        if not self._tells_replies:
-            self._probe_template()
-        self._next_turn: str | None = None
-        self._no_content = self._what_is_no_content()
-        self._next_turn = self._token_that_ends_replies()
-        self.max_characters: int | None = None
 
     def __call__(
         self,
@@ -96,7 +63,7 @@ class TextEncoder:
 
         Raises BadSample when the template or the processor refuses the conversation.
         """
-        prompt = self.prompt(messages, tools, len(images or []), len(videos or []))
+        prompt = self.chat(messages, tools, len(images or []), len(videos or []))
         options = {}
         if videos:
             options |= {"videos": [frames for frames, _ in videos]}
@@ -129,173 +96,6 @@ class TextEncoder:
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets), {})
 
-    def prompt(
-        self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
-    ) -> RenderedChat:
-        """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
-        another number of images or videos."""
-        text, replies = self.render(messages, tools)
-        if self.max_characters is not None and len(text) > self.max_characters:
-            raise BadSample(
-                "over_length", f"{len(text)} characters; more than {self.max_characters} never fit"
-            )
-        bos = self.tokenizer.bos_token  # one of them, as in HF's own templates
-        return RenderedChat(
-            text,
-            replies,
-            self._placeholders(text, images),
-            self._video_placeholders(text, videos),
-            add_special_tokens=not (bos and text.startswith(bos)),
-        )
-
-    def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
-        """The rendered conversation and the character spans of its replies, record text made harmless."""
-        try:
-            messages, tools = self._harmless(messages), self._harmless(tools)
-            if any(message["role"] == DOCUMENT for message in messages):
-                return self._documents(messages)
-            if self._tells_replies:
-                prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
-            else:
-                prompt, spans = self._render_beginnings(messages, tools)
-            prompt.encode()
-        except TemplateError as error:
-            raise BadSample("template_error", str(error)) from error
-        except RecursionError as error:
-            raise BadSample("bad_conversation", "nested too deeply") from error
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise BadSample("bad_conversation", str(error)) from error
-        turns = sum(message["role"] == "assistant" for message in messages)
-        spans = self._with_content(prompt, spans, turns)
-        return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
-
-    def _with_content(self, prompt: str, replies: list[Span], turns: int) -> list[Span]:
-        """Without those that are as the template writes an empty reply. Where it marks more blocks than there
-        are `turns` of the assistant, those that touch are one reply."""
-        whole: list[Span] = []
-        for start, stop in replies:
-            if len(replies) != turns and whole and whole[-1][1] == start:
-                start = whole.pop()[0]
-            whole.append((start, stop))
-        return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
-
-    def _what_is_no_content(self) -> re.Pattern[str]:
-        """Control tokens, what cannot be seen, and what the template writes into an empty reply by itself,
-        such as `<think></think>`."""
-        one = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
-        self._no_content = re.compile(f"{one}*+")
-        empty = [_text_message("user", "a"), _text_message("assistant", "")]
-        try:
-            prompt, spans = self.render(empty + empty)
-        except (BadSample, ValueError):  # a template that refuses an empty reply
-            return self._no_content
-        written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans}
-        own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in sorted(written))
-        return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
-
-    def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
-        """Replies that only the next turn's marker ends, and it with them: the model learns to stop by it.
-
-        After a reply that ends the conversation it is added.
-        """
-        if replies and replies[-1][1] == len(prompt):
-            prompt += self._next_turn
-        ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
-        return prompt, [
-            (start, end.end() if end else stop) for (start, stop), end in zip(replies, ends, strict=True)
-        ]
-
-    def _token_that_ends_replies(self) -> str | None:
-        """The control token that follows a reply without one of its own, as GLM's <|user|>; else None."""
-        conversation = [
-            _text_message("user", "a"),
-            _text_message("assistant", "b"),
-            _text_message("user", "c"),
-        ]
-        try:
-            prompt, ((start, stop), *_) = self.render(conversation)
-        except (BadSample, ValueError):  # a template that wants more than this; its replies stay as they are
-            return None
-        follows = self._control_tokens.match(prompt, stop)
-        return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
-
-    def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
-        prompts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.template,
-            **self.tokenizer.special_tokens_map,
-            **how,
-        )
-        return prompts[0], [tuple(span) for span in spans[0]] if spans else []
-
-    def _render_beginnings(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
-        """A reply is what the conversation ending in it has more than the one that prompts for it."""
-        prompt, _ = self._render(messages, tools)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:index], tools, add_generation_prompt=True)
-            through, _ = self._render(messages[: index + 1], tools)
-            if not (prompt.startswith(through) and through.startswith(before)):
-                raise BadSample("template_error", f"turn {index} is rendered differently once others follow")
-            spans.append((len(before), len(before) + self._reply_length(through[len(before) :])))
-        return prompt, spans
-
-    def _reply_length(self, reply: str) -> int:
-        """Without the whitespace that templates put between an end-of-turn token and the next turn."""
-        ends = [match.end() for match in self._control_tokens.finditer(reply)]
-        return ends[-1] if ends and not reply[ends[-1] :].strip() else len(reply)
-
-    def _probe_template(self) -> None:
-        turn = [_text_message("user", "a"), _text_message("assistant", "b")]
-        try:
-            self._render_beginnings(turn + turn, None)
-        except (BadSample, TemplateError) as error:
-            raise ValueError(
-                f"The chat template has no {{% generation %}} blocks, and without, replies cannot be found: "
-                f"{error}. Put {{% generation %}} and {{% endgeneration %}} around what the assistant says, "
-                "end-of-turn token included, in chat_template.jinja of the folder model.hf_path."
-            ) from error
-
-    def _harmless(self, value: Any) -> Any:
-        """A copy of nested record data in which no text holds a control token or a reserved character."""
-        if isinstance(value, str):
-            text = value if value.isascii() else RESERVED.sub("", value)
-            return self._control_tokens.sub(_broken, text)
-        if isinstance(value, dict):
-            return {self._harmless(key): self._harmless(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._harmless(entry) for entry in value]
-        return value
-
-    @functools.cached_property
-    def _documents(self) -> DocumentText:
-        return DocumentText(lambda messages: self._render(messages, None)[0], self.tokenizer.eos_token)
-
-    def _placeholders(self, prompt: str, count: int) -> list[Span]:
-        """Where the template put the images; record text is harmless, so every match is its own."""
-        seen = 0
-        for token in self._placeholder_tokens if count else ():
-            found = [match.span() for match in re.finditer(re.escape(token), prompt)]
-            if len(found) == count:
-                return found
-            seen = max(seen, len(found))
-        if count:
-            raise BadSample("placeholder_mismatch", f"the chat template wrote {seen} of {count} images")
-        return []
-
-    def _video_placeholders(self, prompt: str, count: int) -> list[Span]:
-        """With the control tokens right before and after, so that no cut leaves a video without its end."""
-        if not count:
-            return []
-        control, token = self._control_tokens.pattern, re.escape(self._processor.video_token)
-        found = [match.span() for match in re.finditer(f"(?:{control})?{token}(?:{control})?", prompt)]
-        if len(found) != count:
-            raise BadSample("placeholder_mismatch", f"the chat template wrote {len(found)} of {count} videos")
-        return found
-
 
 def _only_wraps(tokenizer: Any) -> bool:
     """Whether a call is one of the Rust tokenizer, as that is now, and nothing else; a call makes it so again
@@ -308,27 +108,6 @@ def _only_wraps(tokenizer: Any) -> bool:
     )
 
 
-def _template_of(processor: ProcessorMixin) -> str:
-    template = processor.chat_template or processor.tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not template:
-        raise ValueError(
-            f"{type(processor).__name__} has no chat template; write one into chat_template.jinja of the "
-            "folder that model.hf_path names."
-        )
-    return template
-
-
-def _control_tokens(processor: ProcessorMixin) -> re.Pattern[str]:
-    tokenizer = processor.tokenizer
-    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens.update(tokenizer.all_special_tokens, placeholder_tokens(processor))
-    tokens.add(getattr(processor, "video_token", None) or "")
-    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)))
-
-
 def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
     """What tells a processor that frames are chosen and when each is shown."""
     return {
@@ -338,21 +117,6 @@ def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
     }
 
 
-def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
-    """The tokens that stand for images in what the template writes and in what the processor makes of it."""
-    holders = (processor, processor.tokenizer)
-    tokens = (getattr(holder, name, None) for name in PLACEHOLDER_NAMES for holder in holders)
-    return list(dict.fromkeys(token for token in tokens if isinstance(token, str)))
-
-
 def most_characters(tokenizer: Any, tokens: int) -> int:
     """No text with more can become so few tokens: normalizers compose at most four characters to one."""
     return 4 * tokens * max(map(len, tokenizer.get_vocab()))
-
-
-def _broken(match: re.Match[str]) -> str:
-    return match[0][0] + WORD_JOINER + match[0][1:]
-
-
-def _text_message(role: str, text: str) -> dict:
-    return {"role": role, "content": [{"type": "text", "text": text}]}

@@ -337,13 +337,8 @@ def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
 
 def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:
     """One rank that reads everything; Energon's cut depends on the number of all workers alone."""
-    return WorkerConfig(
-        rank=0,
-        world_size=1,
-        num_workers=num_workers,
-        seed_offset=workers.seed_offset,
-        global_error_handler=workers.global_error_handler,
-    )
+    same = {"seed_offset": workers.seed_offset, "global_error_handler": workers.global_error_handler}
+    return WorkerConfig(rank=0, world_size=1, num_workers=num_workers, **same)
 
 
 def _undisturbing(loader):

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vlm.config import suggestion
 from megatron_vlm.data.chatml import DOCUMENT, BadSample
+from megatron_vlm.messages import suggestion
 
 TURNS = ("conversations", "messages")
 PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")

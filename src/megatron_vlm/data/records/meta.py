@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.config import suggestion
 from megatron_vlm.data.description_files import check_fields, damaged
 from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.messages import suggestion
 
 META_SOURCES = ("file_name", "hf_hub_url")
 META_KEYS = {

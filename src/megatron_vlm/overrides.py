@@ -1,0 +1,147 @@
+"""Settings by name: `key.path=value`, mappings and YAML in and out of a `RunConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from os import PathLike
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_vlm.config import MISSING, ConfigError, RunConfig, all_settings
+from megatron_vlm.messages import suggestion
+
+
+def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
+    """A copy of `config` with settings replaced; the original stays as it was.
+
+    `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
+    the setting's type. Raises ConfigError naming the place of an unknown key or of an unfit value.
+    """
+    if not isinstance(overrides, Mapping):
+        overrides = dict(split_override(text) for text in overrides)
+    tree = OmegaConf.structured(config)
+    for key, value in flatten(overrides).items():
+        _set(tree, key, value)
+    return _build(RunConfig, tree)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting, in the order of the dataclasses."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str) -> RunConfig:
+    """The inverse of `to_yaml`; what the text leaves out keeps its default. Raises as `apply_overrides`."""
+    return apply_overrides(RunConfig(), load_yaml(text))
+
+
+def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
+    """A YAML mapping as plain data. Raises ConfigError when it is anything else."""
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place}: not readable as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}."
+        )
+    return settings
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """`key.path=value` in two; the value may hold more equals signs. Raises ConfigError without one."""
+    key, equals, value = text.partition("=")
+    if not (equals and key.strip()):
+        raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
+    return key.strip(), value
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys."""
+    flat = {}
+    for key, value in settings.items():
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat.update(inner)
+    return flat
+
+
+def _set(tree: DictConfig, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    node = tree
+    for place, section in enumerate(sections):
+        if node is not None and _types(node).get(section, "").startswith("dict"):
+            node[section][".".join([*sections[place + 1 :], name])] = str(value)
+            return
+        node = node[section] if _is_group(node, section) else None
+    if node is None or name not in _types(node):
+        raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
+    if _is_group(node, name):
+        raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
+    wanted = _types(node)[name]
+    try:
+        value = _parse(value, wanted) if isinstance(value, str) else value
+        OmegaConf.update(node, name, _as_paths(key, value) if wanted == "DataPaths" else value)
+        OmegaConf.to_container(node, resolve=True)  # an interpolation must have something to point to
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+
+
+def _parse(text: str, wanted: str) -> Any:
+    """Only lists and null need parsing: OmegaConf converts text to numbers and flags by the field's type."""
+    if text in ("null", "None") and "None" in wanted:
+        return None
+    if wanted.startswith("dict"):
+        return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
+    if wanted == "DataPaths" and not text.startswith("["):
+        return None if text in ("null", "None") else text
+    if wanted.startswith("list") or wanted == "DataPaths":
+        return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
+    return text
+
+
+def _as_paths(key: str, value: Any) -> str | list[str] | None:
+    if value is None and key.endswith("valid_data_path"):
+        return None
+    paths = list(value) if isinstance(value, list | tuple | ListConfig) else [value]
+    if not paths or not all(isinstance(path, str | PathLike) and str(path) for path in paths):
+        raise ConfigError(f"{key}: {value!r} does not fit; expected a path or a list of paths.")
+    return str(value) if isinstance(value, str | PathLike) else list(map(str, paths))
+
+
+def _types(node: DictConfig) -> dict[str, str]:
+    return {f.name: str(f.type) for f in fields(OmegaConf.get_type(node))}
+
+
+def _is_group(node: DictConfig | None, name: str) -> bool:
+    return node is not None and _types(node).get(name, "").endswith("Config")
+
+
+def _suggest_key(key: str) -> str:
+    known = [path for path, _ in all_settings(RunConfig())]
+    same_name = [path for path in known if path.split(".")[-1] == key.split(".")[-1]]
+    return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, known)
+
+
+def _build(cls: type, node: DictConfig) -> Any:
+    """`OmegaConf.to_object` refuses settings that are still missing; a dry run shows them."""
+    values = {}
+    for f in fields(cls):
+        value = MISSING if OmegaConf.is_missing(node, f.name) else node[f.name]
+        if isinstance(value, DictConfig) and f.name not in _dicts(node):
+            value = _build(OmegaConf.get_type(value), value)
+        values[f.name] = _plain(value)
+    return cls(**values)
+
+
+def _dicts(node: DictConfig) -> set[str]:
+    return {name for name, wanted in _types(node).items() if wanted.startswith("dict")}
+
+
+def _plain(value: Any) -> Any:
+    return (
+        OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+    )
