@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from tiny import gemma3, glm4v_moe, qwen
-from tiny import mistral3 as ministral3
+from tiny import gemma3, glm4v_moe, mistral3, qwen
 from tiny.corpus import default_corpus
 
 
@@ -24,7 +23,7 @@ class TinyFamily:
 
 TINY_FAMILIES = {
     "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
-    "mistral3": TinyFamily(ministral3.TEMPLATE, ministral3.processor, ministral3.config),
+    "mistral3": TinyFamily(mistral3.TEMPLATE, mistral3.processor, mistral3.config),
     "glm4v_moe": TinyFamily(glm4v_moe.TEMPLATE, glm4v_moe.processor, glm4v_moe.config),
     "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
     "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),

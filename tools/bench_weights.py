@@ -1,6 +1,6 @@
 """Measure import and export of a generated checkpoint of real shape against plain reading and writing.
 
-python tools/bench_weights.py     write reports/bench_weights.json; `tools/tables.py` shows it in docs/weights.md
+python tools/bench_weights.py     write reports/bench_weights.json, which docs/weights.md shows
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one and
-`validation` for what can be wrong with it.
+`checks.settings` for what can be wrong with it.
 
 A setting is named by its dotted key, `train.steps`, everywhere: in overrides, YAML files and errors.
 """

@@ -22,20 +22,19 @@ FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # of a repository o
 
 @dataclass(frozen=True)
 class Supported:
-    """What a family is by name; `text_type` where config.json chooses between several language models."""
+    """What config.json says of a family; `text_type` where it chooses between several language models."""
 
-    module: str  # in models/families
     architecture: str  # the class of Transformers that config.json names
     text_type: str | None = None
 
 
-SUPPORTED = {  # by HF model_type
-    "gemma3": Supported("gemma3", "Gemma3ForConditionalGeneration"),
-    "mistral3": Supported("mistral3", "Mistral3ForConditionalGeneration", text_type="ministral3"),
-    "glm4v_moe": Supported("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
-    "qwen2_5_vl": Supported("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": Supported("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": Supported("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+SUPPORTED = {  # by HF model_type, after which the files in models/families are named
+    "gemma3": Supported("Gemma3ForConditionalGeneration"),
+    "mistral3": Supported("Mistral3ForConditionalGeneration", text_type="ministral3"),
+    "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
+    "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),
 }
 _FP8 = "fp8"  # the one quant_method that import reads, see `models.weights.files`
 # of Transformers, of older llm-compressor, of MLX

@@ -45,7 +45,7 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """What Transformers makes of a config.json that `checkpoints.refuse` lets pass, and of no other file."""
+    """What Transformers makes of a config.json that `supported.refuse` lets pass, and of no other file."""
     config = read_config(path)
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)

@@ -1,4 +1,4 @@
-"""The families, by HF model_type. A new one is a file here and a line in `checkpoints.SUPPORTED`."""
+"""The families, by HF model_type. A new one is a file here and a line in `supported.SUPPORTED`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_vlm.supported import SUPPORTED, unsupported
 if TYPE_CHECKING:
     from megatron_vlm.models.families.base import Family
 
-FAMILIES = {model_type: known.module for model_type, known in SUPPORTED.items()}  # module of this package
+FAMILIES = tuple(SUPPORTED)  # each a module of this package
 
 
 def family_for(hf_config: Any) -> Family:
@@ -29,4 +29,4 @@ def family_for(hf_config: Any) -> Family:
 
 
 def load(model_type: str) -> Family:
-    return import_module(f"{__name__}.{FAMILIES[model_type]}").FAMILY
+    return import_module(f"{__name__}.{model_type}").FAMILY

@@ -10,8 +10,7 @@ from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama
-from megatron_vlm.models.families import llava_keys as llava
+from megatron_vlm.models.families import keys, llama, llava_keys
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule, Whole
@@ -104,11 +103,13 @@ def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
     norms_after = {"self_attn_bda": "post_attention_layernorm", "mlp_bda": "post_feedforward_layernorm"}
     return [
-        *llava.outer_rules(hf_config),
-        *llama.attention_rules(text, llava.LAYER, text.attention_bias, text.attention_bias, qk_norm=True),
-        *llama.mlp_rules(llava.LAYER, norm="pre_feedforward_layernorm"),
+        *llava_keys.outer_rules(hf_config),
+        *llama.attention_rules(
+            text, llava_keys.LAYER, text.attention_bias, text.attention_bias, qk_norm=True
+        ),
+        *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
         *[
-            llama.layer_rule(llava.LAYER, f"{ours}.norm.weight", (f"{theirs}.weight",), Whole())
+            llama.layer_rule(llava_keys.LAYER, f"{ours}.norm.weight", (f"{theirs}.weight",), Whole())
             for ours, theirs in norms_after.items()
         ],
     ]
@@ -124,6 +125,6 @@ FAMILY = Family(
     blank_image=blank_image,
     visual_tokens=visual_tokens,
     weights=weights,
-    renames=llava.RENAMES,
+    renames=llava_keys.RENAMES,
     bidirectional_images=True,
 )

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.models.families import keys, llama
-from megatron_vlm.models.families import moe_rules as experts
-from megatron_vlm.models.families import patch_towers as grids
+from megatron_vlm.models.families import keys, llama, moe_rules, patch_towers
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
 HF_MODEL = "model.language_model."
-MROPE = grids.MRope(sections=(8, 12, 12), part_of_head=True)
+MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
 
 
 def _chosen(count: Any, text: Any) -> bool:
@@ -32,13 +30,13 @@ def _groups(count: Any, text: Any) -> bool:
 SECTIONS = (
     keys.Section(
         ("glm4v_moe",),
-        grids.TOP | keys.any_of("video_start_token_id", "video_end_token_id"),
+        patch_towers.TOP | keys.any_of("video_start_token_id", "video_end_token_id"),
         no_effect=("image_start_token_id", "image_end_token_id"),
     ),
     keys.Section(
         ("glm4v_moe_text",),
         keys.text()
-        | experts.TEXT
+        | moe_rules.TEXT
         | keys.any_of("attention_bias", "n_routed_experts", "num_local_experts", "topk_group")
         | keys.any_of("routed_scaling_factor", "first_k_dense_replace")
         | {
@@ -50,7 +48,7 @@ SECTIONS = (
         rope=MROPE.keys(),
     ),
     keys.Section(
-        ("glm4v_moe_vision", "glm4v_moe"), grids.VISION | keys.any_of("attention_bias", "rms_norm_eps")
+        ("glm4v_moe_vision", "glm4v_moe"), patch_towers.VISION | keys.any_of("attention_bias", "rms_norm_eps")
     ),
 )
 
@@ -70,7 +68,7 @@ def architecture(hf_config: Any) -> dict:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": experts.balance(text),
+        "moe_aux_loss_coeff": moe_rules.balance(text),
         **_group_limit(text),
     }
 
@@ -81,7 +79,7 @@ def _group_limit(text: Any) -> dict:
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
 
 
-class Glm4vMoeVision(grids.GridVision):
+class Glm4vMoeVision(patch_towers.GridVision):
     """The HF visual module; it takes every frame of a video as an image of its own."""
 
     def __init__(self, hf_config: Any):
@@ -129,8 +127,8 @@ def weights(hf_config: Any) -> list[Rule]:
         *llama.outer_rules(hf_config, HF_MODEL),
         *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
         *llama.mlp_rules(layer),
-        *experts.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
-        *experts.shared_rules(layer),
+        *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
+        *moe_rules.shared_rules(layer),
         llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
     ]
 
@@ -144,12 +142,12 @@ def ignored_keys(hf_config: Any) -> dict[str, str]:
 FAMILY = Family(
     model_type="glm4v_moe",
     sections=SECTIONS,
-    visual_keys=grids.VISUAL_KEYS,
+    visual_keys=patch_towers.VISUAL_KEYS,
     architecture=architecture,
     rotary=MROPE.rotary,
     build_vision=Glm4vMoeVision,
-    blank_image=grids.blank_image,
-    visual_tokens=grids.visual_tokens,
+    blank_image=patch_towers.blank_image,
+    visual_tokens=patch_towers.visual_tokens,
     weights=weights,
     ignored_keys=ignored_keys,
     groups={

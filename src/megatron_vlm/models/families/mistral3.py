@@ -15,8 +15,7 @@ from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama
-from megatron_vlm.models.families import llava_keys as llava
+from megatron_vlm.models.families import keys, llama, llava_keys
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule
@@ -109,9 +108,9 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
 
 def weights(hf_config: Any) -> list[Rule]:
     return [
-        *llava.outer_rules(hf_config),
-        *llama.attention_rules(hf_config.text_config, llava.LAYER),
-        *llama.mlp_rules(llava.LAYER),
+        *llava_keys.outer_rules(hf_config),
+        *llama.attention_rules(hf_config.text_config, llava_keys.LAYER),
+        *llama.mlp_rules(llava_keys.LAYER),
     ]
 
 
@@ -134,6 +133,6 @@ FAMILY = Family(
     blank_image=blank_image,
     visual_tokens=visual_tokens,
     weights=weights,
-    renames=llava.RENAMES,
+    renames=llava_keys.RENAMES,
     portable_config=portable_config,
 )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama
-from megatron_vlm.models.families import patch_towers as grids
+from megatron_vlm.models.families import keys, llama, patch_towers
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
-MROPE = grids.MRope(sections=(16, 24, 24))
+MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
 
 def _whole_heads(head_dim: Any, text: Any) -> bool:
@@ -20,7 +19,9 @@ def _whole_heads(head_dim: Any, text: Any) -> bool:
 
 
 SECTIONS = (
-    keys.Section(("qwen2_5_vl",), grids.TOP, no_effect=("vision_start_token_id", "vision_end_token_id")),
+    keys.Section(
+        ("qwen2_5_vl",), patch_towers.TOP, no_effect=("vision_start_token_id", "vision_end_token_id")
+    ),
     keys.Section(
         ("qwen2_5_vl_text",),
         keys.text()
@@ -31,7 +32,7 @@ SECTIONS = (
     ),
     keys.Section(
         ("qwen2_5_vl_vision", "qwen2_5_vl"),
-        grids.VISION | keys.any_of("tokens_per_second", "window_size", "fullatt_block_indexes"),
+        patch_towers.VISION | keys.any_of("tokens_per_second", "window_size", "fullatt_block_indexes"),
     ),
 )
 
@@ -63,12 +64,12 @@ def weights(hf_config: Any) -> list[Rule]:
 FAMILY = Family(
     model_type="qwen2_5_vl",
     sections=SECTIONS,
-    visual_keys=(*grids.VISUAL_KEYS, "second_per_grid_ts"),
+    visual_keys=(*patch_towers.VISUAL_KEYS, "second_per_grid_ts"),
     architecture=architecture,
     rotary=MROPE.rotary,
-    build_vision=grids.GridVision,
-    blank_image=grids.blank_image,
-    visual_tokens=grids.visual_tokens,
+    build_vision=patch_towers.GridVision,
+    blank_image=patch_towers.blank_image,
+    visual_tokens=patch_towers.visual_tokens,
     weights=weights,
     renames=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     groups={

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama
-from megatron_vlm.models.families import patch_towers as grids
+from megatron_vlm.models.families import keys, llama, patch_towers
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
@@ -17,12 +16,12 @@ GROUPS = {
     "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
     "language_model": ("language_model.",),
 }
-MROPE = grids.MRope(sections=(24, 20, 20), interleaved=True)
+MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
 TEXT = keys.text() | keys.any_of("attention_bias")
-VISION = grids.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
+VISION = patch_towers.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
 MARKERS = ("vision_start_token_id", "vision_end_token_id")  # only the processor needs them
 SECTIONS = (
-    keys.Section(("qwen3_vl",), grids.TOP, no_effect=MARKERS),
+    keys.Section(("qwen3_vl",), patch_towers.TOP, no_effect=MARKERS),
     keys.Section(("qwen3_vl_text",), TEXT, rope=MROPE.keys()),
     keys.Section(("qwen3_vl_vision", "qwen3_vl"), VISION),
 )
@@ -32,7 +31,7 @@ def architecture(hf_config: Any) -> dict:
     return llama.architecture(hf_config) | {
         "qk_layernorm": True,
         **llama.attention_bias(hf_config.text_config),
-        "deepstack_layers": grids.deepstack_features(hf_config),
+        "deepstack_layers": patch_towers.deepstack_features(hf_config),
     }
 
 
@@ -60,12 +59,12 @@ def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
 FAMILY = Family(
     model_type="qwen3_vl",
     sections=SECTIONS,
-    visual_keys=grids.VISUAL_KEYS,
+    visual_keys=patch_towers.VISUAL_KEYS,
     architecture=architecture,
     rotary=MROPE.rotary,
-    build_vision=grids.GridVision,
-    blank_image=grids.blank_image,
-    visual_tokens=grids.visual_tokens,
+    build_vision=patch_towers.GridVision,
+    blank_image=patch_towers.blank_image,
+    visual_tokens=patch_towers.visual_tokens,
     weights=weights,
     groups=GROUPS,
     position_ids=position_ids,

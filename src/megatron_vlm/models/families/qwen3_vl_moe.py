@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama, qwen3_vl
-from megatron_vlm.models.families import moe_rules as experts
-from megatron_vlm.models.families import patch_towers as grids
+from megatron_vlm.models.families import keys, llama, moe_rules, patch_towers, qwen3_vl
 from megatron_vlm.models.weights import Rule
 
 
@@ -16,11 +14,11 @@ def _chosen(count: Any, text: Any) -> bool:
 
 
 SECTIONS = (
-    keys.Section(("qwen3_vl_moe",), grids.TOP, no_effect=qwen3_vl.MARKERS),
+    keys.Section(("qwen3_vl_moe",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
     keys.Section(
         ("qwen3_vl_moe_text",),
         qwen3_vl.TEXT
-        | experts.TEXT
+        | moe_rules.TEXT
         | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
         | {"num_experts_per_tok": keys.Values("2 to num_experts", _chosen)},
         no_effect=("sliding_window",),  # Transformers sets it and never looks at it
@@ -39,7 +37,7 @@ def architecture(hf_config: Any) -> dict:
         "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_router_topk": text.num_experts_per_tok,
-        "moe_aux_loss_coeff": experts.balance(text),
+        "moe_aux_loss_coeff": moe_rules.balance(text),
     }
 
 
@@ -52,7 +50,7 @@ def weights(hf_config: Any) -> list[Rule]:
     return [
         *qwen3_vl.attention_and_outer_rules(hf_config),
         *llama.mlp_rules(layer),
-        *experts.rules(layer, text.num_experts, text.hidden_size, text.moe_intermediate_size),
+        *moe_rules.rules(layer, text.num_experts, text.hidden_size, text.moe_intermediate_size),
     ]
 
 
