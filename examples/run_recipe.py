@@ -4,7 +4,7 @@
 as `megatron-vlm train`. Start it with torchrun, or let it start the processes: --nproc 8.
 """
 
-from megatron_vlm.commands import cli
+from megatron_vlm import cli
 
 if __name__ == "__main__":
     cli.run(cli.single(cli.train), "run_recipe.py")

@@ -44,8 +44,8 @@ def worst(report: list[dict]) -> str:
     )
     failed = sum(not row["passed"] for row in report)
     return (
-        f"{len(report)} cells of family, layout and input, {failed} failed. Largest difference to "
-        f"Transformers in fp32: {logits:.1e} in logits, {loss:.1e} in loss, {grads:.1e} in gradients (relative)."
+        f"{len(report)} cells (family, layout, input), {failed} failed. Worst difference to Transformers "
+        f"in fp32: {logits:.1e} in logits, {loss:.1e} in loss, {grads:.1e} in relative gradients."
     )
 
 

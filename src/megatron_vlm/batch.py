@@ -11,9 +11,13 @@
     __key__         list of B lists of sample keys: which samples made each row
     __restore_key__ JSON data from which the loader's `replay` makes this batch again
 
+`check` raises for a batch that is anything else. Data workers call it on every batch that they hand over.
+
 Shape legend, used as suffix of local names in model, packing and position code:
-B rows, S tokens per row, G documents, N items (images or videos), P raw patches, M visual tokens,
-D language-model width, E tower width, H heads, K head width, V padded vocabulary.
+B rows, S tokens per row, T tokens of one document or sample, G documents, N items (images or videos),
+P raw patches, F numbers in a patch, M visual tokens, D language-model width, E tower width, H heads,
+K head width, V padded vocabulary, R rows of a tensor-parallel rank's part.
+Of pixels in brackets: (N, C, H, W) colours, height, width; t moments of a video.
 Megatron is sequence first: hidden states are (S, B, D).
 """
 
@@ -22,7 +26,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,6 +136,73 @@ class GenericVisualInputs:
     def pin_memory(self, device: str | None = None) -> GenericVisualInputs:
         """Called by torch's DataLoader."""
         return self.map(lambda t: t.pin_memory())
+
+
+Batch = TypedDict(
+    "Batch",
+    {
+        "input_ids": Tensor,
+        "labels": Tensor,
+        "loss_mask": Tensor,
+        "position_ids": Tensor,
+        "attention_mask": Tensor,
+        "visual_inputs": GenericVisualInputs | None,
+        "__key__": list[list[str]],
+        "__restore_key__": Any,
+    },
+)
+_DTYPES = {
+    "input_ids": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "position_ids": torch.int64,
+    "attention_mask": torch.int32,
+}
+
+
+def check(batch: Batch) -> Batch:
+    """The batch itself. Raises ValueError that names the key, and the row or the sizes, where it breaks the
+    contract above."""
+    if missing := Batch.__required_keys__ - batch.keys():
+        raise ValueError(f"batch: {', '.join(sorted(missing))} missing; see megatron_vlm/batch.py.")
+    rows, length = batch["input_ids"].shape
+    for key, dtype in _DTYPES.items():
+        tensor, shape = batch[key], (rows, length)
+        if key == "position_ids" and tensor.dim() == 3:
+            shape = (3, rows, length)
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(f"batch: {key} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}.")
+    documents = batch["attention_mask"].numpy()
+    before, after = documents[:, :-1], documents[:, 1:]
+    trained = batch["labels"].numpy() != IGNORE_INDEX
+    _check_tokens("loss_mask and labels disagree", (batch["loss_mask"].numpy() != 0) != trained)
+    _check_tokens("the first document is not 1", documents[:, :1] > 1)
+    same_or_next = (after == before) | (after == before + 1) & (before != 0)
+    _check_tokens("documents are not counted", ~same_or_next & (after != 0), first=1)
+    _check_tokens("a document is trained to predict the next", trained[:, :-1] & (after != before))
+    if len(batch["__key__"]) != rows:
+        raise ValueError(f"batch: __key__ has {len(batch['__key__'])} lists for {rows} rows.")
+    if (visual := batch["visual_inputs"]) is not None:
+        _check_pixels(visual)
+    return batch
+
+
+def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
+    if wrong.any():
+        row, token = np.argwhere(wrong)[0]
+        raise ValueError(f"batch: {what}; row {row}, token {token + first}.")
+
+
+def _check_pixels(visual: GenericVisualInputs) -> None:
+    for pixels, grid, other in _FIELDS_OF_KIND:
+        held, grids, others = (getattr(visual, name) for name in (pixels, grid, other))
+        if held is None and (grids is not None or others is not None):
+            raise ValueError(f"batch: {grid} or {other} without {pixels}.")
+        if grids is not None and int(grids.prod(-1).sum()) != len(held):
+            raise ValueError(f"batch: {pixels} has {len(held)} patches, {grid} {int(grids.prod(-1).sum())}.")
+        items = held if grids is None else grids
+        if others is not None and len(others) != len(items):
+            raise ValueError(f"batch: {other} has {len(others)} entries for {len(items)} items.")
 
 
 def _cat_padded(tensors: list[Tensor]) -> Tensor:

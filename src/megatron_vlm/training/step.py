@@ -63,12 +63,12 @@ def token_loss(mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict
 
 def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
     """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step."""
-    config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
+    megatron_config = chunks[0].config
+    megatron_config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=config.parallel.distributed_optimizer
     )
-    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    return [DistributedDataParallel(megatron_config, ddp, chunk) for chunk in chunks]
 
 
 def forward_backward(

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from megatron.energon import Batch, DefaultTaskEncoder, Sample, edataclass, stateless
+from megatron.energon import Batch as EnergonBatch
+from megatron.energon import DefaultTaskEncoder, Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, check
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.encode.known import fast_processor
@@ -48,7 +49,7 @@ class HFEncoderTaskSample(Sample):
 
 
 @edataclass
-class HFEncoderTaskBatch(Batch):
+class HFEncoderTaskBatch(EnergonBatch):
     """Padded rows; fields as in the batch contract, `document_keys` becomes its `__key__`."""
 
     input_ids: Tensor
@@ -164,12 +165,12 @@ class HFEncoderVLMTaskEncoder(
         return self._batch_rows(samples, max(len(sample.input_ids) for sample in samples))
 
     @stateless
-    def encode_batch(self, batch: HFEncoderTaskBatch) -> dict:
-        """The batch contract's dict (see `megatron_vlm.batch`)."""
+    def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:
+        """The batch of the contract (see `megatron_vlm.batch`), checked."""
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
         for energon_only in ("__subflavors__", "__sources__"):
             del fields[energon_only]
-        return fields | {"__key__": fields.pop("document_keys")}
+        return check(fields | {"__key__": fields.pop("document_keys")})
 
     def measure(self, sample: ChatMLSample) -> tuple[int, int]:
         """(tokens, raw patches of images and videos) that `encode_sample` would make, without decoding them.
