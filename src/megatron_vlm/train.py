@@ -62,7 +62,8 @@ def train(config: RunConfig) -> None:
         batch_log = BatchLog(config.run_dir, rank, world_size, start + 1)
     batches = data and data.train_batches()
 
-    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
+    trained = resumed.extra.get("trained_tokens") if resumed else None
+    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), trained)
     if resumed:
         log.message(f"resumed after step {start} from {resumed.path}")
         if resumed.later:
@@ -105,6 +106,7 @@ def train(config: RunConfig) -> None:
                     scheduler,
                     loader_state,
                     config.train.keep_checkpoints,
+                    extra={"trained_tokens": log.trained_tokens},
                 )
                 log.save()
         if dropped := add_counts(data.dropped if data else {}):
