@@ -99,3 +99,11 @@ def test_what_is_wrong_with_a_record_names_its_shard():
     assert bad.reason == "missing_media" and bad.detail.endswith(
         "a.jpg'], its shard holds []; in shard train-00003.tar"
     )
+
+
+def test_samples_of_one_key_that_follow_one_another_are_a_drop():
+    names = ("a.json", "a.img000.jpg", "a.json", "a.img000.jpg")
+    source = SourceInfo(dataset_path=EPath("/data"), index=0, shard_name="train-0.tar", file_names=names)
+    parts = {"json": json.dumps(TURNS).encode(), "img000.jpg": b"of the second"}
+    sample = cook_record({"__key__": "a", "__restore_key__": (), "__sources__": (source,), **parts})
+    assert str(sample.problem) == "duplicate_key: 2 files are called a.json; in shard train-0.tar"

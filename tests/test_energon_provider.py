@@ -446,6 +446,14 @@ def test_a_metadataset_that_points_to_an_unchecked_description_is_refused(tmp_pa
         train_loader(meta, encoder)
 
 
+@pytest.mark.parametrize("weight", [0, -1, ".nan", "many"])
+def test_a_metadataset_that_draws_nothing_of_a_dataset_is_refused_by_name(tmp_path, dataset, encoder, weight):
+    meta = metadataset(tmp_path / "meta.yaml", dataset)
+    meta.write_text(meta.read_text().replace("weight: 1,", f"weight: {weight},", 1))
+    with pytest.raises(ValueError, match=f"meta.yaml: weight of .* in blend of split train is '?{weight}"):
+        train_loader(meta, encoder)
+
+
 def test_a_metadataset_of_a_refused_dataset_is_refused(tmp_path, dataset, encoder):
     copy, marker = damaged(dataset, tmp_path), tmp_path / "executed"
     (copy / ".nv-meta/dataset.yaml").write_text(touch(marker).format(i=""))

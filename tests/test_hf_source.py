@@ -3,9 +3,10 @@
 import json
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import torch
-from sources import record, write_hf_folder, write_sharegpt
+from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
@@ -169,6 +170,35 @@ def test_parquet_and_renamed_columns_are_read(tmp_path, folder, encoder, monkeyp
     columns = {"conversations": "chat", "images": "pictures"}
     renamed = train_loader(tmp_path / "parquet", encoder, columns=columns)
     assert take(renamed, 3) == take(train_loader(folder, encoder), 3)
+
+
+def test_media_are_read_however_deep_they_lie(tmp_path, encoder):
+    """OpenAI's parts with an Image in each, and lists of 64-bit offsets."""
+    image = {"bytes": image_bytes(0), "path": None}
+    parts = [{"type": "image", "text": None, "image": image}, {"type": "text", "text": "q", "image": None}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": [parts[1]]}]
+    text = datasets.Value("string")
+    part = {"type": text, "text": text, "image": datasets.Image()}
+    messages = [{"role": text, "content": datasets.LargeList(part)}]
+    features = datasets.Features({"messages": messages, "speech": datasets.Audio()})
+    columns = {"messages": [turns] * 2, "speech": [None] * 2}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "rows")
+    batch = next(train_loader(tmp_path / "rows", encoder))
+    assert len(batch["visual_inputs"].pixel_values) == 2
+
+
+def test_a_file_without_rows_is_named(tmp_path, folder, encoder):
+    rows = datasets.load_from_disk(str(folder))
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet/full.parquet")
+    pq.write_table(rows.data.table.slice(0, 0), tmp_path / "parquet/none.parquet")
+    rows.select([]).save_to_disk(tmp_path / "saved")
+    for path, name in (
+        ("parquet", "none.parquet: cannot be read \\("),
+        ("saved", "state.json: names no data file"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*it has no rows"):
+            train_loader(tmp_path / path, encoder)
 
 
 def test_a_bad_row_is_counted_and_the_others_train(tmp_path, encoder):

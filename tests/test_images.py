@@ -5,10 +5,11 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media import images
-from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.media.images import decode_image, image_size
 
 
 def encoded(image, format="PNG", **options):
@@ -70,6 +71,16 @@ def test_exif_rotation_is_applied():
     turned = decode_image(encoded(image, exif=exif), max_pixels=32)
     assert turned.size == (4, 8)
     assert turned.getpixel((2, 0)) == (255, 0, 0) and turned.getpixel((2, 7)) == (0, 0, 0)
+
+
+def test_a_rotation_in_text_of_a_png_is_known_from_its_header():
+    xmp, profile, exif = PngInfo(), PngInfo(), Image.Exif()
+    exif[0x0112] = 6
+    xmp.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>')
+    profile.add_text("Raw profile type exif", f"\nexif\n{len(exif.tobytes())}\n{exif.tobytes().hex()}\n")
+    for text in (xmp, profile):
+        data = encoded(Image.new("RGB", (16, 8)), pnginfo=text)
+        assert image_size(data) == decode_image(data).size == (8, 16)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides, from_yaml
 from megatron_vlm.run_folder.run_log import RunLogger, contact_sheet, draw_losses, read_metrics
 
@@ -50,6 +50,25 @@ def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["valid_loss"] for row in rows if "valid_loss" in row] == [0.7]
     assert [row["trained_tokens"] for row in rows if "loss" in row] == [10, 20, 30, 40, 50, 60]
+
+
+def test_tokens_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
+    first = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=9)
+    log_steps(first, 1, 5)
+    first.close()
+    tokens = first.trained_tokens  # as a checkpoint of step 5 holds them
+    resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, trained_tokens=tokens)
+    log_steps(resumed, 6, 9)
+    resumed.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
+
+
+@pytest.mark.parametrize("line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n"])
+def test_a_line_that_no_run_wrote_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'{"step": 2}\n')
+    with pytest.raises(ConfigError, match="metrics.jsonl: line 2 is not what a run wrote; take the line out"):
+        RunLogger(tmp_path, config(), total_steps=3, start_step=3)
 
 
 def test_a_row_cut_short_by_a_kill_does_not_stop_a_resume(tmp_path):

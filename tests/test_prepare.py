@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 
+import datasets
 import pytest
 import yaml
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
@@ -182,6 +183,20 @@ def test_a_link_cannot_lead_out_of_the_image_root(tmp_path):
     (source.parent / "images/1-0.jpg").unlink()
     (source.parent / "images/1-0.jpg").symlink_to(tmp_path / "outside.jpg")
     assert prepare(source, tmp_path / "out").skipped == {"missing_media": 1}
+
+
+def test_no_split_is_lost_to_another_of_the_same_name(tmp_path):
+    rows = datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]})
+    datasets.DatasetDict({"train": rows, "val": rows, "validation": rows}).save_to_disk(tmp_path / "rows")
+    with pytest.raises(ValueError, match="has the splits val and validation"):
+        prepare(tmp_path / "rows", tmp_path / "out")
+
+
+def test_an_output_may_be_a_link_to_an_empty_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to("elsewhere")
+    prepare(write_sharegpt(tmp_path / "source", 3), tmp_path / "out")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "elsewhere/.nv-meta").is_dir()
 
 
 def test_refuses_an_output_that_holds_anything(tmp_path):

@@ -89,6 +89,7 @@ def test_steps_that_are_run_again_replace_what_was_kept_of_them(tmp_path):
         log.close()
     with open(tmp_path / "batches" / "rank0.jsonl", "a") as file:
         file.write('{"step": 5, "mic')  # killed there
+    (tmp_path / "batches" / "rank0-copy.jsonl").write_text("somebody's own\n")
     log = BatchLog(tmp_path, 0, 1, first_step=3)
     log.write(3, batches(30))
     log.close()

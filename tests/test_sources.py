@@ -367,6 +367,7 @@ def test_some_datasets_of_a_meta_file(tmp_path, processor):
         ({"sample_ratio": -1}, "dataset a: -1 rows; give a positive number"),
         ({"sample_ratio": "half"}, "dataset a: 'half' rows"),
         ({"sample_ratio": 1, "num_samples": 2}, "give one of them"),
+        ({"num_samples": 0.5}, "dataset a: num_samples 0.5 is no whole number; a share is a sample_ratio"),
         ({"colums": {}}, "colums is no setting that is read; did you mean columns"),
         ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),
         ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),

@@ -199,6 +199,16 @@ def test_a_conversation_that_the_template_refuses_says_why(spans):
         encode(spans, ("user", "a"), ("user", "b"))
 
 
+def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor):
+    spans = TextEncoder(processor, chat_template=TEMPLATE)
+    spans.template += "{% for m in messages %}{% for c in m.calls or [] %}{{ c.arguments | tojson }}"
+    spans.template += "{% endfor %}{% endfor %}"
+    for calls in ([{"name": "f"}], 5):  # without arguments, and no list at all
+        messages, _ = cook_chatml_sample([{"role": "user", "content": "a", "calls": calls}])
+        with pytest.raises(BadSample, match="template_error: .*(not JSON serializable|not iterable)"):
+            spans(messages)
+
+
 def test_a_template_without_findable_replies_is_refused_at_construction(processor):
     shows_length = "{{ messages | length }}" + TEMPLATES["untagged"]
     with pytest.raises(ValueError, match="rendered differently once others follow.*endgeneration"):

@@ -245,6 +245,10 @@ def test_what_would_not_fit_in_memory_is_refused(monkeypatch):
         {"frames": [b"", b""], "timestamps": [1, 1]},
         {"frames": [b"", b""], "timestamps": [0, float("nan")]},
         {"frames": [b""], "fps": -1},
+        {"frames": [b"", b""], "fps": 1e-310},
+        {"frames": [b"", b""], "fps": float("inf")},
+        {"frames": [b"", b""], "timestamps": [0, 10**400]},
+        {"frames": [b"", b""], "timestamps": [-1e308, 1e308]},
     ],
 )
 def test_lists_that_tell_no_times_are_refused(video):

@@ -1,10 +1,19 @@
-"""Files that strangers name: regular ones are read, a pipe or a device would be waited for without end."""
+"""Files that strangers name: regular ones are read, a pipe or a device would be waited for without end.
+
+And files to which a run adds a line a step, read again when it goes on.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
 
 MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half of it
 KINDS = {
@@ -37,6 +46,25 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
         if found.st_size > most_bytes:
             raise ValueError(f"{path} has {found.st_size} bytes, more than {most_bytes}")
         return file.read(most_bytes)
+
+
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects, each with a `step`, of a file to which a run adds lines; a last line that was cut
+    short is left out. Raises ConfigError that names any other line."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                raise ConfigError(
+                    f"{printable(path)}: line {number} is not what a run wrote; take the line out, or move "
+                    "the file away to go on without it."
+                )
+            yield row
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -42,7 +42,8 @@ def train(config: RunConfig) -> None:
 
     watchdog.beat("opening the data")
     feed = Feed(config, source, processor, resumed)
-    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank())
+    trained = resumed.extra.get("trained_tokens") if resumed else None
+    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), trained)
     for message in opening_words(config, feed, resumed):
         log.message(message)
 
@@ -64,7 +65,8 @@ def train(config: RunConfig) -> None:
             if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 parts = (model, optimizer, scheduler, feed.state())
-                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints)
+                extra = {"trained_tokens": log.trained_tokens}
+                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints, extra=extra)
                 log.save()
         if dropped := feed.dropped_by_reason():
             log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")

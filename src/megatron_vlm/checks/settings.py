@@ -36,6 +36,14 @@ _POSITIVE = (
     "data.video_max_frames",
     "logging.log_every",
 )
+_AT_LEAST = {  # finite, or None
+    **dict.fromkeys(("data.min_pixels", "data.max_pixels", "data.video_max_pixels"), 1),
+    **dict.fromkeys((f"data.{name}" for name in ("num_workers", "shuffle_buffer_size")), 0),
+    **dict.fromkeys((f"train.{name}" for name in ("eval_every", "eval_steps", "save_every")), 0),
+    **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "clip_grad")), 0),
+    "model.load_balancing": 0,
+}
+_BELOW = {"optimizer.beta1": 1, "optimizer.beta2": 1, "train.seed": 2**63}
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
@@ -104,9 +112,9 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     for key in ("data.max_drop_share", "data.visual_share"):
         if not 0 <= settings[key] <= 1:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
-    if config.data.video_fps <= 0:
+    if not 0 < config.data.video_fps < inf:
         yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
-    if not 0 < config.data.decode_seconds < float("inf"):
+    if not 0 < config.data.decode_seconds < inf:
         yield f"data.decode_seconds: {config.data.decode_seconds} is no time to decode in; the default is 60."
     if not 1 <= config.train.hang_seconds <= LONGEST_HANG:
         yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
@@ -118,6 +126,12 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     for key in _POSITIVE:
         if settings[key] < 1:
             yield f"{key}: {settings[key]} is less than 1."
+    for key, least in _AT_LEAST.items():
+        if settings[key] is not None and not least <= settings[key] < inf:
+            yield f"{key}: {settings[key]} is no number of at least {least}."
+    for key, limit in _BELOW.items():
+        if not 0 <= settings[key] < limit:
+            yield f"{key}: {settings[key]} is not from 0 to below {limit}."
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:

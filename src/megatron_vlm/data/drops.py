@@ -23,6 +23,8 @@ REASONS = {
     "missing_media": "a file that the record names is not there or is none: for dataset_type hf set "
     "data.media_dir to the folder that paths start from; for energon prepare the dataset again, with "
     "--image-root",
+    "duplicate_key": "samples that follow one another in a shard have the same key, and Energon makes one of "
+    "them; give each a key of its own, or prepare the dataset again",
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
     "video_unsupported": "the model takes no videos; remove the samples with them",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from collections import Counter
 from typing import Any
 
 from megatron.energon import Cooker, basic_sample_keys, stateless
@@ -84,7 +85,16 @@ class PlainUnpickler(pickle.Unpickler):
         raise BadSample("unsafe_pickle", "the pickle refers to an object outside itself")
 
 
+def _check_names(record: dict) -> None:
+    """Energon reads samples of one key that follow one another as one, whose parts replace each other."""
+    for source in record.get("__sources__") or ():
+        times = Counter(source.file_names)
+        if twice := [name for name, count in times.items() if count > 1]:
+            raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
+
+
 def _read_parts(record: dict) -> dict:
+    _check_names(record)
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.files import read_rows
 from megatron_vlm.job.failures import is_anothers_end, is_worker_death
 from megatron_vlm.messages import printable
 
@@ -28,7 +29,7 @@ class BatchLog:
     def __init__(self, run_dir: str | Path, rank: int, world_size: int, first_step: int):
         self.folder = Path(run_dir) / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob("rank*.jsonl"):
+        for path in _files(self.folder):
             if _rank(path) % world_size == rank:
                 _keep_before(path, first_step)
         self._file = (self.folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
@@ -49,8 +50,8 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 
     Raises ValueError that says which steps there are when this one is not among them.
     """
-    paths = sorted((Path(run_dir) / FOLDER).glob("rank*.jsonl"), key=_rank)
-    rows = [{"rank": _rank(path), **row} for path in paths for row in _rows(path)]
+    paths = _files(Path(run_dir) / FOLDER)
+    rows = [{"rank": _rank(path), **row} for path in paths for row in read_rows(path)]
     found = [row for row in rows if row["step"] == step]
     if not found:
         steps = [row["step"] for row in rows]
@@ -88,20 +89,19 @@ def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]
     )
 
 
+def _files(folder: Path) -> list[Path]:
+    """Of the ranks in order; a user's copies are left alone."""
+    return sorted((path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdecimal()), key=_rank)
+
+
 def _rank(path: Path) -> int:
     return int(path.stem.removeprefix("rank"))
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A last line that a kill cut short is left out."""
-    with path.open(encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
 def _keep_before(path: Path, first_step: int) -> None:
     part = path.with_suffix(".part")
     with part.open("w", encoding="utf-8") as file:
-        for row in _rows(path):
+        for row in read_rows(path):
             if row["step"] < first_step:
                 file.write(json.dumps(row) + "\n")
     part.replace(path)

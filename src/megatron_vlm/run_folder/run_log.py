@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder.folder import write_whole
 
@@ -34,6 +35,7 @@ class RunLogger:
 
     `start_step` is the first step that will be logged: 1, or one more than the checkpoint resumed from.
     What an earlier, interrupted run logged from there on is dropped, so every step appears once.
+    `trained_tokens` is how many were trained before it; None: what the last row that is kept says.
     """
 
     def __init__(
@@ -43,15 +45,17 @@ class RunLogger:
         total_steps: int,
         start_step: int = 1,
         is_writer: bool = True,
+        trained_tokens: int | None = None,
     ):
-        self.is_writer = is_writer
+        self.is_writer, self.trained_tokens = is_writer, 0
         if not is_writer:
             return
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
-        self.trained_tokens = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
+        logged = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
+        self.trained_tokens = logged if trained_tokens is None else trained_tokens
         self._file = (self.run_dir / "metrics.jsonl").open(
             "a", encoding="utf-8", buffering=1
         )  # a line at a time
@@ -152,9 +156,8 @@ class RunLogger:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out. Raises ConfigError."""
+    return list(read_rows(path))
 
 
 def draw_losses(metrics: str | Path, picture: str | Path) -> None:

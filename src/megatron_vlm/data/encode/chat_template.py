@@ -20,6 +20,8 @@ from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
 
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What a template's own code raises on values it does not expect, besides jinja's errors.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the first of its two
 
 
@@ -80,14 +82,11 @@ class ChatTemplate:
             else:
                 prompt, spans = self._render_beginnings(messages, tools)
             prompt.encode()
-        except TemplateError as error:
-            raise BadSample("template_error", str(error)) from error
         except RecursionError as error:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        turns = sum(message["role"] == "assistant" for message in messages)
-        spans = self._with_content(prompt, spans, turns)
+        spans = self._with_content(prompt, spans, sum(m["role"] == "assistant" for m in messages))
         return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
 
     def _with_content(self, prompt: str, replies: list[Span], turns: int) -> list[Span]:
@@ -141,13 +140,12 @@ class ChatTemplate:
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
-        prompts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.text,
-            **self._tokenizer.special_tokens_map,
-            **how,
-        )
+        try:
+            prompts, spans = render_jinja_template(
+                [messages], tools, chat_template=self.text, **self._tokenizer.special_tokens_map, **how
+            )
+        except TEMPLATE_ERRORS as error:  # such as a tool call without arguments
+            raise BadSample("template_error", str(error)) from error
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
     def _render_beginnings(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
@@ -173,7 +171,7 @@ class ChatTemplate:
         turn = [_text_message("user", "a"), _text_message("assistant", "b")]
         try:
             self._render_beginnings(turn + turn, None)
-        except (BadSample, TemplateError) as error:
+        except BadSample as error:
             raise ValueError(
                 f"The chat template has no {{% generation %}} blocks, and without, replies cannot be found: "
                 f"{error}. Put {{% generation %}} and {{% endgeneration %}} around what the assistant says, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are 
 DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 SPLIT_KEYS = {"split_parts", "exclude"}
 INFO_KEYS = {"shard_counts", "energon_version"}
+SHARES = {"weight", "repetitions"}  # of the datasets of a blend
 FIELDS = {
     "subflavors": "mapping",
     "split_parts": "mapping of lists of text",
@@ -90,6 +92,18 @@ def _check_metadataset(description: dict, file: EPath) -> None:
             entries = isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner)
             if not (entries and all("join" in e or isinstance(e.get("path"), str) for e in inner)):
                 raise damaged(file, f"{kind} of split {name} is no list of datasets", "give each a path")
+            for entry in inner:
+                for share in SHARES & entry.keys():
+                    what = f"{share} of {entry.get('path')} in {kind} of split {name}"
+                    _check_share(file, what, entry[share])
+
+
+def _check_share(file: EPath, what: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise damaged(
+            file, f"{what} is {value!r}", "give a number above 0, or leave out what is not to be trained"
+        )
 
 
 def _check_jsonl(path: EPath) -> None:

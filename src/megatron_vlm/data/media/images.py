@@ -26,6 +26,8 @@ MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 # Of these, the header gives the size of the decoded image; TIFF is turned by its decoder.
 HEADER_FORMATS = {"JPEG", "MPO", "PNG", "WEBP"}
+# Chunks and keys of a PNG that may tell a rotation, and may follow its pixels.
+PNG_ROTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 # JFIF and Adobe headers, comments, frames and tables; not APP1, where EXIF and XMP data are, nor any other.
 BARE_SEGMENTS = {bytes([0xFF, kind]) for kind in (0xE0, 0xEE, 0xFE, 0xC0, 0xC2, 0xC4, 0xDB, 0xDD)}
 # What Pillow's decoders raise on damaged files.
@@ -78,7 +80,7 @@ def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | Non
     """
     with _bad_samples(data):
         image, size = _opened(data, max_pixels, min_pixels)
-        late_rotation = image.format == "PNG" and b"eXIf" in data  # may follow the pixels
+        late_rotation = image.format == "PNG" and any(name in data for name in PNG_ROTATIONS)
         if image.format in HEADER_FORMATS and not late_rotation:
             return size[::-1] if image.format != "PNG" and _swaps_axes(image) else size
     return decode_image(data, max_pixels, min_pixels).size

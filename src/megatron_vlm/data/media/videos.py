@@ -28,6 +28,7 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 MAX_FRAME_PIXELS = 40_000_000  # of a frame, before it is scaled; 8K has 33 million
 MAX_VIDEO_PIXELS = 400_000_000  # of all chosen frames, after; as RGB 1.2 GB
 MAX_PACKETS = 1_000_000  # 9 hours at 30 frames a second
+MOST_SECONDS = 10_000_000  # before or after 0, of the frames of a list: 115 days
 MIN_SIDE = 4  # processors take 3 rows or columns for colours
 # A file that ends this much before its header says was cut.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.05
@@ -151,14 +152,17 @@ def _listed_times(video: dict, count: int, fps: float) -> list[float]:
         raise BadSample("video_undecodable", "no frames")
     times, fps = video.get("timestamps"), video.get("fps") or fps
     if times is None and isinstance(fps, int | float) and fps > 0:
-        return [index / fps for index in range(count)]
+        times = [index / fps for index in range(count)]
     if (
         not isinstance(times, list | tuple)
         or len(times) != count
-        or not all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+        or not all(isinstance(time, int | float) and abs(time) <= MOST_SECONDS for time in times)
         or any(later <= earlier for earlier, later in zip(times, times[1:], strict=False))
     ):
-        raise BadSample("video_undecodable", f"{count} frames need as many rising timestamps, or an fps")
+        raise BadSample(
+            "video_undecodable",
+            f"{count} frames need as many rising timestamps, or an fps; at most {MOST_SECONDS} seconds",
+        )
     return [float(time) for time in times]
 
 

@@ -93,7 +93,9 @@ def prepare_energon_dataset(
     was skipped. On any error or interrupt nothing is left behind.
     """
     started = time.monotonic()
-    output = Path(output).absolute()
+    output = Path(output).resolve()  # what is renamed at the end cannot take the place of a link
+    if output.is_mount():
+        raise ValueError(f"prepare: {output} is a mounted file system; choose a folder in it.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"prepare: {output} is not empty; choose another output or remove it first.")
     if samples_per_shard < 1:
@@ -192,6 +194,10 @@ def _sources(path: str | Path, options: dict) -> dict[str, Source]:
     from megatron_vlm.data.records.hub import split_names
 
     names = split_names(path) or [None]
+    if {"val", "validation"} <= set(names):
+        raise ValueError(
+            f"prepare: {path} has the splits val and validation; give the folder of each, as NAME=PATH."
+        )
     return {
         "val" if name == "validation" else str(name): Source(str(path), name, **options) for name in names
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from datasets.exceptions import DatasetsError
 
 from megatron_vlm.data.description_files import check_fields, check_regular, damaged, read_mapping
 
-MEDIA = (datasets.Image, datasets.Video)
+MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
 WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # of what reads a description without looking first
 ROWS_AT_ONCE = 10_000  # of which the digest is made
 SAVED = {  # the files of `save_to_disk` that say what is there, and the fields that are read
@@ -83,7 +84,7 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
         pa.ArrowException,
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
     ) as error:
@@ -112,6 +113,8 @@ def _check_files(path: Path) -> None:
             datasets.Features.from_dict(info["features"])
         except (ValueError, *WRONG_CONTENT) as error:
             raise damaged(folder / "dataset_info.json", f"has features that are none ({error})") from error
+        if not state["_data_files"]:
+            raise damaged(folder / "state.json", "names no data file: it has no rows")
         for entry in state["_data_files"]:
             if not (isinstance(entry, dict) and isinstance(entry.get("filename"), str)):
                 raise damaged(folder / "state.json", f"names a data file {entry}")
@@ -133,13 +136,19 @@ def _read_arrow(file: Path) -> None:
         try:
             reader = pa.ipc.open_stream(source)
         except pa.ArrowInvalid:
-            pa.ipc.open_file(source).read_all()
-        else:
-            reader.read_all()
+            reader = pa.ipc.open_file(source)
+        _check_rows(reader.read_all().num_rows)
+
+
+def _check_rows(count: int) -> None:
+    """Looked at only after `datasets` failed, as it does on files without any."""
+    if count == 0:
+        raise ValueError("it has no rows; take it out")
 
 
 def _read_parquet(file: Path) -> None:
     with pa.parquet.ParquetFile(file) as parquet:
+        _check_rows(parquet.metadata.num_rows)
         for batch in parquet.iter_batches():
             batch.validate(full=True)
 
@@ -223,11 +232,20 @@ def _files(path: str | Path) -> dict[str, str]:
 
 def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:
     for column, feature in rows.features.items():
-        if isinstance(feature, MEDIA):
-            rows = rows.cast_column(column, type(feature)(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, MEDIA):
-            rows = rows.cast_column(column, datasets.List(type(feature.feature)(decode=False)))
+        if (encoded := _encoded(feature)) != feature:
+            rows = rows.cast_column(column, encoded)
     return rows
+
+
+def _encoded(feature: Any) -> Any:
+    """A feature of which no medium is decoded, however deep it lies."""
+    if isinstance(feature, MEDIA):
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return dataclasses.replace(feature, feature=_encoded(feature.feature))
+    return feature
 
 
 def media_root(path: str | Path) -> Path:

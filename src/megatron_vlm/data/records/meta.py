@@ -92,7 +92,9 @@ def _share(place: str, entry: dict) -> tuple[float | None, int | None]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
             raise ValueError(f"{place}: {value!r} rows; give a positive number, or leave the dataset out.")
-    return ratio, count
+    if count is not None and count != int(count):
+        raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
+    return ratio, None if count is None else int(count)
 
 
 def read_meta(path: Path) -> dict[str, dict] | None:
