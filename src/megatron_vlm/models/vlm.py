@@ -206,7 +206,6 @@ def check_divisible(config: LanguageModelConfig) -> None:
             f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
         )
     divisors = [
-        ("tp", tp, "attention heads", config.num_attention_heads),
         ("tp", tp, "key/value heads", config.num_query_groups),
         ("tp", tp, "feed-forward channels", config.ffn_hidden_size),
         ("tp", tp, "shared expert channels", config.moe_shared_expert_intermediate_size or 0),
