@@ -33,7 +33,7 @@ PARTNERS: dict[str, list[dict[str, Any]]] = {
     T + "num_attention_heads": [{T + "num_attention_heads": 8}],
     T + "num_key_value_heads": [{T + "num_key_value_heads": 1}, {T + "num_key_value_heads": 4}],
     T + "head_dim": [{T + "head_dim": 64}, {T + "head_dim": 16}],
-    T + "num_hidden_layers": [{T + "num_hidden_layers": n, T + "layer_types": REMOVED} for n in (1, 3, 6)],
+    T + "num_hidden_layers": [{T + "num_hidden_layers": n, T + "layer_types": REMOVED} for n in (0, 1, 3, 6)],
     T + "hidden_act": [{T + "hidden_act": name} for name in ("relu", "gelu", "prelu", "nothing")],
     T + "hidden_activation": [
         {T + "hidden_activation": name} for name in ("relu", "silu", "prelu", "nothing")
@@ -84,6 +84,7 @@ MISTRAL3 = {  # its tiny config says how wide the tower's heads are
     V + "num_attention_heads": [{V + "num_attention_heads": 1, V + "head_dim": 48}],
 }
 GLM = {
+    T + "routed_scaling_factor": [{T + "routed_scaling_factor": factor} for factor in (3.0, 0.0)],
     T + "head_dim": [{T + "head_dim": 64, ROPE + "mrope_section": [4, 6, 6]}, {T + "head_dim": 16}],
     T + "num_experts_per_tok": [
         *({T + "num_experts_per_tok": n} for n in (1, 3, 9)),

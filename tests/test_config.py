@@ -3,6 +3,7 @@ import pytest
 from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.config import ConfigError, RunConfig, derived, missing_settings
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from megatron_vlm.recipes import compose
 
 GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
 
@@ -122,14 +123,14 @@ def test_a_layout_larger_than_the_processes_says_how_many_it_needs():
         (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
         (["train.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5 is not within the run's"),
         (["optimizer.min_lr=1"], "optimizer.min_lr: 1.0 is not between 0 and lr 1e-05."),
-        (["optimizer.lr=inf"], "optimizer.lr: inf is no number of at least 0."),
-        (["data.max_pixels=0"], "data.max_pixels: 0 is no number of at least 1."),
-        (["data.num_workers=-1"], "data.num_workers: -1 is no number of at least 0."),
-        (["train.eval_steps=-1"], "train.eval_steps: -1 is no number of at least 0."),
-        (["train.seed=-1"], "train.seed: -1 is not from 0 to below 9223372036854775808."),
-        (["optimizer.beta2=1"], "optimizer.beta2: 1.0 is not from 0 to below 1."),
-        (["optimizer.clip_grad=nan"], "optimizer.clip_grad: nan is no number of at least 0."),
-        (["data.video_fps=nan"], "data.video_fps: nan frames of a second are none"),
+        (["optimizer.lr=inf"], "optimizer.lr: inf is not a finite number."),
+        (["data.max_pixels=0"], "data.max_pixels: 0 is less than 1."),
+        (["data.num_workers=-1"], "data.num_workers: -1 is less than 0."),
+        (["train.eval_steps=-1"], "train.eval_steps: -1 is less than 0."),
+        (["train.seed=-1"], "train.seed: -1 is less than 0."),
+        (["optimizer.beta2=1"], "optimizer.beta2: 1.0 is not less than 1."),
+        (["optimizer.clip_grad=nan"], "optimizer.clip_grad: nan is not a finite number."),
+        (["data.video_fps=nan"], "data.video_fps: nan is not a finite number"),
         (["data.max_drop_share=5"], "data.max_drop_share: 5.0 is not a share between 0 and 1."),
     ],
 )
@@ -187,3 +188,44 @@ def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path, monk
         "model.hf_path: ./nope",
         "data.train_data_path: /data/x",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.freeze={}", "model.freeze: .* does not fit; expected list"),
+        ("model.freeze=[[tower]]", "does not fit; expected list"),
+        ("data.repetitions=[1,[2]]", "does not fit; expected list"),
+        ("data.columns={a: {b: 1}}", "data.columns.*does not fit; expected dict"),
+        ("data.train_data_path=[a", "does not fit; expected a path or a list of paths"),
+    ],
+)
+def test_a_list_in_a_list_does_not_fit(override, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(RunConfig(), [override])
+
+
+def test_the_home_folder_is_found_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {"run_dir": "~/run", "model.hf_path": "~/ck", "data.train_data_path": ["~/a", "b/~"]}
+    config = apply_overrides(RunConfig(), paths)
+    assert (config.run_dir, config.model.hf_path) == ("/home/me/run", "/home/me/ck")
+    assert config.data.train_data_path == ["/home/me/a", "b/~"]
+    assert from_yaml("data: {media_dir: ~/m, valid_data_path: ~/v}").data.valid_data_path == "/home/me/v"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a {b: *a}", "holds itself, or is nested too deeply; write it out"),
+        ("a: " + "[" * 2000, "holds itself, or is nested too deeply; write it out"),
+        ("recipe: 5", "recipe: 5 is no name"),
+        ("recipe: null", "recipe: None is no name"),
+        ("recipe: [a]", "is no name; `megatron-vlm recipes` lists them"),
+        ("recipe: gemma3_vl_4b\nargs: {1: 2}", "1: not an argument of a recipe"),
+    ],
+)
+def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        compose(file=tmp_path / "run.yaml")

@@ -187,6 +187,14 @@ def test_media_are_read_however_deep_they_lie(tmp_path, encoder):
     assert len(batch["visual_inputs"].pixel_values) == 2
 
 
+def test_a_sample_that_is_dropped_when_it_is_replayed_is_named(tmp_path, encoder):
+    lost = {"question": "a", "answer": "b", "image": "gone.png"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(lost))
+    loader = train_loader(tmp_path / "rows.jsonl", encoder, max_drop_share=1.0)
+    with pytest.raises(ValueError, match="replay: .'000000000'., once trained on, are dropped"):
+        loader.replay([[0]])
+
+
 def test_a_file_without_rows_is_named(tmp_path, folder, encoder):
     rows = datasets.load_from_disk(str(folder))
     (tmp_path / "parquet").mkdir()

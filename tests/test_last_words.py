@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.job.failures import named
 from megatron_vlm.job.last_words import last_words
 
 TESTS = Path(__file__).parent
@@ -176,3 +178,31 @@ def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
     code, output = end(tmp_path, "pause", 2)
     assert code == 0 and sorted(output.splitlines()) == ["rank 0 sums 16", "rank 1 sums 16"]
     assert not (tmp_path / "errors").exists()
+
+
+@pytest.mark.parametrize("errors", ["errors", "errors/export"])
+def test_nothing_is_left_of_a_command_in_which_nothing_failed(errors, tmp_path):
+    program = (
+        "import sys; from megatron_vlm import watchdog\n"
+        "with watchdog.watching(sys.argv[1], 60, sys.argv[2]): watchdog.own()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), errors], check=True, timeout=60)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():
+    from torch._utils import ExceptionWrapper
+
+    def raised(error: Exception) -> Exception:
+        """As torch raises what a data worker raised."""
+        try:
+            raise error
+        except (TooManyDrops, OSError):
+            wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+        with pytest.raises(type(error)) as again:
+            wrapped.reraise()
+        return again.value
+
+    said = "data: 5 of 9 samples were dropped (55.6%), more than data.max_drop_share = 5.0%:\n  5 no_reply"
+    assert named(raised(TooManyDrops(said))) == named(TooManyDrops(said)) == said
+    assert named(raised(OSError("shard 3"))) == named(OSError("shard 3")) == "OSError: shard 3"

@@ -343,9 +343,7 @@ MISTAKES = [
         "global_batch_size=3",
         "micro_batch_size=2",
     ),
-    train(
-        "a watchdog without patience", r"train.hang_seconds: 0 is not between 1 and", "train.hang_seconds=0"
-    ),
+    train("a watchdog without patience", r"train.hang_seconds: 0 is less than 1\.", "train.hang_seconds=0"),
     Mistake(
         "export of a folder that is no run",
         ("export", "checkpoint", "out"),

@@ -218,3 +218,18 @@ def test_a_name_that_is_nowhere(hub):
         FileNotFoundError, match=r"^checkpoint me/none: no such folder, and not to be had from"
     ):
         refuse("me/none")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [("glm4v_moe", {"routed_scaling_factor": 0.0}), ("qwen3_vl", {"num_hidden_layers": 0})],
+)
+def test_numbers_that_megatron_takes_for_no_number_are_refused(model_type, change):
+    from transformers import CONFIG_MAPPING
+
+    from megatron_vlm.models.families import family_for
+
+    config = CONFIG_MAPPING[model_type].from_dict({"model_type": model_type, "text_config": change})
+    [(key, value)] = change.items()
+    with pytest.raises(ValueError, match=f"text_config.{key} is {value}; supported: "):
+        family_for(config)

@@ -201,8 +201,8 @@ def test_a_conversation_that_the_template_refuses_says_why(spans):
 
 def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor):
     spans = TextEncoder(processor, chat_template=TEMPLATE)
-    spans.template += "{% for m in messages %}{% for c in m.calls or [] %}{{ c.arguments | tojson }}"
-    spans.template += "{% endfor %}{% endfor %}"
+    spans.chat.text += "{% for m in messages %}{% for c in m.calls or [] %}{{ c.arguments | tojson }}"
+    spans.chat.text += "{% endfor %}{% endfor %}"
     for calls in ([{"name": "f"}], 5):  # without arguments, and no list at all
         messages, _ = cook_chatml_sample([{"role": "user", "content": "a", "calls": calls}])
         with pytest.raises(BadSample, match="template_error: .*(not JSON serializable|not iterable)"):

@@ -410,7 +410,8 @@ def refusals(sources: list[str]) -> list[str]:
             weight.data.fill_(7)
         with pytest.raises(ValueError) as refused:
             weights.import_hf(chunks, source, family.weight_map(hf_config))
-        assert all((weight == 7).all() for weight in chunks[0].parameters())  # nothing was read
+        untouched = all((weight == 7).all() for weight in chunks[0].parameters())
+        assert untouched == (spoil.__name__ not in source)  # nothing else is read before it is refused
         messages.append(str(refused.value))
     return messages
 
@@ -460,6 +461,32 @@ def fuse_fewer_experts(tensors):
     tensors[key] = tensors[key][:7].contiguous()
 
 
+def _first_mlp(tensors) -> str:
+    return last_norm(tensors).replace("norm", "layers.0.mlp.down_proj")
+
+
+def spell_twice(tensors):
+    """Under a name found in the wild, too."""
+    key = _first_mlp(tensors)
+    tensors[key.replace("language_model.model.", "model.language_model.")] = tensors[key] + 1
+
+
+def as_integers(tensors):
+    tensors[_first_mlp(tensors)] = (100 * tensors[_first_mlp(tensors)]).to(torch.int8)
+
+
+def as_fp8(tensors):
+    tensors[_first_mlp(tensors)] = tensors[_first_mlp(tensors)].to(torch.float8_e4m3fn)
+
+
+def scale_of_no_fp8(tensors):
+    tensors[_first_mlp(tensors) + "_scale_inv"] = torch.tensor(2.0)
+
+
+def spoil(tensors):
+    tensors[_first_mlp(tensors)][3, 5] = float("nan")
+
+
 # what is wrong: the message, where K is the last norm's key but for "norm.weight"
 BROKEN = {
     add_key: r"1 keys that this FAMILY does not have, such as 'Kextra.weight' \(2,\)",
@@ -473,9 +500,22 @@ BROKEN_EXPERTS = {
     ("glm4v_moe", add_expert): r"such as 'Klayers.2.mlp.experts.8.down_proj.weight' \(64, 48\)",
     ("qwen3_vl_moe", fuse_fewer_experts): r"'Klayers.2.mlp.experts.down_proj' is \(7, .* must be \(8, ",
 }
-CASES = {
-    (family, change): text for family in TINY_FAMILIES for change, text in BROKEN.items()
-} | BROKEN_EXPERTS
+MLP = "'Klayers.0.mlp.down_proj.weight'"
+BROKEN_VALUES = {  # Transformers loads each of them
+    (
+        "gemma3",
+        spell_twice,
+    ): "down_proj.weight of .* and .*down_proj.weight of .* are the same tensor .*; remove",
+    ("gemma3", as_integers): MLP + " is stored as I8; .*: take the checkpoint in bf16",
+    ("gemma3", as_fp8): MLP + " is stored as F8_E4M3 without a scale",
+    ("gemma3", scale_of_no_fp8): MLP + " is stored as F32 with a scale",
+    ("gemma3", spoil): MLP + " holds values that are not finite; .*: download it again",
+}
+CASES = (
+    {(family, change): text for family in TINY_FAMILIES for change, text in BROKEN.items()}
+    | BROKEN_EXPERTS
+    | BROKEN_VALUES
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from math import lcm
 from typing import Any
 
 DataPaths = Any  # a path, or a list of paths; `paths_of` lists them
+# whose `~` is the user's home folder, whoever wrote it: a shell knows only words that begin with it
+PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
 MISSING = "???"  # a setting without a default; OmegaConf's own mark
 
 

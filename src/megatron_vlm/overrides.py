@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from os import PathLike
@@ -11,8 +12,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_vlm.config import MISSING, ConfigError, RunConfig, all_settings
+from megatron_vlm.config import MISSING, PATHS, ConfigError, RunConfig, all_settings
 from megatron_vlm.messages import suggestion
+
+DATA_PATHS = "a path or a list of paths"
 
 
 def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
@@ -43,6 +46,9 @@ def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
     """A YAML mapping as plain data. Raises ConfigError when it is anything else."""
     try:
         settings = yaml.safe_load(text)
+        flatten(settings if isinstance(settings, dict) else {})
+    except RecursionError as error:
+        raise ConfigError(f"{place}: holds itself, or is nested too deeply; write it out.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{place}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
@@ -74,6 +80,8 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
     node = tree
     for place, section in enumerate(sections):
         if node is not None and _types(node).get(section, "").startswith("dict"):
+            if isinstance(value, dict | list | tuple):
+                raise ConfigError(f"{key}: {value!r} does not fit; expected str.")
             node[section][".".join([*sections[place + 1 :], name])] = str(value)
             return
         node = node[section] if _is_group(node, section) else None
@@ -81,13 +89,30 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
     if _is_group(node, name):
         raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
-    wanted = _types(node)[name]
+    wanted = _types(node)[name].replace("DataPaths", DATA_PATHS)
     try:
         value = _parse(value, wanted) if isinstance(value, str) else value
-        OmegaConf.update(node, name, _as_paths(key, value) if wanted == "DataPaths" else value)
+        if any(item is None or isinstance(item, dict | list | tuple) for item in _items(value)):
+            raise yaml.YAMLError("lists and mappings hold plain values")
+        value = _at_home(value) if name in PATHS else value
+        OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
         OmegaConf.to_container(node, resolve=True)  # an interpolation must have something to point to
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+
+
+def _items(value: Any) -> list[Any]:
+    """What is in a list or a mapping."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | ListConfig) else []
+
+
+def _at_home(value: Any) -> Any:
+    """A path, or each of several, with the home folder in the place of `~`."""
+    if isinstance(value, list | tuple | ListConfig):
+        return [_at_home(path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _parse(text: str, wanted: str) -> Any:
@@ -96,9 +121,9 @@ def _parse(text: str, wanted: str) -> Any:
         return None
     if wanted.startswith("dict"):
         return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
-    if wanted == "DataPaths" and not text.startswith("["):
+    if wanted == DATA_PATHS and not text.startswith("["):
         return None if text in ("null", "None") else text
-    if wanted.startswith("list") or wanted == "DataPaths":
+    if wanted.startswith("list") or wanted == DATA_PATHS:
         return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
     return text
 

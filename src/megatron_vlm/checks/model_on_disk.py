@@ -14,14 +14,15 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
-from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE, refuse
+from megatron_vlm.supported import WEIGHT_FILE, refuse
+from megatron_vlm.weight_files import has_weights, weight_files
+from megatron_vlm.weight_files import problems as file_problems
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TEMPLATE_KEYS = ("tokenizer_config.json", "processor_config.json")
 ROWS = (".json", ".jsonl", ".parquet", ".arrow")
-LFS = b"version https://git-lfs"
 
 
 # ---- what a path is ---------------------------------------------------------------------------------------
@@ -113,18 +114,15 @@ def checkpoint_problems(
 
 
 def _weight_problems(path: Path, shown: str) -> Iterator[str]:
-    index = path / INDEX_FILE
-    names = [WEIGHT_FILE]
-    if index.is_file():
-        content = read_json(index)
-        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
-            yield f"{printable(index)} holds no JSON with a weight_map; download it again."
-            return
-        names = sorted(set(map(str, content["weight_map"].values())))
-    elif not (path / WEIGHT_FILE).is_file():
+    if not has_weights(path):
         pickled = any(path.glob("pytorch_model*.bin"))
         why = "only pickled weights, which are not read; convert them to" if pickled else "no weights; add"
         yield f"{shown} holds {why} {WEIGHT_FILE} (or set model.load_weights=false for random ones)."
+        return
+    try:
+        names = weight_files(path)
+    except ConfigError as error:
+        yield f"model.hf_path: {error}"
         return
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
@@ -134,29 +132,7 @@ def _weight_problems(path: Path, shown: str) -> Iterator[str]:
         )
         return
     for name in names:
-        yield from _safetensors_problems(path / name)
-
-
-def _safetensors_problems(file: Path) -> Iterator[str]:
-    """Its header says how long it must be."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        first = opened.read(8)
-        if (first + opened.read(len(LFS) - 8)).startswith(LFS):
-            yield f"{printable(file)} is a Git LFS pointer, not weights; run `git lfs pull` in that folder."
-            return
-        opened.seek(8)
-        length = int.from_bytes(first, "little")
-        header = opened.read(length) if len(first) == 8 and length < size else b""
-    try:
-        tensors = json.loads(header)
-        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-        needed = 8 + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        yield f"{printable(file)} is no safetensors file, or cut short ({size} bytes); download it again."
-        return
-    if size < needed:
-        yield f"{printable(file)} holds {size} bytes, its header says {needed}; download it again."
+        yield from file_problems(path / name)
 
 
 def _processor_problems(path: Path, shown: str) -> Iterator[str]:

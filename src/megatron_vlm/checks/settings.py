@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, prod
+from math import inf, isfinite, prod
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
@@ -22,6 +23,7 @@ from megatron_vlm.messages import suggestion
 
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
+    "model.attention": ("sdpa",),
     "model.recompute": ("none", "selective", "full"),
     "data.dataset_type": ("energon", "hf"),
     "data.over_length": ("drop", "truncate"),
@@ -29,21 +31,24 @@ CHOICES = {
 }
 LONGEST_HANG = 86_400  # seconds
 FREEZE_GROUPS = ("tower", "projector", "language_model")
-_POSITIVE = (
+_FROM_ONE = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
     *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
-    "data.video_max_frames",
-    "logging.log_every",
+    *(f"data.{name}" for name in ("min_pixels", "max_pixels", "video_max_pixels", "max_patches")),
+    *("data.video_max_frames", "train.hang_seconds", "logging.log_every"),
 )
-_AT_LEAST = {  # finite, or None
-    **dict.fromkeys(("data.min_pixels", "data.max_pixels", "data.video_max_pixels"), 1),
-    **dict.fromkeys((f"data.{name}" for name in ("num_workers", "shuffle_buffer_size")), 0),
-    **dict.fromkeys((f"train.{name}" for name in ("eval_every", "eval_steps", "save_every")), 0),
-    **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "clip_grad")), 0),
-    "model.load_balancing": 0,
-}
-_BELOW = {"optimizer.beta1": 1, "optimizer.beta2": 1, "train.seed": 2**63}
+_FROM_ZERO = (
+    *(f"data.{name}" for name in ("num_workers", "shuffle_buffer_size", "video_fps", "decode_seconds")),
+    *(f"data.{name}" for name in ("max_drop_share", "visual_share")),
+    *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
+    *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
+    *(f"train.{name}" for name in ("seed", "eval_every", "eval_steps", "save_every")),
+    "model.load_balancing",
+)
+LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # of every setting that is a number
+MOST = 2**63 - 1
+_NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache")  # null, or not empty
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
@@ -73,6 +78,15 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
     yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
     if parallel.ep > 1:
         yield from _size_problem({"pp": parallel.pp, "ep": parallel.ep}, world_size)
+
+
+def check_gpus(processes: int, gpus: int) -> None:
+    """Raises ConfigError unless each process of a machine has a GPU, where there are any."""
+    if 0 < gpus < processes:
+        raise ConfigError(
+            f"--nproc: {processes} processes need a GPU each, and this machine shows {gpus}; start at most "
+            f"{gpus} here, or show more in CUDA_VISIBLE_DEVICES."
+        )
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
@@ -109,29 +123,42 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
+    yield from _number_problems(settings)
+    for key in _NAMES:
+        if settings[key] == "":
+            yield f"{key}: is empty; give a name, or leave the setting out."
     for key in ("data.max_drop_share", "data.visual_share"):
-        if not 0 <= settings[key] <= 1:
+        if settings[key] > 1:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
-    if not 0 < config.data.video_fps < inf:
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        if settings[key] >= 1:
+            yield f"{key}: {settings[key]} is not less than 1."
+    if config.data.video_fps == 0:
         yield f"data.video_fps: {config.data.video_fps} frames of a second are none; the usual number is 2."
-    if not 0 < config.data.decode_seconds < inf:
+    if config.data.decode_seconds == 0:
         yield f"data.decode_seconds: {config.data.decode_seconds} is no time to decode in; the default is 60."
-    if not 1 <= config.train.hang_seconds <= LONGEST_HANG:
+    if config.optimizer.eps == 0:
+        yield f"optimizer.eps: {config.optimizer.eps} lets Adam divide by zero; the default is 1e-08."
+    if config.train.hang_seconds > LONGEST_HANG:
         yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
     optimizer, steps = config.optimizer, config.train.steps
     if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
     if not 0 <= optimizer.min_lr <= optimizer.lr:
         yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
-    for key in _POSITIVE:
-        if settings[key] < 1:
-            yield f"{key}: {settings[key]} is less than 1."
-    for key, least in _AT_LEAST.items():
-        if settings[key] is not None and not least <= settings[key] < inf:
-            yield f"{key}: {settings[key]} is no number of at least {least}."
-    for key, limit in _BELOW.items():
-        if not 0 <= settings[key] < limit:
-            yield f"{key}: {settings[key]} is not from 0 to below {limit}."
+
+
+def _number_problems(settings: dict[str, Any]) -> Iterator[str]:
+    for key, least in LEAST.items():
+        value = settings[key]
+        if value is None:
+            continue
+        if not isfinite(value):
+            yield f"{key}: {value} is not a finite number."
+        elif value < least:
+            yield f"{key}: {value:g} is less than {least}."
+        elif value > MOST:
+            yield f"{key}: {value} is more than {MOST}."
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
@@ -177,8 +204,6 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
     if data.packing == "none" and data.max_patches is not None:
         yield f"data.max_patches: {data.max_patches} limits packed rows, packing is none; set packing."
-    if data.max_patches is not None and data.max_patches < 1:
-        yield f"data.max_patches: {data.max_patches} is less than 1."
 
 
 def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:

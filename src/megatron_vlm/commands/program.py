@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from megatron_vlm.checks.settings import check_gpus
 from megatron_vlm.job import ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
@@ -42,15 +43,20 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def torchrun(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli") -> int:
+def torchrun(
+    nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli", gpus: int | None = None
+) -> int:
     """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
-    torchrun's own report of a failure is left out.
+    torchrun's own report of a failure is left out. Raises ConfigError where there are `gpus`, but fewer than
+    processes; None: as many as torch sees.
     """
+    from torch import cuda
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ[LAUNCHER_SPEAKS] = "1"

@@ -159,9 +159,11 @@ def without_traceback(text: str) -> str:
 
 
 def named(error: BaseException) -> str:
-    """The error's type and text; of one that a worker raised, that one's."""
-    text = without_traceback(str(error))
-    return text if text != str(error) else f"{type(error).__name__}: {text}"
+    """The error's type and text, of our own types the text; of one that a worker raised, that one's."""
+    text, kind = without_traceback(str(error)), type(error)
+    if kind.__module__.startswith("megatron_vlm."):  # written for users, to whom the class says nothing
+        return re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text)
+    return text if text != str(error) else f"{kind.__name__}: {text}"
 
 
 @contextlib.contextmanager

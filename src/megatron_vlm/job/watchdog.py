@@ -131,6 +131,8 @@ class Watch:
             self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks' files may lie in it
                 self.errors.rmdir()
+                if self.errors.parent.name == "errors":  # an export's lies in its run's
+                    self.errors.parent.rmdir()
 
     # ---- the thread
 

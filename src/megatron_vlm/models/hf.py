@@ -12,8 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProces
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.families import family_for
-from megatron_vlm.models.weights.ties import has_weights, settle_ties
+from megatron_vlm.models.weights.ties import settle_ties
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
+from megatron_vlm.weight_files import has_weights
 
 if TYPE_CHECKING:
     from torch import dtype

@@ -56,6 +56,11 @@ def language_model_config(
     config: RunConfig, architecture: dict, layout: list[list[str]]
 ) -> LanguageModelConfig:
     """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s."""
+    heads, tp = architecture["num_attention_heads"], config.parallel.tp
+    if heads % tp:  # Megatron's config says so, too, but not what to do
+        raise ValueError(
+            f"parallel: tp = {tp} does not divide the model's {heads} attention heads; change tp."
+        )
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[config.model.dtype]
     recompute = {

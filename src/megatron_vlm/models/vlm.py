@@ -207,7 +207,6 @@ def check_divisible(megatron_config: LanguageModelConfig) -> None:
             f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
         )
     divisors = [
-        ("tp", tp, "attention heads", megatron_config.num_attention_heads),
         ("tp", tp, "key/value heads", megatron_config.num_query_groups),
         ("tp", tp, "feed-forward channels", megatron_config.ffn_hidden_size),
         ("tp", tp, "shared expert channels", megatron_config.moe_shared_expert_intermediate_size or 0),

@@ -93,7 +93,7 @@ class BatchBroadcaster:
             batch = next(iterator, None)
             header = None if batch is None else _header(batch)
         except Exception as error:
-            text = f"data: rank {self._source} could not read a batch: {named(error)}"
+            text = f"data: rank {self._source} could not read a batch: {named(error).removeprefix('data: ')}"
             self._exchange_header({"error": text})
             raise ReadFailed(text) from error
         return self._exchange_header(header), batch or {}

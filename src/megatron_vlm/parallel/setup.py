@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.checks.settings import layout_problems
+from megatron_vlm.checks.settings import check_gpus, layout_problems
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.parallel import cpu
@@ -31,6 +31,7 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
     for another.
     """
     _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:

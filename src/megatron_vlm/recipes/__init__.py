@@ -104,6 +104,10 @@ def _read_run_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no text, but a binary file; give a YAML file of recipes/.") from error
     if "recipe" not in written:
         return written
+    if not isinstance(written["recipe"], str):
+        raise ConfigError(
+            f"{file}: recipe: {written['recipe']!r} is no name; `megatron-vlm recipes` lists them."
+        )
     for key in written:
         if key not in RUN_FILE_KEYS:
             raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE_KEYS)}")
@@ -111,4 +115,5 @@ def _read_run_file(file: Path) -> dict[str, Any]:
         if not isinstance(written.setdefault(key, {}) or {}, dict):
             kind = type(written[key]).__name__
             raise ConfigError(f"{file}: {key}: expected settings as `key: value` lines, found {kind}.")
+    written["args"] = {str(name): value for name, value in (written["args"] or {}).items()}
     return {key: value or {} for key, value in written.items()}

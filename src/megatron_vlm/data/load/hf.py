@@ -260,7 +260,12 @@ class HFTrainLoader(TrainLoader):
         self._place = self._order.place
 
     def replay(self, restore_key: list[list[int]]) -> dict:
-        return self._rows.batch([self._rows[None, indices][1] for indices in restore_key])
+        samples = [self._rows[None, indices][1] for indices in restore_key]
+        if any(sample is None for sample in samples):
+            found = zip(restore_key, samples, strict=True)
+            dropped = [self._rows.table.key(row) for rows, one in found if one is None for row in rows]
+            raise ValueError(f"replay: {dropped}, once trained on, are dropped; the dataset has changed.")
+        return self._rows.batch(samples)
 
     def close(self) -> None:
         close_loader(self._loader)

@@ -38,8 +38,11 @@ SECTIONS = (
         keys.text()
         | moe_rules.TEXT
         | keys.any_of("attention_bias", "n_routed_experts", "num_local_experts", "topk_group")
-        | keys.any_of("routed_scaling_factor", "first_k_dense_replace")
+        | keys.any_of("first_k_dense_replace")
         | {
+            "routed_scaling_factor": keys.Values(
+                "any but 0", lambda factor, text: factor != 0
+            ),  # Megatron: 1
             "norm_topk_prob": keys.only(True),
             "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
             "num_experts_per_tok": keys.Values("2 to n_routed_experts", _chosen),

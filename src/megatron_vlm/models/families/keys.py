@@ -178,7 +178,8 @@ TOP = any_of("tie_word_embeddings", "head_dim", "layer_types", "rope_parameters"
 def text(activation: str = "hidden_act") -> dict[str, Values]:
     """What every language model reads; `activation` is the key that names the one of its feed-forwards."""
     return {
-        **any_of("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"),
+        **any_of("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"),
+        "num_hidden_layers": Values("at least 1", lambda layers, section: layers >= 1),
         **any_of("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
         **any_of("tie_word_embeddings", "rope_parameters"),
         "pad_token_id": Values("null, or a token of the vocabulary", _in_vocabulary),

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.rules import Slices
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
+from megatron_vlm.supported import CONFIG_FILE, resolve
+from megatron_vlm.weight_files import weight_files
 
 SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them
@@ -78,23 +80,27 @@ class HFCheckpoint:
 
     @cached_property
     def _all_files(self) -> dict[str, tuple[str, str]]:
-        index = self.folder / INDEX_FILE
-        if index.exists():
-            stored = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / WEIGHT_FILE).exists():
-            stored = dict.fromkeys(self._file(WEIGHT_FILE).keys(), WEIGHT_FILE)
-        else:
-            raise FileNotFoundError(
-                f"{self.folder}: neither {WEIGHT_FILE} nor {INDEX_FILE}; save it as safetensors first"
-            )
-        return {hub_name(key, self._renames): (file, key) for key, file in stored.items()}
+        found: dict[str, tuple[str, str]] = {}
+        for file in weight_files(self.folder):
+            for key in self._file(file).keys():
+                name = hub_name(key, self._renames)
+                if name in found:
+                    raise ValueError(
+                        f"{self.folder}: {printable(key)} of {file} and {printable(found[name][1])} of "
+                        f"{found[name][0]} are the same tensor of the model; remove one of them."
+                    )
+                found[name] = (file, key)
+        return found
 
     def _file(self, name: str) -> Any:
-        if Path(name).name != name:
-            raise ValueError(f"{self.folder / INDEX_FILE}: file name {name!r} leaves the folder")
         file = self._open.get(name)  # another thread may release it at any time
         if file is None:
-            file = self._open[name] = safe_open(self.folder / name, framework="pt")
+            try:
+                file = self._open[name] = safe_open(self.folder / name, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{printable(self.folder / name)} is damaged ({printable(error)}); download it again."
+                ) from error
         return file
 
     def release(self, nbytes: int) -> None:
@@ -108,6 +114,17 @@ class HFCheckpoint:
             if self._touched >= MAPPED_BYTES:
                 self._open.clear()
                 self._touched = 0
+
+    def problem(self, key: str) -> str | None:
+        """Why the tensor of that key cannot be trained as it is stored; None where it can."""
+        file, stored_key = self.files[key]
+        dtype = self._file(file).get_slice(stored_key).get_dtype()
+        if dtype not in _DTYPES:
+            return f"is stored as {dtype}"
+        scale = self._all_files.get(key + SCALE)
+        if (dtype == _FP8) != bool(scale):
+            return f"is stored as {dtype} {'with' if scale else 'without'} a scale ({key + SCALE!r})"
+        return None
 
     def shape(self, key: str) -> list[int]:
         return self.slices(key).get_shape()
@@ -139,3 +156,4 @@ def _scaled_weight(key: str) -> str | None:
 
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FP8 = DTYPE_NAMES[torch.float8_e4m3fn]

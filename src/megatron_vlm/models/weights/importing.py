@@ -67,6 +67,11 @@ class Load:
             what = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
             if key not in checkpoint.files:
                 raise ValueError(f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete?")
+            if problem := checkpoint.problem(key):
+                raise ValueError(
+                    f"{checkpoint.folder}: {key!r} {problem}; only floating-point numbers, and FP8 with "
+                    "scales, are trained: take the checkpoint in bf16 that it was made from."
+                )
             stored = checkpoint.shape(key)
             if not self.rule.fits(stored, needed):
                 raise ValueError(
@@ -80,6 +85,11 @@ class Load:
         self.rule.operation.load(self.param, sources, self.rank, self.size)
         del sources
         checkpoint.release(self.param.nbytes * self.size)
+        if not self.param.sum(dtype=torch.float32).isfinite():
+            raise ValueError(
+                f"{checkpoint.folder}: {', '.join(map(repr, self.keys[:3]))} holds values that are not "
+                "finite; nothing can be trained from them: download it again, or take an earlier checkpoint."
+            )
 
 
 def _place(name: str) -> tuple[int, int]:

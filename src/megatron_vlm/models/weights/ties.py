@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import Twice, WeightMap
+from megatron_vlm.weight_files import has_weights
 
 ROWS = 4096  # of two matrices that are compared at a time
 
@@ -35,10 +36,6 @@ def settle_ties(hf_config: Any, weight_map: WeightMap, folder: Path, saved: bool
 def asks_for_ties(config: dict) -> bool:
     """Whether config.json (parsed) asks for tied weights, as Transformers reads it."""
     return bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
-
-
-def has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
 
 
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:

@@ -1,0 +1,76 @@
+"""Every setting that is a number has a range, is finite, and is refused by name outside of it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from math import inf, nan
+
+import pytest
+
+from megatron_vlm.checks.settings import LEAST, MOST, check_gpus, validate
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.overrides import apply_overrides
+
+GOOD = {"run_dir": "run", "model.hf_path": "checkpoint", "data.train_data_path": "data"}
+NOT_ABOVE_ONE = ("data.max_drop_share", "data.visual_share", "optimizer.beta1", "optimizer.beta2")
+
+
+def numbers(config: object = RunConfig(), prefix: str = "") -> dict[str, type]:
+    found = {}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value):
+            found |= numbers(value, f"{each.name}.")
+        elif each.type.split(" ")[0] in ("int", "float"):
+            found[prefix + each.name] = int if each.type.startswith("int") else float
+    return found
+
+
+def said(key: str, value: float) -> str:
+    with pytest.raises(ConfigError) as refused:
+        validate(apply_overrides(RunConfig(), GOOD | {key: str(value)}))
+    return "\n".join(line for line in str(refused.value).splitlines() if line.startswith(f"{key}: "))
+
+
+def test_every_number_has_a_range():
+    assert LEAST.keys() == numbers().keys()
+    validate(apply_overrides(RunConfig(), GOOD))
+
+
+@pytest.mark.parametrize("key", numbers())
+def test_a_number_out_of_range_is_refused_by_name(key):
+    assert f"is less than {LEAST[key]}" in said(key, LEAST[key] - 1)
+    if numbers()[key] is int:
+        assert f"is more than {MOST}" in said(key, MOST + 1)
+    else:
+        for value in (nan, inf, -inf):
+            assert "is not a finite number" in said(key, value)
+    if key in NOT_ABOVE_ONE:
+        assert "is not " in said(key, 1.5)
+
+
+@pytest.mark.parametrize("key", ["name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache"])
+def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
+    with pytest.raises(ConfigError, match=f"{key}: is empty; give a name"):
+        validate(apply_overrides(RunConfig(), GOOD | {"data.dataset_type": "hf", key: ""}))
+
+
+def test_a_core_attention_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="model.attention: flash does not exist; known are sdpa"):
+        validate(apply_overrides(RunConfig(), GOOD | {"model.attention": "flash"}))
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused_where_there_are_any():
+    check_gpus(8, 8)
+    check_gpus(8, 0)
+    with pytest.raises(
+        ConfigError, match=r"--nproc: 8 processes need a GPU each, .* shows 4; start at most 4"
+    ):
+        check_gpus(8, 4)
+
+
+def test_nproc_is_compared_with_the_gpus_before_any_process_starts():
+    from megatron_vlm.commands.program import torchrun
+
+    with pytest.raises(ConfigError, match="--nproc: 3 processes"):
+        torchrun(3, ["--never-started"], gpus=2)
