@@ -17,11 +17,11 @@ demo: $(READY)
 	@$(PY) examples/digits/demo.py
 
 test: $(READY)
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not long and not soak"
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m "not long and not soak"
 
 # Every further family, source and layout.
 test-long: $(READY)
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m long
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m long
 
 # Nothing new, but over many more samples, kills and interruptions: about an hour.
 test-soak: $(READY)
