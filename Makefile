@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-long test-soak test-all lint setup lock clean
 
-# FAMILY: gemma3, ministral3, qwen25_vl, qwen3_vl, qwen3_vl_moe or glm_45v.
+# FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl.
 demo: export FAMILY ?= gemma3
 demo: $(READY)
 	@$(PY) examples/digits/demo.py

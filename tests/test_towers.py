@@ -14,17 +14,12 @@ from megatron_vlm.models.families import FAMILIES, family_for, load
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.parallel import setup
+from megatron_vlm.recipes import DEMO, RECIPES
 from tiny.checkpoints import build_tiny_checkpoint
 
 CONFIGS = Path(__file__).parent / "hf_configs"
-REAL = {
-    "gemma3": "gemma3_vl_4b",
-    "mistral3": "ministral3_3b",
-    "glm4v_moe": "glm_45v",
-    "qwen2_5_vl": "qwen25_vl_3b",
-    "qwen3_vl": "qwen3_vl_2b",
-    "qwen3_vl_moe": "qwen3_vl_30b_a3b",
-}
+# the first size of each family
+REAL = {module.rpartition(".")[2]: name for name, module in reversed(RECIPES.items()) if DEMO not in name}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

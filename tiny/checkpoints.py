@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from tiny import gemma3, glm4v_moe, mistral3, qwen
+from megatron_vlm.supported import SUPPORTED
 from tiny.corpus import default_corpus
+from tiny.family import TinyFamily
 
-
-@dataclass(frozen=True)
-class TinyFamily:
-    template: str  # chat template with {% generation %} blocks
-    processor: Callable[..., ProcessorMixin]  # (corpus, template, **sizes)
-    config: Callable[[ProcessorMixin, dict, dict], PretrainedConfig]  # (processor, text, vision)
-
-
-TINY_FAMILIES = {
-    "gemma3": TinyFamily(gemma3.TEMPLATE, gemma3.processor, gemma3.config),
-    "mistral3": TinyFamily(mistral3.TEMPLATE, mistral3.processor, mistral3.config),
-    "glm4v_moe": TinyFamily(glm4v_moe.TEMPLATE, glm4v_moe.processor, glm4v_moe.config),
-    "qwen2_5_vl": TinyFamily(qwen.QWEN2_5_TEMPLATE, qwen.qwen2_5_processor, qwen.qwen2_5_config),
-    "qwen3_vl": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_config),
-    "qwen3_vl_moe": TinyFamily(qwen.QWEN3_TEMPLATE, qwen.qwen3_processor, qwen.qwen3_moe_config),
-}
+TINY_FAMILIES: dict[str, TinyFamily] = {name: import_module(f"tiny.{name}").FAMILY for name in SUPPORTED}
 
 
 def build_tiny_checkpoint(

@@ -10,6 +10,8 @@ from itertools import cycle, islice
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor, GemmaTokenizer
 
+from tiny.family import DEMO_TEXT, TinyFamily
+
 BASE_SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
 TURN_MARKERS = ["<start_of_turn>", "<end_of_turn>"]
 IMAGE_MARKERS = {
@@ -146,3 +148,17 @@ def config(processor: Gemma3Processor, text: dict, vision: dict) -> Gemma3Config
         eos_token_id=[vocab.eos_token_id, ids("<end_of_turn>")],
         pad_token_id=vocab.pad_token_id,
     )
+
+
+FAMILY = TinyFamily(
+    TEMPLATE,
+    processor,
+    config,
+    demo={
+        "image_size": 56,
+        "image_tokens": 4,
+        "text": {**DEMO_TEXT, "sliding_window": 128},
+        "vision": {"hidden_size": 96, "intermediate_size": 192, "patch_size": 28},
+    },
+    published={"image_size": 896, "image_tokens": 256},
+)

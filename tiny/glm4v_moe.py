@@ -14,12 +14,14 @@ from transformers import (
 )
 
 from tiny.byte_level import byte_level_bpe
+from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 # Words, up to three digits, punctuation and whitespace, as GLM-4 cuts text.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
 END = "<|endoftext|>"
 SPECIALS = [
     *["[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"],
@@ -139,3 +141,23 @@ def config(processor: Glm4vProcessor, text: dict, vision: dict) -> Glm4vMoeConfi
         eos_token_id=text_config["eos_token_id"],
         pad_token_id=vocab.pad_token_id,
     )
+
+
+FAMILY = TinyFamily(
+    TEMPLATE,
+    processor,
+    config,
+    demo={
+        "image_size": 56,
+        "text": {
+            **DEMO_TEXT,
+            "hidden_size": 96,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+        },
+        # the width of its MLPs as well: at 64 it learns slowly
+        "vision": {**DEMO_TOWER, "out_hidden_size": 96},
+    },
+    published={"image_size": 2425},
+)

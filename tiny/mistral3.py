@@ -8,6 +8,7 @@ from tokenizers import processors
 from transformers import Mistral3Config, PixtralImageProcessor, PixtralProcessor, PreTrainedTokenizerFast
 
 from tiny.byte_level import byte_level_bpe
+from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 # Words, single digits, punctuation and whitespace, as Mistral's Tekken cuts text.
 PATTERN = (
@@ -15,6 +16,7 @@ PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
 NAMED_SPECIALS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 SPECIALS = [  # in Tekken's order, so that each has its published id
     *["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
@@ -133,3 +135,12 @@ def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Con
         eos_token_id=vocab.eos_token_id,
         pad_token_id=vocab.pad_token_id,
     )
+
+
+FAMILY = TinyFamily(
+    TEMPLATE,
+    processor,
+    config,
+    demo={"image_size": 56, "text": DEMO_TEXT, "vision": DEMO_TOWER},
+    published={"image_size": 1540},
+)

@@ -19,6 +19,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from tiny import family
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIALS += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 PLAIN_MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -58,6 +60,8 @@ QWEN2_5_TEMPLATE = (
 """
     + QWEN3_TEMPLATE
 )
+
+DEMO_TOWER = {**family.DEMO_TOWER, "depth": 2, "deepstack_visual_indexes": [0]}  # of Qwen3-VL
 
 
 def tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> Qwen2Tokenizer:

@@ -70,13 +70,7 @@ sys.path.insert(0, str(ROOT))  # `tiny` is not installed
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 from tiny.corpus import default_corpus  # noqa: E402
 
-FAMILIES = {  # image settings of the published checkpoints, as `tiny` takes them
-    "gemma3": {"image_size": 896, "image_tokens": 256},
-    "mistral3": {"image_size": 1540},
-    "glm4v_moe": {"image_size": 2425},
-    "qwen2_5_vl": {"image_size": 3584},
-    "qwen3_vl": {"image_size": 4096},
-}
+FAMILIES = {name: parts.published for name, parts in TINY_FAMILIES.items() if parts.published}
 IMAGES = ((448, 448), (1024, 768))
 VIDEO = (16, 448, 448)  # frames, 2 a second, of a size that is not changed
 TURNS = (1, 8)

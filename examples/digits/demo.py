@@ -23,10 +23,9 @@ from PIL import Image
 from evaluate import read_questions
 from make_digits import make_digits
 from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
-from megatron_vlm.recipes import RECIPES, compose
+from megatron_vlm.recipes import DEMO, RECIPES, compose
 
 HERE = Path(__file__).resolve().parent
-RECIPE = "_tiny_digits"
 VERSIONS_OF = ("megatron-vlm", "megatron-core", "megatron-energon", "transformers", "torch")
 
 
@@ -63,11 +62,11 @@ def main() -> None:
 
 def configuration(family: str) -> RunConfig:
     """The family's recipe with the command line's settings; ends the demo when it has none."""
-    known = [name.removesuffix(RECIPE) for name in RECIPES if name.endswith(RECIPE)]
+    known = [name.removesuffix(DEMO) for name in RECIPES if name.endswith(DEMO)]
     if family not in known:
         sys.exit(f"FAMILY={family}: the demo has no such family; take one of {', '.join(known)}.")
     try:
-        return compose(family + RECIPE, settings=sys.argv[1:])
+        return compose(family + DEMO, settings=sys.argv[1:])
     except ConfigError as error:
         sys.exit(str(error))
 
@@ -90,7 +89,7 @@ def build_checkpoint(family: str, folder: Path) -> None:
 
 
 def train(family: str, processes: int) -> None:
-    arguments = [f"--recipe={family}{RECIPE}", f"--nproc={processes}", *sys.argv[1:]]
+    arguments = [f"--recipe={family}{DEMO}", f"--nproc={processes}", *sys.argv[1:]]
     run([str(HERE.parent / "run_recipe.py"), *arguments])
 
 

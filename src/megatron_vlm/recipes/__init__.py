@@ -15,32 +15,28 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings
+from megatron_vlm.supported import SUPPORTED
 
-RECIPES = {
-    "gemma3_vl_4b": "megatron_vlm.recipes.gemma3",
-    "gemma3_vl_12b": "megatron_vlm.recipes.gemma3",
-    "gemma3_vl_27b": "megatron_vlm.recipes.gemma3",
-    "glm_45v": "megatron_vlm.recipes.glm4v_moe",
-    "qwen25_vl_3b": "megatron_vlm.recipes.qwen2_5_vl",
-    "qwen25_vl_7b": "megatron_vlm.recipes.qwen2_5_vl",
-    "qwen25_vl_32b": "megatron_vlm.recipes.qwen2_5_vl",
-    "qwen25_vl_72b": "megatron_vlm.recipes.qwen2_5_vl",
-    "qwen3_vl_2b": "megatron_vlm.recipes.qwen3_vl",
-    "qwen3_vl_4b": "megatron_vlm.recipes.qwen3_vl",
-    "qwen3_vl_8b": "megatron_vlm.recipes.qwen3_vl",
-    "qwen3_vl_32b": "megatron_vlm.recipes.qwen3_vl",
-    "ministral3_3b": "megatron_vlm.recipes.mistral3",
-    "ministral3_8b": "megatron_vlm.recipes.mistral3",
-    "ministral3_14b": "megatron_vlm.recipes.mistral3",
-    "qwen3_vl_30b_a3b": "megatron_vlm.recipes.qwen3_vl",
-    "qwen3_vl_235b_a22b": "megatron_vlm.recipes.qwen3_vl",
-    "gemma3_tiny_digits": "megatron_vlm.recipes.demo",
-    "ministral3_tiny_digits": "megatron_vlm.recipes.demo",
-    "qwen25_vl_tiny_digits": "megatron_vlm.recipes.demo",
-    "qwen3_vl_tiny_digits": "megatron_vlm.recipes.demo",
-    "qwen3_vl_moe_tiny_digits": "megatron_vlm.recipes.demo",
-    "glm_45v_tiny_digits": "megatron_vlm.recipes.demo",
-}
+OTHERS = ("sized",)  # functions of recipe files that are no recipes
+
+
+def _recipes() -> dict[str, str]:
+    """Recipe -> its module: the public functions of one file for each family, demos last."""
+    found = {}
+    for model_type in SUPPORTED:
+        module = importlib.import_module(f"{__name__}.{model_type}")
+        names = [name for name, value in vars(module).items() if _is_recipe(value, module.__name__)]
+        found |= dict.fromkeys(names, module.__name__)
+    return dict(sorted(found.items(), key=lambda item: item[0].endswith(DEMO)))
+
+
+def _is_recipe(value: Any, module: str) -> bool:
+    public = callable(value) and not value.__name__.startswith("_") and value.__name__ not in OTHERS
+    return public and value.__module__ == module
+
+
+DEMO = "_tiny_digits"  # what the names of demo recipes end with
+RECIPES = _recipes()
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")
 

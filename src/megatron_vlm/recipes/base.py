@@ -76,3 +76,26 @@ def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     if "warmup_steps" not in changes:
         config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, config.train.steps // 10)
     return config
+
+
+TP2: RecipeArgs = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
+EP2: RecipeArgs = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
+
+
+def tiny_digits(model_type: str, own: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
+    """A run of `make demo`: a tiny model learns to read digits on two processor cores."""
+    defaults = {
+        "name": "demo" if model_type == "gemma3" else f"demo-{model_type}",
+        "hf_path": "${run_dir}/start",
+        "train_data_path": "${run_dir}/dataset",
+        "dtype": "fp32",
+        "seq_length": 128,
+        "num_workers": 1,
+        "lr": 2e-3,
+        "min_lr": 1e-5,
+        "warmup_steps": 20,
+        "steps": 500,
+        "global_batch_size": 32,
+        "eval_every": 100,
+    }
+    return build({**defaults, **own}, changes)

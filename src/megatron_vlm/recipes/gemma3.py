@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import RecipeArgs, build
+from megatron_vlm.recipes.base import TP2, RecipeArgs, build, tiny_digits
 
 
 def gemma3_vl_4b(**changes: Unpack[RecipeArgs]) -> RunConfig:
@@ -24,6 +24,11 @@ def gemma3_vl_12b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 def gemma3_vl_27b(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """Gemma3 27B, for one node of eight 80 GB GPUs and up."""
     return _gemma3("27b", {"tp": 8, "recompute": "full"}, changes)
+
+
+def gemma3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """A tiny Gemma 3 that learns to read digits, for `make demo FAMILY=gemma3`."""
+    return tiny_digits("gemma3", TP2, changes)
 
 
 def _gemma3(size: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import RecipeArgs, build
+from megatron_vlm.recipes.base import EP2, RecipeArgs, build, tiny_digits
 
 
 def glm_45v(**changes: Unpack[RecipeArgs]) -> RunConfig:
@@ -27,3 +27,8 @@ def glm_45v(**changes: Unpack[RecipeArgs]) -> RunConfig:
         },
         changes,
     )
+
+
+def glm4v_moe_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """A tiny GLM-4.5V that learns to read digits, for `make demo FAMILY=glm4v_moe`."""
+    return tiny_digits("glm4v_moe", {**EP2, "lr": 1e-3}, changes)  # at 2e-3 it learns more slowly

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import RecipeArgs, build
+from megatron_vlm.recipes.base import TP2, RecipeArgs, build, tiny_digits
 
 
 def ministral3_3b(**changes: Unpack[RecipeArgs]) -> RunConfig:
@@ -25,6 +25,11 @@ def ministral3_8b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 def ministral3_14b(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """Ministral3 14B, for one node of eight 80 GB GPUs."""
     return _ministral3("14b", {"tp": 4}, changes)
+
+
+def mistral3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """A tiny Ministral 3 that learns to read digits, for `make demo FAMILY=mistral3`."""
+    return tiny_digits("mistral3", TP2, changes)
 
 
 def _ministral3(size: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:

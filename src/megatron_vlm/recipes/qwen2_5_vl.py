@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import RecipeArgs, build
+from megatron_vlm.recipes.base import TP2, RecipeArgs, build, tiny_digits
 
 
 def qwen25_vl_3b(**changes: Unpack[RecipeArgs]) -> RunConfig:
@@ -29,6 +29,11 @@ def qwen25_vl_32b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 def qwen25_vl_72b(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """Qwen2.5-VL 72B, for four nodes of eight 80 GB GPUs and up."""
     return _qwen25_vl("72b", {"tp": 8, "pp": 4, "recompute": "full"}, changes)
+
+
+def qwen2_5_vl_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """A tiny Qwen2.5-VL that learns to read digits, for `make demo FAMILY=qwen2_5_vl`."""
+    return tiny_digits("qwen2_5_vl", TP2, changes)
 
 
 def _qwen25_vl(size: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:
