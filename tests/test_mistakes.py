@@ -77,6 +77,17 @@ MISTAKES = [
         r"train.steps: expected key.path=value, as train.steps=100\.",
         "train.steps",
     ),
+    train(
+        "a setting under two names",
+        r"steps=10 and train.steps=20 both set train.steps; give one of them\.",
+        "steps=10",
+        "train.steps=20",
+    ),
+    Mistake(
+        "a folder as the page to write",
+        ("preview", *("--recipe", "gemma3_tiny_digits"), *("--output", "checkpoint")),
+        r"checkpoint is a folder; give the name of an HTML file to write\.",
+    ),
     train("a value of the wrong type", r"train.steps: 'many' does not fit; expected int\.", "steps=many"),
     train(
         "a choice that does not exist",

@@ -75,6 +75,21 @@ def test_command_line_goes_over_the_file_and_the_file_over_the_recipe(tmp_path):
     assert config.model.hf_path == "google/gemma-3-12b-it"
 
 
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        (["steps=10", "train.steps=20"], {}),
+        (["train.steps=20"], {"steps": 10}),
+        (["steps=20"], {"steps": 10}),
+    ],
+)
+def test_a_setting_said_twice_is_said_once_or_refused(settings, arguments):
+    with pytest.raises(ConfigError, match="both set train.steps; give one of them"):
+        compose("gemma3_vl_4b", settings=settings, arguments=arguments)
+    assert compose("gemma3_vl_4b", settings=["steps=20", "train.steps=20"]).train.steps == 20
+    assert compose("gemma3_vl_4b", settings=["tp=2"], assumed={"tp": 1}).parallel.tp == 2
+
+
 @pytest.mark.parametrize("steps", ["steps=10", "train.steps=10"])
 def test_a_short_run_has_a_short_warm_up(steps):
     config = compose("gemma3_vl_4b", settings=[steps])

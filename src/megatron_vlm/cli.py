@@ -19,6 +19,7 @@ from megatron_vlm.commands.arguments import (
     each,
     existing,
     one_or_all,
+    writable_page,
 )
 from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.config import ConfigError, RunConfig
@@ -157,6 +158,7 @@ def preview(
 
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
+    writable_page(output)
     run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
 
     from megatron_vlm.preview.measures import preview_page
@@ -191,6 +193,8 @@ def replay(
     output: Annotated[Path | None, typer.Option(help="An HTML file to write, that shows them.")] = None,
 ) -> None:
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
+    if output is not None:
+        writable_page(output)
     run_config = config_of_run(run_dir, settings, None)
 
     from megatron_vlm.run_folder.batch_log import read_step

@@ -40,8 +40,8 @@ def check_run_folder(config: RunConfig) -> None:
 def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
     """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
     file = existing(run_dir) / "config.yaml"
-    arguments = {} if nproc or world_size() else ONE_PROCESS
-    config = recipe_table.compose(None, file, settings or (), {**arguments, "run_dir": str(run_dir)})
+    assumed = {} if nproc or world_size() else ONE_PROCESS
+    config = recipe_table.compose(None, file, settings or (), {"run_dir": str(run_dir)}, assumed)
     validate(_with_some_data(config), nproc or world_size() or 1)
     return config
 
@@ -61,6 +61,15 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     return apply_overrides(config, {"data.train_data_path": "none://"})
 
 
+def writable_page(path: Path) -> Path:
+    """The path; ConfigError, before anything is read, where no page can be written."""
+    if path.is_dir():
+        raise ConfigError(f"{printable(path)} is a folder; give the name of an HTML file to write.")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{printable(path)}: its folder does not exist; make it, or give another file.")
+    return path
+
+
 def existing(path: Path) -> Path:
     """The path; ConfigError unless there is something."""
     if not path.exists():
@@ -76,7 +85,7 @@ def config_of_data(
     dataset_type, paths, hf_path = flags
     given = zip(names, (dataset_type, one_or_all(paths), hf_path), strict=True)
     arguments = {name: value for name, value in given if value is not None}
-    run_config = recipe_table.compose(recipe, config, settings or (), {**ONE_PROCESS, **arguments})
+    run_config = recipe_table.compose(recipe, config, settings or (), arguments, ONE_PROCESS)
     check(run_config, 1)
     return run_config
 

@@ -109,8 +109,11 @@ def answers(
 
 
 def stop_tokens(run: TrainedModel) -> list[int]:
-    """The end-of-turn and end-of-text ids that the checkpoint's generation config names."""
+    """The end-of-turn and end-of-text ids that the checkpoint's generation config names, or else, as in
+    Transformers, its config.json."""
     from transformers import GenerationConfig
 
-    ids = GenerationConfig.from_pretrained(run.source).eos_token_id
-    return ids if isinstance(ids, list) else [ids]
+    ids = run.hf_config.get_text_config().eos_token_id
+    if (Path(run.source) / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(run.source).eos_token_id
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -58,21 +58,25 @@ def compose(
     file: Path | None = None,
     settings: Iterable[str] = (),
     arguments: Mapping[str, Any] | None = None,
+    assumed: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """The configuration that a command line asks for; each of these goes over the ones before it.
 
     1. the recipe, or the file's: `file` is YAML with `recipe`, `args` and `overrides`, or a run's own
        `config.yaml`;
     2. the file's `args`, then its `overrides`;
-    3. `arguments` and `settings`: `key=value` is a keyword argument of the recipe, `key.path=value` an
-       override on what it returns.
+    3. `assumed`, arguments of the recipe that a command sets unless its user does;
+    4. `arguments` (the command's flags) and `settings`: `key=value` is a keyword argument of the recipe,
+       `key.path=value` an override on what it returns.
 
     A recipe sees the arguments it knows however they were written, `steps=10` or `train.steps=10`.
-    Raises ConfigError on an unknown recipe, argument or setting, and on a value of the wrong type.
+    Raises ConfigError on an unknown recipe, argument or setting, on a value of the wrong type, and on a
+    setting that is given under two names with two values.
     """
     written = _read_run_file(file) if file else {}
     bare, dotted = _split_settings(settings)
-    given = {**as_settings({**(arguments or {}), **bare}), **dotted}
+    _check_said_once(arguments or {}, bare, dotted)
+    given = {**as_settings({**(assumed or {}), **(arguments or {}), **bare}), **dotted}
     if "recipe" in written or recipe:
         overrides = flatten(written.get("overrides", {}))
         known = {**written.get("args", {}), **as_arguments(overrides), **as_arguments(given)}
@@ -89,6 +93,19 @@ def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, 
     pairs = dict(split_override(text) for text in settings)
     dotted = {key: value for key, value in pairs.items() if "." in key}
     return {key: value for key, value in pairs.items() if key not in dotted}, dotted
+
+
+def _check_said_once(flags: Mapping[str, Any], bare: Mapping[str, Any], dotted: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting that a command line gives under two names, with two values."""
+    written = [(f"--{name} {value}", as_settings({name: value})) for name, value in flags.items()]
+    written += [(f"{name}={value}", as_settings({name: value})) for name, value in bare.items()]
+    written += [(f"{key}={value}", {key: value}) for key, value in dotted.items()]
+    said: dict[str, tuple[str, str]] = {}
+    for text, settings in written:
+        for key, value in settings.items():
+            before, other = said.setdefault(key, (text, str(value)))
+            if other != str(value):
+                raise ConfigError(f"{before} and {text} both set {key}; give one of them.")
 
 
 def _read_run_file(file: Path) -> dict[str, Any]:
