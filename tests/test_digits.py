@@ -124,7 +124,7 @@ def encoded(demo, digits):
     return {
         kind: process(
             cook_chatml_sample(record)[0], images=[Image.open(folder / image) for image in record["images"]]
-        )
+        )[0]
         for kind, record in one_of_each.items()
     }
 

@@ -311,16 +311,17 @@ def test_an_image_of_fewer_tokens_than_newlines_around_it_is_known(tokens):
     processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=tokens)
     encoder = HFEncoderVLMTaskEncoder(processor, 4096)
     assert encoder.why_hf_processor is None
-    assert encoder._measure._image_id == processor.tokenizer.image_token_id
+    assert encoder.processing.sizes._image_id == processor.tokenizer.image_token_id
 
 
 def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=3)
-    measure, image = HFEncoderVLMTaskEncoder(processor, 4096)._measure, processor.tokenizer.image_token_id
+    sizes = HFEncoderVLMTaskEncoder(processor, 4096).processing.sizes
+    image = processor.tokenizer.image_token_id
     newline = processor.tokenizer.convert_tokens_to_ids("\n")
     processor.image_token_id = processor.tokenizer.image_token_id = None
-    assert measure._image_token(np.array([newline] * 4 + [image] * 3)) == image
+    assert sizes._image_token(np.array([newline] * 4 + [image] * 3)) == image
 
 
 def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):

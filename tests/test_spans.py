@@ -41,7 +41,7 @@ def picture(index):
 
 def encode(spans, *turns, images=0):
     messages, _ = cook_chatml_sample([{"role": role, "content": text} for role, text in turns])
-    return spans(place_media(messages, images), images=[picture(index) for index in range(images)])
+    return spans(place_media(messages, images), images=[picture(index) for index in range(images)])[0]
 
 
 def replies(spans, encoded):
@@ -151,14 +151,14 @@ def test_ids_are_those_of_transformers(spans, processor, images):
             {"role": "assistant", "content": "12"},
         ]
     )
-    ours = spans(messages, images=[picture(index) for index in range(images)])
+    ours, outputs = spans(messages, images=[picture(index) for index in range(images)])
     for index in range(images):
         messages[1]["content"][index]["image"] = picture(index)
     theirs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     assert ours.input_ids.tolist() == theirs["input_ids"][0].tolist()
     assert ours.input_ids.tolist().count(processor.tokenizer.bos_token_id) == 1
     if images:
-        assert ours.outputs["pixel_values"].equal(theirs["pixel_values"])
+        assert outputs["pixel_values"].equal(theirs["pixel_values"])
 
 
 def test_image_spans_hold_whole_images_and_do_not_overlap(spans):

@@ -571,4 +571,4 @@ def test_ids_from_the_plan_are_those_of_the_encoding(arguments):
     for videos in ([steady(30)], [steady(7), frame_list(3)]):
         measured = encoder.preencode_sample(sample(videos))
         encoded = encoder.postencode_sample(measured)
-        assert measured.layout.input_ids.tolist() == encoded.input_ids.tolist()
+        assert measured.text.input_ids.tolist() == encoded.input_ids.tolist()

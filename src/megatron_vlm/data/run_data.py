@@ -66,9 +66,8 @@ class RunData:
         place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         train, valid = train_encoder(data, processor, **parts), plain_encoder(data, processor, **parts)
         self.patches_of = train.patches_of
-        self.why_hf_processor = (
-            train.why_hf_processor
-        )  # why samples are encoded by the HF processor; None: they are not
+        # why samples are encoded by the HF processor; None: they are not
+        self.why_hf_processor = train.why_hf_processor
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **place)
         self.valid_loader = provider.valid_loader(valid, **place)
 

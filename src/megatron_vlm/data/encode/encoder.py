@@ -20,11 +20,10 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, check
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.encode.known import fast_processor
-from megatron_vlm.data.encode.sizes import Layout, Measure
+from megatron_vlm.data.encode.processors import HFProcessor, processor_for
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.encode.truncation import Document, cut
-from megatron_vlm.data.media.images import decode_image, decode_pixels, image_size
+from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.data.shard_format import COOKERS
@@ -121,20 +120,17 @@ class HFEncoderVLMTaskEncoder(
         self._in_time = functools.partial(in_time, decode_seconds)
         self.position_ids = position_ids or _count_up
         self.drops = drops or DropReport()
-        self._encode_text = TextEncoder(processor, chat_template)
+        text = TextEncoder(processor, chat_template)
+        self.chat_template = text.chat.text
         if over_length == "drop":  # text of many megabytes is not tokenized first
-            self._encode_text.chat.max_characters = most_characters(self.tokenizer, seq_length)
-        self._fast, self.why_hf_processor = None, "fast is off"
+            text.chat.max_characters = most_characters(self.tokenizer, seq_length)
+        self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
         if fast:
-            self._fast, self.why_hf_processor = fast_processor(processor, self._encode_text)
+            self.processing, self.why_hf_processor = processor_for(processor, text)
 
     @property
     def tokenizer(self):
         return self.processor.tokenizer
-
-    @property
-    def chat_template(self) -> str:
-        return self._encode_text.chat.text
 
     @functools.cached_property
     def video_rules(self) -> VideoRules | None:
@@ -158,6 +154,15 @@ class HFEncoderVLMTaskEncoder(
             encoded = self._encode(sample)
         self.drops.keep()
         return encoded
+
+    def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
+        """As `encode_sample`, one of a row's; for loaders that make rows themselves, see `join`."""
+        return self.encode_sample(sample)
+
+    def join(self, documents: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+        """A row of encoded documents: here one."""
+        (document,) = documents
+        return document
 
     @stateless
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
@@ -185,11 +190,7 @@ class HFEncoderVLMTaskEncoder(
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches of an encoded sample's images."""
-        return self._measure.patches_of(visual_inputs)
-
-    @functools.cached_property
-    def _measure(self) -> Measure:
-        return self._fast.measure if self._fast else Measure(self.processor, self._encode_text)
+        return self.processing.sizes.patches_of(visual_inputs)
 
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:
@@ -215,10 +216,10 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.document_keys for sample in samples],
         )
 
-    def _encode(self, sample: ChatMLSample, layout: Layout | None = None) -> HFEncoderTaskSample:
-        """`layout` spares reading the text again where it is known."""
-        text = self._encoded_text(sample, layout)
-        document = self._fit(Document(text, self._visual_inputs(text)))
+    def _encode(self, sample: ChatMLSample, text: EncodedText | None = None) -> HFEncoderTaskSample:
+        """`text` spares reading the conversation again where it was measured."""
+        text, outputs = self._processed(sample, text)
+        document = self._fit(Document(text, self._visual_inputs(outputs)))
         ids, replies = document.text.input_ids, document.text.reply_mask
         labels, loss_mask = np.full(len(ids), IGNORE_INDEX), np.zeros(len(ids), np.float32)
         np.copyto(labels[:-1], ids[1:], where=replies[1:])  # the last position predicts nothing
@@ -237,30 +238,29 @@ class HFEncoderVLMTaskEncoder(
             document_keys=[sample.__key__],
         )
 
-    def _encoded_text(self, sample: ChatMLSample, layout: Layout | None) -> EncodedText:
-        messages, tools = (None, None) if layout and self._fast else self._read(sample)
-        decode = decode_pixels if self._fast else decode_image
-        limits = self.max_pixels, self.min_pixels
+    def _processed(self, sample: ChatMLSample, text: EncodedText | None) -> tuple[EncodedText, dict]:
+        read = functools.cache(functools.partial(self._read, sample))
+        if text is None:
+            read()  # what is wrong with a conversation is told before its media
+        decode, limits = self.processing.decode, (self.max_pixels, self.min_pixels)
         images = (self._in_time(decode, data, *limits) for data in sample.imgs or [])
         videos = [self._in_time(decode_video, video, self.video_rules) for video in sample.videos or []]
-        if self._fast:
-            return self._fast(messages, tools, images, videos, layout)
-        return self._encode_text(messages, tools, list(images), videos)
+        return self.processing(read, images, videos, text)
 
-    def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int, EncodedText]:
         messages, tools = self._read(sample)
         limits = self.max_pixels, self.min_pixels
         sizes = [self._in_time(image_size, data, *limits) for data in sample.imgs or []]
         plans = [self._in_time(plan_video, video, self.video_rules) for video in sample.videos or []]
-        layout = self._measure(messages, tools, sizes, plans)
-        length, images, videos = len(layout), len(sizes), len(plans)
+        text = self.processing.sizes(messages, tools, sizes, plans)
+        length, images, videos = len(text), len(sizes), len(plans)
         if length > self.seq_length:
             self._check_over_length(length)
-            length, images, videos = cut(layout.images, layout.videos, self.seq_length)
-        if not layout.reply_mask[1:length].any():
+            length, images, videos = cut(text.images, text.videos, self.seq_length)
+        if not text.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        patches = sum([*layout.image_patches[:images], *map(math.prod, layout.video_grids[:videos])])
-        return length, patches, layout
+        patches = sum([*text.image_patches[:images], *map(math.prod, text.video_grids[:videos])])
+        return length, patches, text
 
     def _read(self, sample: ChatMLSample) -> tuple[list[dict], list[dict] | None]:
         """(messages, tools), one part for each image and each video."""
@@ -273,14 +273,14 @@ class HFEncoderVLMTaskEncoder(
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         return training_conversation(sample.conversation, images, videos)
 
-    def _visual_inputs(self, text: EncodedText) -> GenericVisualInputs | None:
-        unexpected = sorted(set(text.outputs) - TEXT_KEYS - set(self.visual_keys))
+    def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
+        unexpected = sorted(set(outputs) - TEXT_KEYS - set(self.visual_keys))
         if unexpected:
             raise ValueError(
                 f"{type(self.processor).__name__} returned {unexpected}, which are not in "
                 f"visual_keys = {self.visual_keys}; add those that the model takes"
             )
-        tensors = {key: text.outputs[key] for key in self.visual_keys if key in text.outputs}
+        tensors = {key: outputs[key] for key in self.visual_keys if key in outputs}
         return GenericVisualInputs(**tensors) if tensors else None
 
     def _fit(self, document: Document) -> Document:

@@ -5,7 +5,7 @@ Images and frames of videos stay bytes: decoded, resized by the same kernel as t
 `data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
 
 A known processor is a line in KNOWN. Any other, and a known one with settings whose effect is not known here,
-is called itself.
+is called itself (`processors`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
@@ -27,16 +26,13 @@ from transformers.video_utils import VideoMetadata
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.sizes import (
-    PROBE_MESSAGES,
-    PROBE_SIZE,
-    Grid,
     ImageTokens,
-    Layout,
-    Measure,
+    SizeEncoder,
     fixed_size,
     pixtral_size,
 )
-from megatron_vlm.data.encode.text import EncodedText, TextEncoder
+from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
+from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
 
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
@@ -45,6 +41,7 @@ NEEDED = ("do_resize", "do_rescale", "do_normalize")
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 
 ImageArray = np.ndarray  # (H, W, 3) uint8
+Conversation = tuple[list[dict], list[dict] | None]  # messages, tools
 
 
 @dataclass(frozen=True)
@@ -62,39 +59,32 @@ class Known:
 
 
 class KnownProcessor:
-    """Called as `TextEncoder`, with images as `decode_pixels` gives them: equal ids, masks and spans, and
-    uint8 pixels that a `PixelNormalizer` makes equal to the processor's.
+    """A `Processor` that does the work itself: equal ids, masks and spans, and uint8 pixels that a
+    `PixelNormalizer` makes equal to the HF processor's."""
 
-    `fast_processor` makes one.
-    """
+    decode = staticmethod(decode_pixels)
 
-    def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
+    def __init__(self, processor: ProcessorMixin, text: TextEncoder):
         self._processor = processor
         self._known = KNOWN[type(processor).__name__]
-        self.measure = Measure(processor, encode_text, self._image_tokens)
+        self.sizes = SizeEncoder(processor, text, self._image_tokens)
 
     def __call__(
         self,
-        messages: list[dict],
-        tools: list[dict] | None,
+        read: Callable[[], Conversation],
         images: Iterable[ImageArray],
-        videos: list[tuple[np.ndarray, VideoPlan]] = (),
-        layout: Layout | None = None,
-    ) -> EncodedText:
-        """`layout` is what `measure` gave for the conversation, if that is known already.
-
-        Raises BadSample as `TextEncoder`.
-        """
+        videos: list[tuple[np.ndarray, VideoPlan]],
+        text: EncodedText | None = None,
+    ) -> tuple[EncodedText, dict[str, Tensor]]:
         tensors, sizes = [], []
         for image in images:  # each cut right after it was decoded: its pixels are still in the caches
             tensors.append(self._known.tensors(self._processor, self._resized(image)))
             sizes.append(image.shape[1::-1])
-        if layout is None:
-            layout = self.measure(messages, tools, sizes, [plan for _, plan in videos])
-        tensors += [self._video(*video, grid) for video, grid in zip(videos, layout.video_grids, strict=True)]
+        if text is None:
+            text = self.sizes(*read(), sizes, [plan for _, plan in videos])
+        tensors += [self._video(*video, grid) for video, grid in zip(videos, text.video_grids, strict=True)]
         visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
-        outputs = visual.as_model_kwargs() if visual else {}
-        return EncodedText(layout.input_ids, layout.reply_mask, layout.images, layout.videos, outputs)
+        return text, visual.as_model_kwargs() if visual else {}
 
     def _resized(self, image: ImageArray) -> ImageArray:
         size = self._target(*image.shape[:2])
@@ -116,29 +106,12 @@ class KnownProcessor:
     def _image_tokens(self, size: tuple[int, int]) -> ImageTokens:
         width, height = size
         height, width = self._target(height, width)
-        patches = (height // self.measure.patch_size) * (width // self.measure.patch_size)
+        patches = (height // self.sizes.patch_size) * (width // self.sizes.patch_size)
         return self._known.image_ids(self._processor, height, width), patches
 
 
-def fast_processor(
-    processor: ProcessorMixin, encode_text: TextEncoder
-) -> tuple[KnownProcessor | None, str | None]:
-    """The stand-in for a processor, or None and why it has none."""
-    reason = _unknown(processor)
-    if reason:
-        return None, reason
-    try:
-        fast = KnownProcessor(processor, encode_text)
-        theirs = encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
-        ours = fast(PROBE_MESSAGES, None, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)])
-    except BadSample as bad:
-        return None, f"the chat template refuses a question about an image: {bad}"
-    if not np.array_equal(ours.input_ids, theirs.input_ids):
-        return None, f"{type(processor).__name__} writes other tokens for an image than its known version"
-    return fast, None
-
-
-def _unknown(processor: ProcessorMixin) -> str | None:
+def why_unknown(processor: ProcessorMixin) -> str | None:
+    """Why a processor's work cannot be done here; None where it can."""
     name = type(processor).__name__
     known = KNOWN.get(name)
     if known is None or not _is_transformers(processor):

@@ -16,7 +16,7 @@ from megatron_vlm.data.encode.encoder import (
     cat_visual,
 )
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.encode.sizes import Layout
+from megatron_vlm.data.encode.text import EncodedText
 
 
 @edataclass
@@ -26,7 +26,7 @@ class MeasuredSample(Sample):
     conversation: ChatMLSample
     length: int
     patches: int
-    layout: Layout
+    text: EncodedText
 
 
 class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
@@ -45,23 +45,23 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
     def __init__(self, *args: Any, max_patches: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.max_patches = max_patches
-        self._measure  # noqa: B018  raises here, not in a worker
+        self.processing.sizes  # noqa: B018  raises here, not in a worker
 
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
         """Raises as `measure`."""
         with self._counting_drops(sample):
-            length, patches, layout = self._measured(sample)
+            length, patches, text = self._measured(sample)
         return MeasuredSample.derive_from(
-            sample, conversation=sample, length=length, patches=patches, layout=layout
+            sample, conversation=sample, length=length, patches=patches, text=text
         )
 
     @stateless
     def postencode_sample(self, measured: MeasuredSample) -> HFEncoderTaskSample:
         """One document. Raises SkipSample, after counting the drop, for images that cannot be decoded."""
         with self._counting_drops(measured):
-            encoded = self._encode(measured.conversation, measured.layout)
-        found = len(encoded.input_ids), self._measure.patches_of(encoded.visual_inputs)
+            encoded = self._encode(measured.conversation, measured.text)
+        found = len(encoded.input_ids), self.patches_of(encoded.visual_inputs)
         if found != (measured.length, measured.patches):
             raise RuntimeError(
                 f"{measured.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
@@ -71,6 +71,12 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         encoded.__restore_key__ = measured.__restore_key__  # of this stage, not of the conversation's
         self.drops.keep()
         return encoded
+
+    def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
+        return self.postencode_sample(self.preencode_sample(sample))
+
+    def join(self, documents: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+        return self.pack_selected_samples(documents)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Each sample in exactly one row; decided by the samples' lengths and patches alone."""
@@ -100,11 +106,11 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         """Rows of `seq_length`."""
         return self._batch_rows(samples, self.seq_length)
 
-    def _measured(self, sample: ChatMLSample) -> tuple[int, int, Layout]:
-        length, patches, layout = super()._measured(sample)
+    def _measured(self, sample: ChatMLSample) -> tuple[int, int, EncodedText]:
+        length, patches, text = super()._measured(sample)
         if self.max_patches is not None and patches > self.max_patches:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {self.max_patches}")
-        return length, patches, layout
+        return length, patches, text
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:

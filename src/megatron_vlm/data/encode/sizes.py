@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import Span
-from megatron_vlm.data.encode.text import TextEncoder, video_options
+from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
 
 # Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
@@ -32,31 +31,16 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
-Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
 
 
-@dataclass
-class Layout:
-    """What the encoding of a conversation will look like."""
+class SizeEncoder:
+    """Called as a `TextEncoder`, with the sizes (width, height) of images and the plans of videos instead of
+    their pixels. Its ids are the processor's own where that is known, else right in number.
 
-    input_ids: np.ndarray  # (T,) int64; right where the processor is known, see `Measure`
-    reply_mask: np.ndarray  # (T,) bool
-    images: list[Span]
-    videos: list[Span]
-    image_patches: list[int]  # raw patches of each image
-    video_grids: list[Grid]
-
-    def __len__(self) -> int:
-        return len(self.reply_mask)
-
-
-class Measure:
-    """Called as `TextEncoder`, with the sizes (width, height) of the images and the plans of the videos
-    instead of their pixels.
-
-    image_tokens   what the processor makes of an image of a size, where that is known; default: the image
-                   token as often as the processor counts, in whichever order it writes others between
+    image_tokens   what the processor makes of an image of a size, where that is known; default: the
+                   processor's count of image tokens; the count is exact, the order is not (row breaks
+                   are not placed)
 
     Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
     """
@@ -89,7 +73,7 @@ class Measure:
         tools: list[dict] | None,
         sizes: list[tuple[int, int]],
         plans: list[VideoPlan] | None = None,
-    ) -> Layout:
+    ) -> EncodedText:
         """Raises BadSample when the template or the processor refuses the conversation."""
         plans = plans or []
         prompt = self._encode_text.chat(messages, tools, len(sizes), len(plans))
@@ -111,7 +95,7 @@ class Measure:
         ids, mask, spans = _grown(short.input_ids, short.reply_mask, [*short.images, *short.videos], grown)
         count = len(sizes)
         patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
-        return Layout(ids, mask, spans[:count], spans[count:], patches, grids)
+        return EncodedText(ids, mask, spans[:count], spans[count:], patches, grids)
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -129,7 +113,7 @@ class Measure:
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and how many tokens of the text the
         processor counts, that id's the first."""
-        expanded = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        expanded, _ = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
         processed = self._encode_text.marked_tokenizer.prompt
         short_image = processed.text[slice(*processed.images[0])]

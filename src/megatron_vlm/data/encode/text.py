@@ -15,7 +15,7 @@ ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,22 @@ from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
 from megatron_vlm.data.media.videos import VideoPlan
 
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
+
 
 @dataclass
 class EncodedText:
+    """A conversation in tokens. What stands for media is known from their sizes, without their pixels."""
+
     input_ids: np.ndarray  # (T,) int64
     reply_mask: np.ndarray  # (T,) bool: tokens of the assistant's replies
     images: list[Span]  # the tokens that stand for each image, its markers included
     videos: list[Span]  # likewise, with the begin and end of a video around them
-    outputs: dict[str, Any]  # everything else the processor returned, its batch axis of one left on
+    image_patches: list[int] = field(default_factory=list)  # raw patches of each image, where measured
+    video_grids: list[Grid] = field(default_factory=list)  # likewise
+
+    def __len__(self) -> int:
+        return len(self.reply_mask)
 
 
 class TextEncoder:
@@ -58,8 +66,10 @@ class TextEncoder:
         tools: list[dict] | None = None,
         images: list[Image.Image] | None = None,
         videos: list[tuple[np.ndarray, VideoPlan]] | None = None,
-    ) -> EncodedText:
-        """One conversation whose parts match `images` and `videos` one to one. The arguments are not changed.
+    ) -> tuple[EncodedText, dict[str, Any]]:
+        """The text, and everything else that the processor returned, with its batch axis of one.
+
+        The parts of the conversation match `images` and `videos` one to one. The arguments are not changed.
 
         Raises BadSample when the template or the processor refuses the conversation.
         """
@@ -83,7 +93,7 @@ class TextEncoder:
         mask, *media = self.marked_tokenizer.found
         assert len(mask) == len(input_ids), "the processor changed the ids after tokenizing"
         outputs.pop("video_metadata", None)
-        return EncodedText(input_ids, mask, *media, outputs)
+        return EncodedText(input_ids, mask, *media), outputs
 
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, in the ids that a call of the tokenizer gives."""
@@ -94,7 +104,7 @@ class TextEncoder:
         else:
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-        return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets), {})
+        return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets))
 
 
 def _only_wraps(tokenizer: Any) -> bool:

@@ -23,7 +23,7 @@ class Document:
         text, visual = self.text, self.visual_inputs
         length, images, videos = cut(text.images, text.videos, length)
         kept_text = EncodedText(
-            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos], {}
+            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos]
         )
         if text.videos:
             kept = visual.items()

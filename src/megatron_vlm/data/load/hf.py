@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.config import paths_of
-from megatron_vlm.data.fingerprint import digest
 from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.load.base import (
     Provider,
@@ -95,7 +94,7 @@ class HFProvider(Provider):
                 )
             rows.encoder.drops.epoch = count
         settings = {
-            "dataset": rows.fingerprint(),
+            "dataset": rows.fingerprint,
             "repetitions": list(self.repetitions) or None,
             "rank": rank,
             "world_size": world_size,
@@ -107,9 +106,7 @@ class HFProvider(Provider):
             "shuffle_buffer_size": self.shuffle_buffer_size if self.streaming else None,
         }
         order = self._order(rows, micro_batch_size, rank, world_size, seed)
-        if isinstance(order, BalancedRows):
-            settings["lengths"] = digest([order.tokens.tolist(), order.patches.tolist()])
-        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings)
+        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings | order.settings())
 
     def train_rows(self, encoder) -> EncodedRows:
         paths = paths_of(self.train_data_path)
@@ -254,7 +251,7 @@ class HFTrainLoader(TrainLoader):
         place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
-        self._check(states[0], **({} if isinstance(self._rows.table, StreamedRows) else place))
+        self._check(states[0], **(place if self._order.other_ranks_go_on else {}))
         self._order.moves = states[0].get("moves", ())
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
@@ -269,8 +266,7 @@ class HFTrainLoader(TrainLoader):
 
     def close(self) -> None:
         close_loader(self._loader)
-        if isinstance(self._order, BufferedPacking):
-            self._order.measure.close()
+        self._order.close()
 
 
 class HFValidLoader(ValidLoader):

@@ -91,4 +91,4 @@ class _Parts(Dataset):
 
 def _key(rows) -> str:
     settings = encoder_settings(rows.encoder)
-    return digest([rows.fingerprint(), rows.table.identity, settings, transformers.__version__])
+    return digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])

@@ -19,6 +19,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.encode.packing import Rows, attention_cost, balanced_order, pack
+from megatron_vlm.data.fingerprint import digest
 from megatron_vlm.data.ledger import check_each_once
 
 Place = tuple[int, ...]
@@ -28,8 +29,21 @@ Measured = tuple[
 ]  # place after a row, its index, (tokens, patches) or None
 
 
+class Order:
+    """What all orders of rows have; they iterate over (place after a row, the rows that make it)."""
+
+    other_ranks_go_on = True  # whether another number of ranks can continue a state
+
+    def settings(self) -> dict[str, Any]:
+        """What of them belongs to a loader's fingerprint."""
+        return {}
+
+    def close(self) -> None:
+        """End what the order reads by."""
+
+
 @dataclass
-class RandomOrder:
+class RandomOrder(Order):
     """One dataset row at a time, each epoch in a new order, each on one rank."""
 
     rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows, the same number in every epoch
@@ -66,7 +80,7 @@ class RandomOrder:
 
 
 @dataclass
-class BufferedPacking:
+class BufferedPacking(Order):
     """Rows packed out of a buffer: `buffer_size` dataset rows in `order` at a time.
 
     measure      gives for each of an order's rows the place after it, its index, and tokens and patches
@@ -91,6 +105,13 @@ class BufferedPacking:
     @moves.setter
     def moves(self, moves: Sequence[Move]) -> None:
         self.order.moves = moves
+
+    @property
+    def other_ranks_go_on(self) -> bool:
+        return self.order.other_ranks_go_on
+
+    def close(self) -> None:
+        self.measure.close()
 
     def move(self, places: Sequence[Place]) -> None:
         """Measures the buffers amid which the ranks stopped."""
@@ -130,7 +151,7 @@ class BufferedPacking:
 
 
 @dataclass
-class BalancedRows:
+class BalancedRows(Order):
     """Rows of documents of known cost, packed anew every epoch or single, in random groups of equal cost.
 
     A group is what all ranks take at a time: `micro_batch_size` rows each. Ranks stay in step for ever: what
@@ -161,6 +182,9 @@ class BalancedRows:
                 if self._rank_of(begun + done) == self.rank:
                     yield (epoch, done + 1, begun), rows[done]
             begun, epoch, position = begun + len(rows), epoch + 1, 0
+
+    def settings(self) -> dict[str, Any]:
+        return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
 
     def move(self, places: Sequence[Place]) -> None:
         """What is left of an epoch stays packed and in its order."""

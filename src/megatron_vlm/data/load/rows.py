@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch.utils.data import Dataset
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.ledger import LostSample, lost
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
@@ -25,35 +25,23 @@ class EncodedRows(Dataset):
 
     def __init__(self, table: Table | StreamedRows, encoder) -> None:
         self.table, self.encoder = table, encoder
-        self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, list[int]]:
         place, indices = item
-        encoded = [self._kept(self._encode, index) for index in indices]
+        encoded = [self._kept(self.encoder.encode_document, index) for index in indices]
         dropped = [number for number, sample in enumerate(encoded) if sample is None]
         if len(dropped) == len(indices):
             return place, None, dropped
-        row = self._row([sample for sample in encoded if sample is not None])
+        row = self.encoder.join([sample for sample in encoded if sample is not None])
         row.__restore_key__ = indices
         return place, row, dropped
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None when it is dropped."""
         return self._kept(self.encoder.measure, index)
-
-    def _encode(self, sample: ChatMLSample):
-        if isinstance(self.encoder, PackingVLMTaskEncoder):
-            return self.encoder.postencode_sample(self.encoder.preencode_sample(sample))
-        return self.encoder.encode_sample(sample)
-
-    def _row(self, documents: list):
-        if isinstance(self.encoder, PackingVLMTaskEncoder):
-            return self.encoder.pack_selected_samples(documents)
-        (document,) = documents
-        return document
 
     def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
@@ -87,10 +75,6 @@ class EncodedRows(Dataset):
     def batch(self, samples: list) -> dict:
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Of all rows themselves, so that a dataset may move and not one row may change."""
-        if self._fingerprint is None and isinstance(self.table, StreamedRows):
-            self._fingerprint = self.table.fingerprint()
-        elif self._fingerprint is None:
-            self._fingerprint = f"{len(self)} rows, content {self.table.content()}"
-        return self._fingerprint
+        return self.table.fingerprint()

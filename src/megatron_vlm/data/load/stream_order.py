@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.load.orders import Place
+from megatron_vlm.data.load.orders import Order, Place
 from megatron_vlm.data.records.streams import Row
 
 
 @dataclass
-class StreamOrder:
+class StreamOrder(Order):
     """Iterates without end over `(place, [row])`, each row of an epoch on one rank.
 
     Shards come in a new order each epoch. If their number divides by the ranks', each rank reads shards of
@@ -36,7 +36,9 @@ class StreamOrder:
     seed: int
     buffer_size: int
     place: Place = (0, 0, 0, 0)
-    moves: Sequence = ()  # none: what is read of a shard depends on the number of ranks
+    moves: Sequence = ()
+
+    other_ranks_go_on = False  # what is read of a shard depends on their number
 
     def __iter__(self) -> Iterator[tuple[Place, list[Row]]]:
         *begin, done = self.place

@@ -34,8 +34,18 @@ class Table(Protocol):
     def content(self) -> str:
         """A digest of all rows, in their order; the same wherever the files lie."""
 
+    def fingerprint(self) -> str: ...
 
-class Whole:
+
+class Numbered:
+    """What all tables share."""
+
+    def fingerprint(self) -> str:
+        """Of all rows themselves, so that a dataset may move and not one row may change."""
+        return f"{len(self)} rows, content {self.content()}"
+
+
+class Whole(Numbered):
     """What tables share of which every row is in every epoch."""
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:
@@ -46,7 +56,7 @@ class Whole:
 
 
 @dataclass
-class Blend:
+class Blend(Numbered):
     """Several tables, each with how many of its rows an epoch has.
 
     A table's epochs follow one another through endless passes over its rows, each in a random order: whatever
