@@ -163,6 +163,8 @@ def _number_problems(settings: dict[str, Any]) -> Iterator[str]:
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
     yield from _path_problems(data)
+    if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
+        yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
     if data.dataset_type == "energon":
         for name in ("columns", "datasets", "media_dir", "streaming"):
             if getattr(data, name):

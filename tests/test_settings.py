@@ -7,8 +7,8 @@ from math import inf, nan
 
 import pytest
 
-from megatron_vlm.checks.settings import LEAST, MOST, check_gpus, validate
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.checks.settings import _NAMES, CHOICES, LEAST, MOST, check_gpus, validate
+from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.overrides import apply_overrides
 
 GOOD = {"run_dir": "run", "model.hf_path": "checkpoint", "data.train_data_path": "data"}
@@ -53,6 +53,45 @@ def test_a_number_out_of_range_is_refused_by_name(key):
 def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
     with pytest.raises(ConfigError, match=f"{key}: is empty; give a name"):
         validate(apply_overrides(RunConfig(), GOOD | {"data.dataset_type": "hf", key: ""}))
+
+
+NAMES = ("data.train_data_path", "data.valid_data_path", "logging.wandb_project", *_NAMES)
+LISTS = ("model.freeze", "data.repetitions", "data.columns", "data.datasets")  # each has rules of its own
+
+
+def test_every_other_setting_is_a_switch_a_choice_a_name_or_a_list():
+    """A new setting without a rule fails here."""
+    others = {key: value for key, value in all_settings(RunConfig()) if key not in numbers()}
+    switches = [key for key, value in others.items() if isinstance(value, bool)]
+    optional = ["parallel.sp", "parallel.vision_dp"]  # switches that may be left to the layout
+    known = [*switches, *optional, *CHOICES, *NAMES, *LISTS]
+    assert sorted(known) == sorted(others)
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_that_does_not_exist_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}: nonsense does not exist; "):
+        validate(apply_overrides(RunConfig(), GOOD | {key: "nonsense"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[(key, "maybe") for key, value in all_settings(RunConfig()) if isinstance(value, bool)],
+        *[("parallel.sp", "maybe"), ("parallel.vision_dp", "2.5")],
+        *[("model.freeze", "[towers]"), ("data.repetitions", "[-1]"), ("data.repetitions", "[a]")],
+        *[("data.columns", "{images: [a]}"), ("data.datasets", "[[a]]"), ("data.datasets", "[a]")],
+        *[("data.train_data_path", "[]"), ("data.valid_data_path", "[null]")],
+    ],
+)
+def test_a_value_that_no_run_can_use_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        validate(apply_overrides(RunConfig(), GOOD | {key: value}))
+
+
+def test_limits_of_pixels_that_no_image_meets_are_refused():
+    with pytest.raises(ConfigError, match="data.min_pixels: 10 is over data.max_pixels 9; lower it"):
+        validate(apply_overrides(RunConfig(), GOOD | {"data.min_pixels": "10", "data.max_pixels": "9"}))
 
 
 def test_a_core_attention_that_does_not_exist_is_refused():
