@@ -346,7 +346,8 @@ def test_a_run_lives_as_long_as_one_of_its_ranks(tmp_path):
 def run_lock_process(run_dir: Path, rank: int) -> subprocess.Popen:
     call = "take(sys.argv[1])" if rank == 0 else f"join(sys.argv[1], {rank})"
     code = (
-        f"import sys, time; from megatron_vlm import run_lock; held = run_lock.{call}; print(1, flush=True); "
+        f"import sys, time; from megatron_vlm.run_folder import lock; held = lock.{call}; "
+        "print(1, flush=True); "
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code + "time.sleep(60)", str(run_dir)], stdout=subprocess.PIPE, text=True

@@ -100,7 +100,7 @@ class Plan:
     def bubble(self) -> float:
         """Share of a step in which a stage waits for others, were all stages equal (arXiv 2104.04473)."""
         waiting = (self.config.parallel.pp - 1) / self.config.parallel.vpp
-        return waiting / (waiting + derived(self.run, self.gpus)["micro_batches_per_step"])
+        return waiting / (waiting + derived(self.config, self.gpus)["micro_batches_per_step"])
 
 
 def make_plan(config: RunConfig, hf_config: Any, gpus: int, image: ImageCost | None = None) -> Plan:
