@@ -216,7 +216,7 @@ def test_a_run_that_drops_too_much_ends_with_the_reason_said_once(half_bad, tiny
     starts = [number for number, line in enumerate(lines) if line.startswith("megatron-vlm: ")]
     assert len(starts) == 1 and starts[0] >= len(lines) - 4
     reason = r"megatron-vlm: rank \d, waiting for the data of step \d+: data: rank \d could not read a "
-    assert re.match(reason + r"batch: \d+ of \d+ samples were dropped", lines[starts[0]])
+    assert re.match(reason + r"batch: \d+ .*of \d+ samples were dropped", lines[starts[0]])
     assert "placeholder_mismatch: write one <image>" in lines[-1] and "Traceback" not in ended.stderr
     assert all((tmp_path / "run/drops" / f"rank{rank}.jsonl").stat().st_size for rank in range(2))
 
