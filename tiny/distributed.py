@@ -1,7 +1,7 @@
 """Run a function on several fresh gloo processes and get back what each returned.
 
-Starting a process costs the imports of torch and Megatron-Core, several seconds: let one function go
-through many layouts with `parallel.setup.reset_layout` rather than start processes for each.
+The imports of torch, Transformers and Megatron-Core take many seconds. One server process does them once, and every
+rank is a fork of it. Even so, let one function go through many layouts with `parallel.setup.reset_layout`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTED_ONCE = ["megatron_vlm.train", "megatron_vlm.data.load.hf", "megatron_vlm.data.load.energon"]
+IMPORTED_ONCE += ["megatron_vlm.models.weights", "megatron_vlm.training.generate"]
+
 
 def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) -> list[Any]:
     """Call `fn(*args)` on `world_size` processes with torchrun's environment; its results by rank.
@@ -30,10 +33,13 @@ def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) 
     seconds have passed, all are killed and a RuntimeError carries the output of those that failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
         processes = [
-            context.Process(target=_rank_main, args=(folder, rank, world_size, store.port, fn, args))
+            context.Process(
+                target=_rank_main, args=(folder, rank, world_size, store.port, dict(os.environ), fn, args)
+            )
             for rank in range(world_size)
         ]
         try:
@@ -45,13 +51,17 @@ def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) 
         return [torch.load(_result(folder, rank), weights_only=True) for rank in range(world_size)]
 
 
-def _rank_main(folder: str, rank: int, world_size: int, port: int, fn: Callable, args: tuple) -> None:
+def _rank_main(
+    folder: str, rank: int, world_size: int, port: int, environment: dict[str, str], fn: Callable, args: tuple
+) -> None:
     os.setpgrp()  # so that what it starts dies with it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.clear()
     os.environ.update(
+        environment,  # the test's, which may have changed since the server began
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
