@@ -9,22 +9,22 @@ IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-soak test-all lint setup lock clean
+.PHONY: compiled demo test test-long test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl.
 demo: export FAMILY ?= gemma3
-demo: $(READY)
+demo: compiled
 	@$(PY) examples/digits/demo.py
 
-test: $(READY)
+test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m "not long and not soak"
 
 # Every further family, source and layout.
-test-long: $(READY)
+test-long: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m long
 
 # Nothing new, but over many more samples, kills and interruptions: about an hour.
-test-soak: $(READY)
+test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 
 test-all: test test-long
@@ -34,6 +34,10 @@ lint: $(READY)
 	@.venv/bin/ruff format --check .
 	@$(PY) tools/tables.py --check
 	@$(PY) tools/configs.py --check
+
+# Every process that a test starts imports the package, also where PYTHONDONTWRITEBYTECODE is set.
+compiled: $(READY)
+	@$(PY) -m compileall -q src tiny tests
 
 setup: $(READY)
 

@@ -1,7 +1,8 @@
 """Run a function on several fresh gloo processes and get back what each returned.
 
-The imports of torch, Transformers and Megatron-Core take many seconds. One server process does them once, and every
-rank is a fork of it. Even so, let one function go through many layouts with `parallel.setup.reset_layout`.
+The imports of torch, Transformers and Megatron-Core take many seconds. One server process does them once, and
+every rank is a fork of it. Even so, let one function go through many layouts with
+`parallel.setup.reset_layout`.
 """
 
 from __future__ import annotations
