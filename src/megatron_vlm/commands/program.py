@@ -31,7 +31,7 @@ def single(command) -> typer.Typer:
 
 def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
-    Ctrl-C; see `failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
+    Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
     _quiet()
     with LastWords(name):

@@ -1,9 +1,11 @@
 import logging
+import os
 import warnings
 
 # Megatron-Core warns on every import about what is not installed, and logs what its own defaults deprecate;
 # torch warns of what Megatron's checkpoints still use, and of a CUDA toolkit without a device.
-for _module in (r"megatron\.core", r"torch\.utils\._pytree", r"torch\.distributed\.checkpoint"):
-    warnings.filterwarnings("ignore", module=_module)
-for _name in ("megatron.core", "torch.utils.cpp_extension"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+if not os.environ.get("MEGATRON_VLM_DEBUG"):
+    for _module in (r"megatron\.core", r"torch\.utils\._pytree", r"torch\.distributed\.checkpoint"):
+        warnings.filterwarnings("ignore", module=_module)
+    for _name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,7 +1,8 @@
 """Megatron-Core on a machine without CUDA: gloo, CPU tensors, no Transformer Engine, no Apex.
 
-Megatron-Core asks for CUDA by name in many places. `install()` answers each of them once, here; nothing
-else in the package knows about it. Checked against Megatron-Core 0.19 and torch 2.15.
+Megatron-Core asks for CUDA by name in many places. `install()` answers each of them once, here: these are the
+package's only changes to Megatron. `models`, `training` and `parallel.setup` call it when they are imported.
+Checked against Megatron-Core 0.19 and torch 2.15.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class HFEncoderVLMTaskEncoder(
 ):
     """Energon's task encoder for conversations with images and videos.
 
-    processor      a Hugging Face processor; called once per sample
+    processor      a Hugging Face processor; called once per sample unless its work is known, see `fast`
     seq_length     most tokens in a row
     visual_keys    the processor outputs that the model takes; any other output that is not about the text
                    raises ValueError

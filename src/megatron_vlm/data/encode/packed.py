@@ -30,8 +30,8 @@ class MeasuredSample(Sample):
 
 
 class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
-    """As its base, in two halves, so that a buffer of samples is packed before their images are decoded:
-    `preencode_sample` reads text and image headers, `postencode_sample` calls the processor.
+    """Encodes in two halves, so that a buffer of samples is packed before their images are decoded:
+    `preencode_sample` reads text and the headers of media, `postencode_sample` decodes them.
 
     Rows hold several documents and are padded to `seq_length`.
 

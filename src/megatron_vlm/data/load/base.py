@@ -1,4 +1,7 @@
-"""What the Energon and the Hugging Face loaders share: equal lengths over ranks, the limit on drops."""
+"""What the Energon and the Hugging Face loaders share.
+
+Equal lengths over ranks, the limit on drops, and what of encoder and processor a loader's fingerprint holds.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def to_json_data(value: Any) -> Any:
             "v": _to_base64(value.tobytes()),
         }
     raise TypeError(
-        f"loader state: cannot save a {type(value).__qualname__}; add it to data/loader_state.py."
+        f"loader state: cannot save a {type(value).__qualname__}; add it to data/load/energon_state.py."
     )
 
 
