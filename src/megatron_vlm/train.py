@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from megatron.core.distributed import DistributedDataParallel
+from torch.nn import Module
 from transformers import ProcessorMixin
 
 from megatron_vlm.config import RunConfig
@@ -75,9 +75,7 @@ def train(config: RunConfig) -> None:
     setup.shutdown()
 
 
-def starting_model(
-    config: RunConfig, source: Source, processor: ProcessorMixin
-) -> list[DistributedDataParallel]:
+def starting_model(config: RunConfig, source: Source, processor: ProcessorMixin) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint of the run is to give its own."""
     watchdog.beat("building the model")
     chunks = build_model(config, source.family, source.hf_config, setup.device(), processor)
