@@ -40,7 +40,13 @@ MODELS = {
 WITHOUT = {
     "torch": ["cli", "config", "commands.arguments", "recipes", "checks.settings", "run_folder", "supported"],
     # torch's compiler, which Megatron imports unless `parallel.cpu` is there first: half of a process's start
-    "torch._inductor.compile_fx": ["train", "commands.runs", "commands.verify", "data.load.hf", "data.load.energon"],
+    "torch._inductor.compile_fx": [
+        "train",
+        "commands.runs",
+        "commands.verify",
+        "data.load.hf",
+        "data.load.energon",
+    ],
     "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare.prepare"],
 }
 
