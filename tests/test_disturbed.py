@@ -79,7 +79,7 @@ def test_a_rank_and_a_worker_that_are_stopped_for_a_while_change_nothing(
 
 @pytest.mark.parametrize("stopped", ["rank", "worker"])
 def test_one_that_stays_stopped_ends_the_job(stopped, dataset, tiny_gemma3, tmp_path):
-    run = start(tmp_path, tiny_gemma3, dataset, "train.hang_seconds=15", "train.steps=100000")
+    run = start(tmp_path, tiny_gemma3, dataset, "train.hang_seconds=15", "steps=100000")
     ranks, workers = processes(run, tmp_path)
     process = ranks[1] if stopped == "rank" else workers[1]
     os.kill(process.pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_one_that_stays_stopped_ends_the_job(stopped, dataset, tiny_gemma3, tmp_
 
 
 def test_a_killed_worker_is_named_and_no_sample_is_blamed(dataset, tiny_gemma3, tmp_path):
-    run = start(tmp_path, tiny_gemma3, dataset, "train.steps=100000")
+    run = start(tmp_path, tiny_gemma3, dataset, "steps=100000")
     _, workers = processes(run, tmp_path)
     os.kill(workers[1].pid, signal.SIGKILL)
     output, _ = run.communicate(timeout=280)
