@@ -339,12 +339,12 @@ MISTAKES = [
     train(
         "one process for two",
         r"this layout needs 2 processes and this is one; add --nproc 2",
-        "parallel.tp=2",
+        "tp=2",
     ),
     train(
         "processes that the layout does not divide",
         r"tp 3 .* = 3 does not divide 4 processes; change",
-        "parallel.tp=3",
+        "tp=3",
         "--nproc=4",
     ),
     train("no process", r"Invalid value for '--nproc': ", "--nproc=0"),

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Arena:
         self._taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)
         self._written = np.frombuffer(mmap.mmap(-1, 8 * PLACES), np.int64)  # how often, by the worker alone
         self._overwritten = False
+        self._choosing = threading.Lock()
         self._number = next(_numbers)
         _arenas[self._number] = self
 
@@ -62,14 +64,16 @@ class Arena:
         data = tensor.view(-1).view(torch.uint8).numpy() if size else np.zeros(0, np.uint8)
         if size <= SMALL:
             return _from_bytes, (data.tobytes(), *about)
-        free = np.flatnonzero(self._taken == 0)
-        if size > PLACE or len(free) == 0:
-            return reduce_tensor(tensor)
-        place = int(free[0])
-        self._written[place] += 1
+        with self._choosing:  # a worker's batches and its answers to commands are sent by two threads
+            free = np.flatnonzero(self._taken == 0)
+            if size > PLACE or len(free) == 0:
+                return reduce_tensor(tensor)
+            place = int(free[0])
+            self._taken[place] = 1
+            self._written[place] += 1
+            number = int(self._written[place])
         self._bytes(place, size)[:] = data
-        self._taken[place] = 1
-        return _from_place, (self._number, place, int(self._written[place]), size, *about)
+        return _from_place, (self._number, place, number, size, *about)
 
     def tensor(
         self, place: int, number: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
