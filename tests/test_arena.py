@@ -141,21 +141,23 @@ def test_without_workers_nothing_changes():
 
 def test_two_threads_of_a_worker_never_write_to_one_place():
     """Its batches and its answers to commands are sent by a thread each."""
-    arena, sent, switch = Arena(), {}, sys.getswitchinterval()
+    sent, switch = {}, sys.getswitchinterval()
 
-    def send(number: int) -> None:
+    def send(arena: Arena, number: int) -> None:
         for count in range(PLACES // 2):
             rebuild, arguments = arena.reduce(torch.full((2 * SMALL,), number, dtype=torch.uint8))
             sent[number, count] = rebuild(*arguments)
 
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=send, args=(number,)) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for _ in range(10):
+            arena = Arena()
+            threads = [threading.Thread(target=send, args=(arena, number)) for number in (1, 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(sent) == arena.taken == PLACES
+            assert all((tensor == number).all() for (number, _), tensor in sent.items())
     finally:
         sys.setswitchinterval(switch)
-    assert len(sent) == arena.taken == PLACES
-    assert all((tensor == number).all() for (number, _), tensor in sent.items())

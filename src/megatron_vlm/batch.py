@@ -16,7 +16,7 @@
 Shape legend, used as suffix of local names in model, packing and position code:
 B rows, S tokens per row, T tokens of one document or sample, G documents, N items (images or videos),
 P raw patches, F numbers in a patch, M visual tokens, D language-model width, E tower width, H heads,
-K head width, V padded vocabulary, R rows of a tensor-parallel rank's part.
+K head width, V padded vocabulary, R rotated channels of a head.
 Of pixels in brackets: (N, C, H, W) colours, height, width; t moments of a video.
 Megatron is sequence first: hidden states are (S, B, D).
 """

@@ -90,7 +90,7 @@ class DataConfig:
     lengths_cache: str | None = None  # folder of measured lengths; None: in the user's cache
     shuffle_buffer_size: int = 1000
     max_samples_per_sequence: int = 100
-    restart: bool = False  # a run that resumes begins its data anew, with samples that it has seen
+    restart: bool = False  # a run that resumes begins its data again, with samples that it has seen
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -68,9 +69,9 @@ class Feed:
         """What is raised inside also says which samples the step had."""
         return naming_samples(self._run_dir, step, micro_batches)
 
-    def valid(self) -> ValidPass:
-        """One pass over the validation split."""
-        return ValidPass(self._broadcaster, self._data and self._data.valid_batches())
+    def valid(self) -> Callable[[int], list[dict[str, Any]]]:
+        """One pass over the validation split: gives the next so many micro batches, fewer at the end."""
+        return partial(self._broadcaster.take, self._data and self._data.valid_batches())
 
     def state(self) -> Any:
         """Where the reading rank is, for a checkpoint; None on the others."""
@@ -89,14 +90,3 @@ class Feed:
         if self._data:
             with closing(self._log, self._data):
                 pass
-
-
-class ValidPass:
-    """The micro batches of one pass over the validation split, equally many on every rank."""
-
-    def __init__(self, broadcaster: BatchBroadcaster, batches: Iterator[dict[str, Any]] | None):
-        self._broadcaster, self._batches = broadcaster, batches
-
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """The next `count` of them; fewer at the end."""
-        return self._broadcaster.take(self._batches, count)

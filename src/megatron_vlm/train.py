@@ -61,7 +61,7 @@ def train(config: RunConfig) -> None:
 
             if is_due(step, config.train.eval_every, config.train.steps):
                 watchdog.beat(f"evaluating after step {step}")
-                log.log_eval(step, validation_loss(model, feed.valid().take, config.train.eval_steps))
+                log.log_eval(step, validation_loss(model, feed.valid(), config.train.eval_steps))
             if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 parts = (model, optimizer, scheduler, feed.state())
@@ -92,7 +92,7 @@ def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None
         if resumed.later:
             yield f"{', '.join(resumed.later)} stay until their steps are saved again"
         if config.data.restart:
-            yield "data.restart: the data begins anew from here"
+            yield "data.restart: the data begins again from here"
     if feed.why_hf_processor:
         yield f"data: the Hugging Face processor encodes every sample, slower: {feed.why_hf_processor}"
 

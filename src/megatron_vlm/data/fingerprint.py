@@ -27,5 +27,5 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         raise ValueError(
             "loader state belongs to another data configuration: "
             + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
-            + ". Resume with the settings of the saved run, or begin the data anew with data.restart=true."
+            + ". Resume with the settings of the saved run, or begin the data again with data.restart=true."
         )

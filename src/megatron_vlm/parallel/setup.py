@@ -42,7 +42,7 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
 
 
 def reset_layout(parallel: ParallelConfig, seed: int) -> None:
-    """Lay the running processes out anew, as `init_distributed` would; models built before are void."""
+    """Lay the running processes out again, as `init_distributed` would; models built before are void."""
     _check_layout(parallel, dist.get_world_size())
     _destroy_groups()
     _make_groups(parallel)

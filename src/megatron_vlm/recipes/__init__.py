@@ -7,6 +7,7 @@ config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings
 from megatron_vlm.supported import SUPPORTED
-
-OTHERS = ("sized",)  # functions of recipe files that are no recipes
 
 
 def _recipes() -> dict[str, str]:
@@ -31,8 +30,13 @@ def _recipes() -> dict[str, str]:
 
 
 def _is_recipe(value: Any, module: str) -> bool:
-    public = callable(value) and not value.__name__.startswith("_") and value.__name__ not in OTHERS
-    return public and value.__module__ == module
+    """Whether it is a public function of the module that takes the arguments of recipes."""
+    return (
+        inspect.isfunction(value)
+        and value.__module__ == module
+        and not value.__name__.startswith("_")
+        and bool(value.__code__.co_flags & inspect.CO_VARKEYWORDS)
+    )
 
 
 DEMO = "_tiny_digits"  # what the names of demo recipes end with

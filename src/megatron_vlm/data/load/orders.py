@@ -4,7 +4,7 @@ An order iterates without end over `(place, indices)`: dataset rows that make on
 place at which the same iteration continues after them. `order.place`, a few integers, is where it begins.
 
 Any number of ranks can go on where others stopped: `order.move(places)` is given the places of all of them.
-What they had left of their epochs is dealt anew, then epochs follow as ever. `order.moves` remembers it.
+What they had left of their epochs is dealt again, then epochs follow as before. `order.moves` remembers it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class BufferedPacking(Order):
         self.measure.close()
 
     def move(self, places: Sequence[Place]) -> None:
-        """Measures the buffers amid which the ranks stopped."""
+        """Measures the buffers in which the ranks stopped."""
         of_ranks = [self._rest(rank, len(places), place) for rank, place in enumerate(places)]
         self.order.move(*zip(*of_ranks, strict=True))
         self.place = (*self.order.place, 0)
@@ -152,11 +152,10 @@ class BufferedPacking(Order):
 
 @dataclass
 class BalancedRows(Order):
-    """Rows of documents of known cost, packed anew every epoch or single, in random groups of equal cost.
+    """Rows of documents of known cost, packed again every epoch or single, in random groups of equal cost.
 
-    A group is what all ranks take at a time: `micro_batch_size` rows each. Ranks stay in step for ever: what
-    an epoch leaves over begins a group that the next one completes. Dataset rows known to be dropped
-    (tokens < 0) come with the rows of their epoch, for the encoder to count.
+    A group is what all ranks take at a time: `micro_batch_size` rows each. Every group is full on all ranks:
+    rows left at an epoch's end start a group that the next epoch fills.
 
     A place is an epoch, how many of its rows are done by all ranks together, and how many rows these ranks
     had before the epoch.
