@@ -155,7 +155,8 @@ class BalancedRows(Order):
     """Rows of documents of known cost, packed again every epoch or single, in random groups of equal cost.
 
     A group is what all ranks take at a time: `micro_batch_size` rows each. Every group is full on all ranks:
-    rows left at an epoch's end start a group that the next epoch fills.
+    rows left at an epoch's end start a group that the next epoch fills. Dataset rows known to be dropped
+    (tokens < 0) come with the rows of their epoch, for the encoder to count.
 
     A place is an epoch, how many of its rows are done by all ranks together, and how many rows these ranks
     had before the epoch.
