@@ -15,12 +15,18 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-LINES = 18_120  # of src: who adds lines changes the number, and says why in the commit
-CORE_LINES = 6_850  # of what one reads to understand a run
+LINES = 18_060  # of src: who adds lines changes the number, and says why in the commit
+CORE_LINES = 6_450  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
-    *("data/load/orders", "data/encode/encoder", "data/encode/text", "data/encode/marks"),
+    *(
+        "data/load/orders",
+        "data/encode/encoder",
+        "data/encode/document",
+        "data/encode/text",
+        "data/encode/marks",
+    ),
     *("data/encode/chat_template", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),

@@ -12,6 +12,7 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
@@ -123,7 +124,7 @@ def processor(tiny_gemma3):
 
 @pytest.fixture
 def encoder(processor):
-    return HFEncoderVLMTaskEncoder(processor, 256)
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +142,11 @@ def within_time(monkeypatch, tmp_path):
 
 def open_and_read(path, encoder, kind):
     if kind == "energon":
-        provider = EnergonProvider(str(path), num_workers=0, shuffle_buffer_size=1)
+        provider = EnergonProvider(
+            DataConfig(train_data_path=str(path), num_workers=0, shuffle_buffer_size=1)
+        )
     else:
-        provider = HFProvider(str(path), num_workers=0, max_drop_share=0.5)
+        provider = HFProvider(DataConfig(train_data_path=str(path), num_workers=0, max_drop_share=0.5))
     loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     return [next(loader)["__key__"][0][0] for _ in range(ROWS)]
 

@@ -12,7 +12,8 @@ from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -56,7 +57,7 @@ def dropped(encoder, bad):
 
 @pytest.fixture
 def encoder(processor):
-    return HFEncoderVLMTaskEncoder(processor, seq_length=256)
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
 
 
 def test_labels_are_the_next_tokens_of_replies(encoder):
@@ -93,14 +94,16 @@ def test_pixel_bounds_reach_the_image(processor):
 
     watching = Watching(processor.image_processor, processor.tokenizer, processor.chat_template, 16)
     for bounds in ({"max_pixels": 600}, {"min_pixels": 9600}):
-        encoder = HFEncoderVLMTaskEncoder(watching, seq_length=256, **bounds)
+        encoder = HFEncoderVLMTaskEncoder(watching, DataConfig(seq_length=256, **bounds))
         encoder.encode_sample(sample(conversation(images=1), images=1))
     assert seen == [(30, 20), (120, 80)]
 
 
 def test_position_ids_come_from_the_given_function(processor):
     encoder = HFEncoderVLMTaskEncoder(
-        processor, 256, position_ids=lambda ids, visual: torch.zeros(3, len(ids), dtype=torch.int64)
+        processor,
+        DataConfig(seq_length=256),
+        DataNeeds(position_ids=lambda ids, visual: torch.zeros(3, len(ids), dtype=torch.int64)),
     )
     rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (0, 1)]
     batch = encoder.encode_batch(encoder.batch(rows))
@@ -117,9 +120,8 @@ def grid_encoder(request, tmp_path_factory):
     family, hf_config = load(request.param), AutoConfig.from_pretrained(path)
     return HFEncoderVLMTaskEncoder(
         AutoProcessor.from_pretrained(path),
-        256,
-        family.visual_keys,
-        position_ids=family.position_ids(hf_config),
+        DataConfig(seq_length=256),
+        family.data_needs(hf_config),
     )
 
 
@@ -193,10 +195,12 @@ def test_joined_documents_are_numbered_and_predict_nothing_of_each_other(encoder
 
 def test_truncation_keeps_whole_images_at_every_length(processor):
     turns = [*conversation(1), *conversation(2, "And these?", "A one and a two."), *conversation(0)]
-    whole = HFEncoderVLMTaskEncoder(processor, 256).encode_sample(sample(turns, images=3))
+    whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)).encode_sample(
+        sample(turns, images=3)
+    )
     kept, dropped_lengths = set(), 0
     for length in range(1, len(whole.input_ids) + 1):
-        encoder = HFEncoderVLMTaskEncoder(processor, length, over_length="truncate")
+        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=length, over_length="truncate"))
         try:
             cut = encoder.encode_sample(sample(turns, images=3))
         except SkipSample:
@@ -264,23 +268,15 @@ def test_what_cannot_be_trained_on_is_counted_with_key_and_reason(encoder, bad, 
 
 
 def test_errors_of_the_set_up_are_not_drops(processor):
-    encoder = HFEncoderVLMTaskEncoder(processor, 256, visual_keys=("image_sizes",))
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(("image_sizes",)))
     with pytest.raises(ValueError, match="returned \\['pixel_values'\\].*visual_keys"):
         encoder.encode_sample(sample(conversation(1), 1))
     assert encoder.drops.summary()["dropped"] == 0
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"over_length": "cut"}, "over_length"),
-        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels"),
-        ({"visual_keys": ("pixels",)}, "unknown visual keys"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(processor, options, message):
-    with pytest.raises(ValueError, match=message):
-        HFEncoderVLMTaskEncoder(processor, 256, **options)
+def test_unknown_visual_keys_are_refused():
+    with pytest.raises(ValueError, match="unknown visual keys"):
+        DataNeeds(("pixels",))
 
 
 def _drop_some(report, worker):
@@ -362,7 +358,9 @@ def test_energon_delivers_every_good_sample_once_and_counts_the_others(processor
     records["007"]["json"] = b"{"
     del records["009"]["img000.jpg"]
     write_dataset(tmp_path / "data", records)
-    encoder = HFEncoderVLMTaskEncoder(processor, 256, drops=DropReport(tmp_path / "drops.jsonl"))
+    encoder = HFEncoderVLMTaskEncoder(
+        processor, DataConfig(seq_length=256), drops=DropReport(tmp_path / "drops.jsonl")
+    )
     workers = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     dataset = get_val_dataset(tmp_path / "data", worker_config=workers, batch_size=2, task_encoder=encoder)
     batches = list(get_savable_loader(dataset))

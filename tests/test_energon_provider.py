@@ -14,7 +14,8 @@ import torch
 from sources import reply_numbers, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -46,12 +47,12 @@ def processor(tiny_gemma3):
 
 @pytest.fixture
 def encoder(processor):
-    return HFEncoderVLMTaskEncoder(processor, 256)
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
 
 
 def provider(dataset, num_workers=0, **kwargs):
     settings = {"shuffle_buffer_size": 8, "max_samples_per_sequence": 5} | kwargs
-    return EnergonProvider(str(dataset), num_workers=num_workers, **settings)
+    return EnergonProvider(DataConfig(train_data_path=str(dataset), num_workers=num_workers, **settings))
 
 
 def train_loader(dataset, encoder, num_workers=0, rank=0, world_size=1, seed=7, batch=2, **kwargs):
@@ -76,7 +77,7 @@ def content(batch):
 
 def resume_twice(dataset, checkpoint, state, count):
     """Runs in a new process: restore, save at once, restore that, one batch, save, restore, the rest."""
-    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(checkpoint), 256)
+    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(checkpoint), DataConfig(seq_length=256))
     batches = []
     for steps in (0, 1, count - 1):
         loader = train_loader(dataset, encoder, num_workers=2)
@@ -147,7 +148,7 @@ def test_a_state_saved_before_all_workers_began_is_exact(dataset, encoder, monke
 
 @pytest.fixture(scope="module")
 def saved_state(dataset, processor):
-    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, 256))
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)))
     take(loader, 1)
     return loader.state_dict()
 
@@ -169,7 +170,7 @@ def test_a_state_of_other_settings_is_refused_by_name(dataset, encoder, saved_st
 
 
 def test_a_state_of_another_sequence_length_is_refused_by_name(dataset, processor, saved_state):
-    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, 128))
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=128)))
     with pytest.raises(ValueError, match="seq_length: saved 256, now 128"):
         loader.load_state_dict(saved_state)
 
@@ -182,7 +183,9 @@ def test_a_state_of_another_processor_is_refused_by_name(dataset, tiny_gemma3, s
         processor.tokenizer.add_tokens(["another"])
     if part == "processor":
         processor.image_processor.image_mean = [0.4, 0.5, 0.5]
-    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, 256, chat_template=template))
+    loader = train_loader(
+        dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), chat_template=template)
+    )
     with pytest.raises(ValueError, match=f"configuration: {part}: saved") as refusal:
         loader.load_state_dict(saved_state)
     assert str(refusal.value).count(": saved ") == 1
@@ -218,7 +221,7 @@ def test_an_encoder_that_could_not_resume_is_refused_at_build(dataset, processor
             return HFEncoderVLMTaskEncoder.encode_sample(self, sample)
 
     with pytest.raises(ValueError, match="could not be restored: .*encode_sample.* is stateless"):
-        train_loader(dataset, Unmarked(processor, 256))
+        train_loader(dataset, Unmarked(processor, DataConfig(seq_length=256)))
 
 
 def test_a_batch_can_be_replayed_by_its_key(dataset, encoder):
@@ -327,7 +330,7 @@ def test_validation_is_in_stored_order_and_starts_over_each_time(dataset, encode
 def test_validation_counts_drops_and_stays_equal(dataset, processor, encoder):
     """Records with two images are longer than the others; drop them."""
     lengths = {len(batch["input_ids"][0]) for batch in validation(dataset, encoder, 1)[0]}
-    short = HFEncoderVLMTaskEncoder(processor, max(lengths) - 1)
+    short = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=max(lengths) - 1))
     ranks = validation(dataset, short, world_size=3)
     dropped = short.drops.summary()["dropped"]
     assert dropped > 0
@@ -350,7 +353,7 @@ def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_of_which_all_is_dropped_stops(dataset, processor, num_workers):
-    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, 4), num_workers)
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4)), num_workers)
     with pytest.raises(TooManyDrops, match="of [0-9]+ samples were dropped .*100.0%(.|\n)*over_length"):
         next(loader)
     loader.close()
@@ -362,7 +365,9 @@ def test_a_bug_ends_the_run_with_the_key_of_the_sample(dataset, processor, num_w
         raise KeyError("rope")
 
     loader = train_loader(
-        dataset, HFEncoderVLMTaskEncoder(processor, 256, position_ids=no_positions), num_workers
+        dataset,
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)),
+        num_workers,
     )
     with pytest.raises(RuntimeError, match="sample train-[0-9]+: KeyError: 'rope'"):
         next(loader)

@@ -14,7 +14,7 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.config import ParallelConfig
+from megatron_vlm.config import DataConfig, ParallelConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -43,7 +43,7 @@ def train_loader(path, encoder, num_workers=0, **options):
     provider = EnergonProvider if (Path(path) / ".nv-meta").exists() else HFProvider
     if isinstance(encoder, PackingVLMTaskEncoder):
         options |= {"packing": "stream", "packing_buffer_size": 8}
-    loader = provider(str(path), num_workers=num_workers, **options)
+    loader = provider(DataConfig(train_data_path=str(path), num_workers=num_workers, **options))
     return loader.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=1)
 
 
@@ -65,25 +65,30 @@ class Fails(Exception):
 
 
 def fail_on_seventh(method):
-    def failing(self, sample, *args):
-        key = getattr(sample, "__key__", "")
-        if key.endswith("7"):
+    def failing(sample, *args):
+        if sample.__key__.endswith("7"):
             raise Fails("a bug of ours")
-        return method(self, sample, *args)
+        return method(sample, *args)
 
     return failing
 
 
-class Plain(HFEncoderVLMTaskEncoder):
-    _encode = fail_on_seventh(HFEncoderVLMTaskEncoder._encode)
+def plain(processor):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.encode = fail_on_seventh(encoder.documents.encode)
+    return encoder
 
 
-class Measuring(PackingVLMTaskEncoder):
-    _measured = fail_on_seventh(PackingVLMTaskEncoder._measured)
+def measuring(processor):
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.measure = fail_on_seventh(encoder.documents.measure)
+    return encoder
 
 
-class Encoding(PackingVLMTaskEncoder):
-    _encode = fail_on_seventh(PackingVLMTaskEncoder._encode)
+def encoding(processor):
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.encode = fail_on_seventh(encoder.documents.encode)
+    return encoder
 
 
 class Choosing(PackingVLMTaskEncoder):
@@ -91,13 +96,17 @@ class Choosing(PackingVLMTaskEncoder):
         raise Fails("a bug of ours")
 
 
+def choosing(processor):
+    return Choosing(processor, DataConfig(seq_length=256))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["energon", "hf"])
-@pytest.mark.parametrize("encoder", [Plain, Measuring, Encoding, Choosing])
+@pytest.mark.parametrize("encoder", [plain, measuring, encoding, choosing])
 def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
-    text = read_until_error(train_loader(datasets[kind], encoder(processor, 256), num_workers))
+    text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers))
     assert "Fails: a bug of ours" in text
-    if encoder is not Choosing:
+    if encoder is not choosing:
         assert "7: Fails" in text  # the key
 
 
@@ -112,7 +121,12 @@ def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damag
     if damage == "overwritten":
         with shard.open("r+b") as file:
             file.write(os.urandom(shard.stat().st_size))
-    loader = train_loader(copy, HFEncoderVLMTaskEncoder(processor, 256), num_workers, shuffle_buffer_size=1)
+    loader = train_loader(
+        copy,
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)),
+        num_workers,
+        shuffle_buffer_size=1,
+    )
     if damage == "cut while it is read":
         os.truncate(shard, 700)
     if damage == "removed while it is read":
@@ -131,7 +145,9 @@ def killing_a_worker(loader):
 
 @pytest.mark.parametrize("kind", ["energon", "hf"])
 def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
-    loader = train_loader(datasets[kind], HFEncoderVLMTaskEncoder(processor, 256), num_workers=2)
+    loader = train_loader(
+        datasets[kind], HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)), num_workers=2
+    )
     next(loader)
     began = time.monotonic()
     text = read_until_error(killing_a_worker(loader), 10_000)
@@ -182,7 +198,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
 @pytest.mark.parametrize("kind", ["energon", "hf"])
 def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, kind):
     """As many records, under the same names, and one of them a paragraph longer."""
-    encoder = HFEncoderVLMTaskEncoder(processor, 256)
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
     state = train_loader(datasets[kind], encoder).state_dict()
     source = write_sharegpt(tmp_path / "source", SAMPLES)
     source.write_text(source.read_text().replace('"number 23"', '"number 23"'.replace("23", "23 " * 300)))
@@ -209,7 +225,9 @@ def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(
         prepare_energon_dataset(source, tmp_path / "data", splits={"train": 400}, workers=1, progress=False)
     else:
         write_hf_folder(tmp_path / "data", source)
-    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(processor, 256)
+    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
+        processor, DataConfig(seq_length=256)
+    )
 
     def first_batch(state) -> tuple[float, object]:
         loader, began = train_loader(tmp_path / "data", encoder, num_workers=3), time.monotonic()

@@ -15,8 +15,8 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, is_raw
+from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.known import KNOWN
@@ -169,10 +169,11 @@ def known_as(family, processor):
     return processor
 
 
-def encoders(processor, **options):
+def encoders(processor, needs: DataNeeds | None = None, chat_template: str | None = None, **settings):
     """(fast, through the HF processor)"""
-    keys = processor.visual_keys
-    return [HFEncoderVLMTaskEncoder(processor, 100_000, keys, fast=f, **options) for f in (True, False)]
+    data = DataConfig(seq_length=100_000, **settings)
+    parts = (processor, data, needs or DataNeeds(processor.visual_keys))
+    return [HFEncoderVLMTaskEncoder(*parts, fast=fast, chat_template=chat_template) for fast in (True, False)]
 
 
 def ready(processor, visual: GenericVisualInputs | None) -> dict[str, torch.Tensor]:
@@ -194,7 +195,7 @@ def assert_equal_but_for_normalization(processor, ours, theirs):
 
 def test_everything_equals_what_the_processor_makes(processor):
     fast, hf = encoders(processor)
-    assert fast.why_hf_processor is None and hf.why_hf_processor
+    assert fast.documents.why_hf_processor is None and hf.documents.why_hf_processor
     lengths = set()
     for sample in (*samples(), *video_samples(processor)):
         theirs = hf.encode_sample(sample)
@@ -231,7 +232,9 @@ def test_rows_of_several_samples_are_equal(processor):
 
 def test_packed_samples_are_equal_too(processor):
     """Here ids come from the sizes, before images and videos are decoded."""
-    packing = PackingVLMTaskEncoder(processor, 100_000, processor.visual_keys)
+    packing = PackingVLMTaskEncoder(
+        processor, DataConfig(seq_length=100_000), DataNeeds(processor.visual_keys)
+    )
     _, hf = encoders(processor)
     for sample in (*list(samples())[len(FILES) :], *video_samples(processor)):
         ours = packing.postencode_sample(packing.preencode_sample(sample))
@@ -291,8 +294,8 @@ def other_processor():
     ],
 )
 def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reason):
-    encoder = HFEncoderVLMTaskEncoder(make(), 4096, load("qwen2_5_vl").visual_keys)
-    assert reason in encoder.why_hf_processor
+    encoder = HFEncoderVLMTaskEncoder(make(), DataConfig(), DataNeeds(load("qwen2_5_vl").visual_keys))
+    assert reason in encoder.documents.why_hf_processor
     first, *_ = samples()
     assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
 
@@ -301,7 +304,10 @@ def test_gemma_with_pan_and_scan_goes_to_the_processor():
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template)
     processor.image_processor.do_pan_and_scan = True
-    assert "do_pan_and_scan = True" in HFEncoderVLMTaskEncoder(processor, 4096).why_hf_processor
+    assert (
+        "do_pan_and_scan = True"
+        in HFEncoderVLMTaskEncoder(processor, DataConfig()).documents.why_hf_processor
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
@@ -309,15 +315,15 @@ def test_an_image_of_fewer_tokens_than_newlines_around_it_is_known(tokens):
     """As many as 4 newline tokens stand around an image of Gemma3; the demo's has 4 tokens."""
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=tokens)
-    encoder = HFEncoderVLMTaskEncoder(processor, 4096)
-    assert encoder.why_hf_processor is None
-    assert encoder.processing.sizes._image_id == processor.tokenizer.image_token_id
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig())
+    assert encoder.documents.why_hf_processor is None
+    assert encoder.documents.processing.sizes._image_id == processor.tokenizer.image_token_id
 
 
 def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=3)
-    sizes = HFEncoderVLMTaskEncoder(processor, 4096).processing.sizes
+    sizes = HFEncoderVLMTaskEncoder(processor, DataConfig()).documents.processing.sizes
     image = processor.tokenizer.image_token_id
     newline = processor.tokenizer.convert_tokens_to_ids("\n")
     processor.image_token_id = processor.tokenizer.image_token_id = None
@@ -332,14 +338,14 @@ def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     )
     monkeypatch.setitem(KNOWN, "Gemma3Processor", one_token_for_all)
     parts = TINY_FAMILIES["gemma3"]
-    encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), 4096)
-    assert "other tokens" in encoder.why_hf_processor
+    encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), DataConfig())
+    assert "other tokens" in encoder.documents.why_hf_processor
 
 
 def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     template = "{% for m in messages %}{% generation %}{{ m.content[0].text }}{% endgeneration %}{% endfor %}"
-    encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), 4096, chat_template=template)
-    assert "the chat template refuses" in encoder.why_hf_processor
+    encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), DataConfig(), chat_template=template)
+    assert "the chat template refuses" in encoder.documents.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
     sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=None)
     assert encoder.encode_sample(sample).loss_mask.any()
@@ -369,7 +375,7 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
     [model] = build_model(run, parts, hf_config, setup.device(), processor)
     import_hf([model], path, parts.weight_map(hf_config))
     found = []
-    for encoder in encoders(processor, position_ids=parts.position_ids(hf_config)):
+    for encoder in encoders(processor, parts.data_needs(hf_config)):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))

@@ -26,8 +26,10 @@ from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from transformers import AutoProcessor
 
+from megatron_vlm.batch import DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, is_blank, place_media
-from megatron_vlm.data.drops import REASONS, DropReport
+from megatron_vlm.data.drops import REASONS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.marks import RESERVED as MARKS
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -48,12 +50,12 @@ def processor(tiny_gemma3):
 
 def make_encoder(processor, packed: bool, max_pixels: int = 10_000):
     kind = PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder
-    return kind(processor, SEQ_LENGTH, max_pixels=max_pixels, drops=DropReport())
+    return kind(processor, DataConfig(seq_length=SEQ_LENGTH, max_pixels=max_pixels))
 
 
 def energon_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1, num_workers=0):
     if not packed:
-        provider = EnergonProvider(str(path), num_workers=0, max_drop_share=1.0)
+        provider = EnergonProvider(DataConfig(train_data_path=str(path), num_workers=0, max_drop_share=1.0))
         yield from provider.valid_loader(encoder, **ALONE)
         return
     workers = WorkerConfig(
@@ -69,12 +71,14 @@ def energon_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1
 def hf_batches(path, encoder, packed: bool, rows: int, rank=0, world_size=1, num_workers=0):
     """One epoch, packed in one buffer."""
     provider = HFProvider(
-        str(path),
-        str(path),
-        num_workers=num_workers,
-        max_drop_share=1.0,
-        packing="stream" if packed else "none",
-        packing_buffer_size=len(range(rank, rows, world_size)),
+        DataConfig(
+            train_data_path=str(path),
+            valid_data_path=str(path),
+            num_workers=num_workers,
+            max_drop_share=1.0,
+            packing="stream" if packed else "none",
+            packing_buffer_size=len(range(rank, rows, world_size)),
+        )
     )
     if not packed:
         yield from provider.valid_loader(encoder, **ALONE)
@@ -173,7 +177,12 @@ def test_workers_and_ranks_share_them_without_loss(written, processor, source, n
     path, records, _, _ = written[source]
     encoder = make_encoder(processor, packed=False)
     provider = {"energon": EnergonProvider, "hf": HFProvider}[source](
-        str(path), str(path), num_workers=num_workers, max_drop_share=1.0
+        DataConfig(
+            train_data_path=str(path),
+            valid_data_path=str(path),
+            num_workers=num_workers,
+            max_drop_share=1.0,
+        )
     )
     seen: list[int] = []
     for rank in range(ranks):
@@ -202,7 +211,11 @@ def test_broken_videos_are_dropped_for_a_reason_and_the_others_train(tmp_path, p
     kinds = write_videos(tmp_path / "videos")
     path, rows = str(tmp_path / "videos/data.jsonl"), len(kinds)
     cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-    encoder = cls(processor, 2048, load("qwen2_5_vl").visual_keys, video_max_frames=6)
+    encoder = cls(
+        processor,
+        DataConfig(seq_length=2048, video_max_frames=6),
+        DataNeeds(load("qwen2_5_vl").visual_keys),
+    )
     seen = Counter()
     for batch in hf_batches(path, encoder, packing == "stream", rows):
         seen.update(int(key) for row in batch["__key__"] for key in row)

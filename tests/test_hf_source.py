@@ -9,7 +9,8 @@ import torch
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -36,20 +37,20 @@ def processor(tiny_gemma3):
 
 @pytest.fixture
 def encoder(processor):
-    return HFEncoderVLMTaskEncoder(processor, 256)
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
 
 
 def train_loader(folder, encoder, num_workers=0, rank=0, world_size=1, seed=3, batch=2, **kwargs):
     paths = folder if isinstance(folder, list) else str(folder)
-    return HFProvider(paths, num_workers=num_workers, **kwargs).train_loader(
+    return HFProvider(DataConfig(train_data_path=paths, num_workers=num_workers, **kwargs)).train_loader(
         encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
     )
 
 
 def valid_loader(folder, encoder, num_workers=0, rank=0, world_size=1, batch=1):
-    return HFProvider(str(folder), str(folder), num_workers=num_workers).valid_loader(
-        encoder, micro_batch_size=batch, rank=rank, world_size=world_size
-    )
+    return HFProvider(
+        DataConfig(train_data_path=str(folder), valid_data_path=str(folder), num_workers=num_workers)
+    ).valid_loader(encoder, micro_batch_size=batch, rank=rank, world_size=world_size)
 
 
 def take(loader, count):
@@ -68,7 +69,9 @@ def numbers(batches):
 
 def test_the_same_records_give_the_same_batches_as_energon(tmp_path, source, folder, encoder):
     prepare_energon_dataset({"val": source}, tmp_path / "energon", workers=1, progress=False)
-    energon = EnergonProvider("", str(tmp_path / "energon"), num_workers=0)
+    energon = EnergonProvider(
+        DataConfig(train_data_path="", valid_data_path=str(tmp_path / "energon"), num_workers=0)
+    )
     settings = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
     expected = list(energon.valid_loader(encoder, **settings))
     batches = list(valid_loader(folder, encoder))
@@ -112,7 +115,7 @@ def test_training_resumes_exactly_across_an_epoch_and_another_number_of_workers(
 def test_a_drop_between_batches_does_not_move_the_resume(folder, processor, encoder):
     """Rows with two images are dropped; the state counts rows, not samples."""
     lengths = [len(batch["input_ids"][0]) for batch in valid_loader(folder, encoder)]
-    short = HFEncoderVLMTaskEncoder(processor, max(lengths) - 1)
+    short = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=max(lengths) - 1))
     loader = train_loader(folder, short, max_drop_share=1.0)
     take(loader, 4)
     state = loader.state_dict()
@@ -226,7 +229,7 @@ def test_a_bad_row_is_counted_and_the_others_train(tmp_path, encoder):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_of_which_all_is_dropped_stops(folder, processor, num_workers):
-    loader = train_loader(folder, HFEncoderVLMTaskEncoder(processor, 4), num_workers)
+    loader = train_loader(folder, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4)), num_workers)
     with pytest.raises(TooManyDrops, match="samples were dropped .*100.0%(.|\n)*over_length"):
         next(loader)
     loader.close()
@@ -237,7 +240,9 @@ def test_a_bug_ends_the_run_with_the_key_of_the_sample(folder, processor, num_wo
     def no_positions(input_ids, visual_inputs):
         raise KeyError("rope")
 
-    encoder = HFEncoderVLMTaskEncoder(processor, 256, position_ids=no_positions)
+    encoder = HFEncoderVLMTaskEncoder(
+        processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)
+    )
     loader = train_loader(folder, encoder, num_workers)
     with pytest.raises(RuntimeError, match="sample [0-9]{9}: KeyError: 'rope'"):
         next(loader)

@@ -8,7 +8,7 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate, validate_paths
-from megatron_vlm.config import ConfigError, RunConfig, paths_of
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig, paths_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -41,10 +41,14 @@ def processor(tiny_gemma3):
 
 def open_loader(kind, paths, processor, rank=0, world_size=1, **settings):
     packed = settings.get("packing", "none") != "none"
-    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(processor, 256)
+    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
+        processor, DataConfig(seq_length=256)
+    )
     if kind == "energon":
         settings = {"shuffle_buffer_size": 1, "max_samples_per_sequence": 3} | settings
-    provider = {"hf": HFProvider, "energon": EnergonProvider}[kind](paths, **settings)
+    provider = {"hf": HFProvider, "energon": EnergonProvider}[kind](
+        DataConfig(train_data_path=paths, **settings)
+    )
     return provider.train_loader(encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=5)
 
 
@@ -155,12 +159,11 @@ def test_validation_has_each_sample_of_each_path_once(sources, processor, kind, 
     """Not given, it is of the paths that have a split for it: none of hf's here."""
     provider = {"hf": HFProvider, "energon": EnergonProvider}[kind]
     valid = sources[kind] if given else None
-    encoder = HFEncoderVLMTaskEncoder(processor, 256)
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
     seen = Counter()
     for rank in range(2):
-        loader = provider(sources[kind], valid, num_workers=0).valid_loader(
-            encoder, micro_batch_size=1, rank=rank, world_size=2
-        )
+        data = DataConfig(train_data_path=sources[kind], valid_data_path=valid, num_workers=0)
+        loader = provider(data).valid_loader(encoder, micro_batch_size=1, rank=rank, world_size=2)
         if kind == "hf" and not given:
             assert loader is None
             return

@@ -13,6 +13,8 @@ import pytest
 from megatron.energon import stateless
 from test_fast import film, picture
 
+from megatron_vlm.batch import DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -67,9 +69,11 @@ def memory() -> int:
 def test_memory_stays_flat_over_an_epoch(kind, paths):
     parts = TINY_FAMILIES["qwen2_5_vl"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=1024)
-    encoder = PackingVLMTaskEncoder(processor, 4096, load("qwen2_5_vl").visual_keys, video_fps=4)
+    encoder = PackingVLMTaskEncoder(
+        processor, DataConfig(seq_length=4096, video_fps=4), DataNeeds(load("qwen2_5_vl").visual_keys)
+    )
     options = {"packing": "stream", "packing_buffer_size": 16, "num_workers": 2}
-    loader = PROVIDERS[kind](str(paths[kind]), **options).train_loader(
+    loader = PROVIDERS[kind](DataConfig(train_data_path=str(paths[kind]), **options)).train_loader(
         encoder, micro_batch_size=1, rank=0, world_size=1, seed=0
     )
     seen, quarters = 0, [0, 0, 0, 0]  # the most memory in each
@@ -141,8 +145,10 @@ def slope(loader, count: int) -> float:
 def test_memory_stays_flat_over_many_small_samples(name, count, small_samples, record_property):
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template)
-    encoder = OneEncoding(processor, 256, load("gemma3").visual_keys)
-    provider = PROVIDERS["energon" if name == "energon" else "hf"](str(small_samples / name), num_workers=2)
+    encoder = OneEncoding(processor, DataConfig(seq_length=256), DataNeeds(load("gemma3").visual_keys))
+    provider = PROVIDERS["energon" if name == "energon" else "hf"](
+        DataConfig(train_data_path=str(small_samples / name))
+    )
     loader = provider.train_loader(encoder, micro_batch_size=10, rank=0, world_size=1, seed=0)
     try:
         found = slope(loader, count)

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
+from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import family_for
@@ -46,7 +46,7 @@ def encoded(tiny):
         imgs=[jpeg(size) for size in SIZES],
     )
     return HFEncoderVLMTaskEncoder(
-        AutoProcessor.from_pretrained(tiny), seq_length=256, visual_keys=FAMILY.visual_keys
+        AutoProcessor.from_pretrained(tiny), DataConfig(seq_length=256), DataNeeds(FAMILY.visual_keys)
     ).encode_sample(sample)
 
 

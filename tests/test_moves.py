@@ -10,12 +10,14 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.load.orders import BalancedRows, BufferedPacking, RandomOrder
+from megatron_vlm.data.load.orders import RandomOrder
+from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.run_folder.batch_log import read_step
 
@@ -111,9 +113,15 @@ SETTINGS = [
 def open_loader(folder, processor, rank, world_size, num_workers=0, **settings):
     """Of 50 tokens, samples with two images are too long."""
     cls = PackingVLMTaskEncoder if settings.get("packing") else HFEncoderVLMTaskEncoder
-    encoder, cache = cls(processor, 50), str(folder / "lengths")
+    encoder, cache = cls(processor, DataConfig(seq_length=50)), str(folder / "lengths")
     provider = HFProvider(
-        str(folder / "rows"), num_workers=num_workers, max_drop_share=1.0, lengths_cache=cache, **settings
+        DataConfig(
+            train_data_path=str(folder / "rows"),
+            num_workers=num_workers,
+            max_drop_share=1.0,
+            lengths_cache=cache,
+            **settings,
+        )
     )
     place = {"rank": rank, "world_size": world_size}
     return provider.train_loader(encoder, micro_batch_size=1, seed=3, **place), encoder
@@ -166,9 +174,9 @@ def test_a_moved_run_resumes_exactly(folder, processor):
 @pytest.mark.parametrize("worlds", [(3, 1), (1, 3)])
 def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worlds):
     def open_ranks(world_size):
-        provider = EnergonProvider(str(folder / "energon"), num_workers=0)
+        provider = EnergonProvider(DataConfig(train_data_path=str(folder / "energon"), num_workers=0))
         place = {"micro_batch_size": 1, "world_size": world_size, "seed": 1}
-        encoder = HFEncoderVLMTaskEncoder(processor, 256)
+        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
         return [provider.train_loader(encoder, rank=rank, **place) for rank in range(world_size)]
 
     states = [loader.state_dict() for loader in open_ranks(worlds[0])]

@@ -9,7 +9,8 @@ import pytest
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -82,14 +83,14 @@ def loader_of(folder, kind: str, processor, num_workers=0, rank=0, world_size=1,
     settings |= {"num_workers": num_workers, "max_drop_share": max_drop_share}
     packed = settings.get("packing", "none") != "none"
     encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
-        processor, 256, drops=DropReport()
+        processor, DataConfig(seq_length=256)
     )
     if kind in ENERGON:
-        provider = EnergonProvider(str(folder / "shards"), **settings)
+        provider = EnergonProvider(DataConfig(train_data_path=str(folder / "shards"), **settings))
     else:
         path = folder / ("rows.parquet" if settings.get("streaming") else "data.jsonl")
         settings |= {"media_dir": str(folder), "lengths_cache": str(folder / "lengths")}
-        provider = HFProvider(str(path), **settings)
+        provider = HFProvider(DataConfig(train_data_path=str(path), **settings))
     return provider.train_loader(encoder, micro_batch_size=2, rank=rank, world_size=world_size, seed=1)
 
 

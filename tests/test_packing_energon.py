@@ -12,6 +12,7 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.base import close_loader
@@ -43,12 +44,16 @@ def processor(tiny_gemma3):
 
 @pytest.fixture
 def encoder(processor):
-    return PackingVLMTaskEncoder(processor, SEQ_LENGTH)
+    return PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
 
 
 def train_loader(dataset, encoder, num_workers=0, **options):
     settings = {"packing": "stream", "packing_buffer_size": 16, "shuffle_buffer_size": 8} | options
-    provider = EnergonProvider(str(dataset), num_workers=num_workers, max_samples_per_sequence=5, **settings)
+    provider = EnergonProvider(
+        DataConfig(
+            train_data_path=str(dataset), num_workers=num_workers, max_samples_per_sequence=5, **settings
+        )
+    )
     return provider.train_loader(encoder, micro_batch_size=2, rank=0, world_size=1, seed=7)
 
 
@@ -63,8 +68,12 @@ def take(loader, count):
 
 
 def test_rows_have_one_length_and_hold_whole_documents(dataset, encoder, processor):
-    alone = HFEncoderVLMTaskEncoder(processor, SEQ_LENGTH)
-    rows_of = EnergonProvider(str(dataset), str(dataset), num_workers=0, shuffle_buffer_size=1)
+    alone = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
+    rows_of = EnergonProvider(
+        DataConfig(
+            train_data_path=str(dataset), valid_data_path=str(dataset), num_workers=0, shuffle_buffer_size=1
+        )
+    )
     singles = rows_of.train_loader(alone, micro_batch_size=1, rank=0, world_size=1, seed=7)
     lengths = {}
     while len(lengths) < SAMPLES:
@@ -125,7 +134,9 @@ def test_every_kind_resumes_exactly(kinds, processor, kind, packing, num_workers
 
     def open_loader():
         cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-        return train_loader(kinds[kind][0], cls(processor, SEQ_LENGTH), num_workers, packing=packing)
+        return train_loader(
+            kinds[kind][0], cls(processor, DataConfig(seq_length=SEQ_LENGTH)), num_workers, packing=packing
+        )
 
     reference, states, expected = open_loader(), [], []
     for _ in range(kinds[kind][1].total() // 2 + 6):
@@ -164,7 +175,7 @@ def test_a_state_of_another_packing_is_refused_by_name(dataset, encoder, field, 
 
 def test_a_state_of_another_patch_budget_is_refused_by_name(dataset, encoder, processor):
     state = train_loader(dataset, encoder).state_dict()
-    limited = PackingVLMTaskEncoder(processor, SEQ_LENGTH, max_patches=640)
+    limited = PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH, max_patches=640))
     with pytest.raises(ValueError, match="max_patches: saved None, now 640"):
         train_loader(dataset, limited).load_state_dict(state)
 
@@ -173,7 +184,9 @@ def test_the_patch_budget_holds_in_every_row(dataset, processor):
     """A tiny Gemma3 image has 64 patches; without the budget, rows have more than four images."""
 
     def most_images(**options):
-        loader = train_loader(dataset, PackingVLMTaskEncoder(processor, SEQ_LENGTH, **options))
+        loader = train_loader(
+            dataset, PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH, **options))
+        )
         rows = (row for _ in range(8) for row in next(loader)["input_ids"])
         return max(int((row == processor.tokenizer.image_token_id).sum()) // 16 for row in rows)
 
@@ -190,7 +203,7 @@ def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packi
     seen, dropped = Counter(), Counter()
     for rank in range(world_size):
         cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-        encoder = cls(processor, 50)  # two images are too long
+        encoder = cls(processor, DataConfig(seq_length=50))  # two images are too long
         workers = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
         epoch = get_train_dataset(
             str(path),

@@ -8,12 +8,13 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
-from megatron_vlm.data.load.orders import BalancedRows
+from megatron_vlm.data.load.packed_orders import BalancedRows
 
 SEQ_LENGTH = 160
 ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks
@@ -37,7 +38,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def encoder(processor):
-    return PackingVLMTaskEncoder(processor, SEQ_LENGTH)
+    return PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
 
 
 @pytest.fixture
@@ -47,7 +48,9 @@ def open_loader(folder, cache):
 
     def open_one(encoder, packing="stream", num_workers=0, rank=0, world_size=1, batch=2, **options):
         settings = {"packing_buffer_size": 16, "lengths_cache": str(cache), "max_drop_share": 1.0} | options
-        provider = HFProvider(str(folder), num_workers=num_workers, packing=packing, **settings)
+        provider = HFProvider(
+            DataConfig(train_data_path=str(folder), num_workers=num_workers, packing=packing, **settings)
+        )
         place = {"rank": rank, "world_size": world_size}
         opened.append(provider.train_loader(encoder, micro_batch_size=batch, seed=3, **place))
         return opened[-1]
@@ -133,7 +136,7 @@ def test_an_epoch_trains_or_drops_each_sample_once(
     """Of 50 tokens, samples with two images are too long."""
     trained, dropped = Counter(), set()
     for rank in range(world_size):
-        encoder = PackingVLMTaskEncoder(processor, seq_length)
+        encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=seq_length))
         loader = open_loader(encoder, packing, num_workers, rank, world_size, batch=1, packing_buffer_size=8)
         trained += first_epoch(loader, packing, ROWS // world_size)
         dropped |= {int(example["key"]) for example in encoder.drops.examples()}
@@ -149,7 +152,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
     image.write_bytes(image.read_bytes()[:-40])
     rows = write_hf_folder(tmp_path / "rows", source)
     options = {"packing": "stream", "packing_buffer_size": 12, "max_drop_share": 0.5}
-    provider = HFProvider(str(rows), num_workers=0, **options)
+    provider = HFProvider(DataConfig(train_data_path=str(rows), num_workers=0, **options))
     loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     assert sum((Counter(numbers(next(loader))) for _ in range(3)), Counter()).keys() >= {0, 2, 3, 4}
     assert encoder.drops.summary()["reasons"].keys() <= {"image_truncated", "image_undecodable"}
@@ -158,7 +161,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
 
 def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
     monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 10)
-    rows = HFProvider(str(folder)).train_rows(encoder)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
     first = measure_dataset(rows, tmp_path)
     parts = sorted(tmp_path.glob("*/*.npy"))
     assert len(parts) == 5
@@ -172,8 +175,8 @@ def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder
 
 
 def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):
-    whole = HFEncoderVLMTaskEncoder(processor, 50)
-    rows = HFProvider(str(folder), max_drop_share=1.0).train_rows(whole)
+    whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=50))
+    rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole)
     tokens, _ = measure_dataset(rows, tmp_path)
     encoded = [rows[None, [index]][1] for index in range(ROWS)]
     assert tokens.tolist() == [DROPPED if sample is None else len(sample.input_ids) for sample in encoded]
@@ -184,9 +187,11 @@ def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, pro
 def test_other_settings_measure_again(tmp_path, folder, processor, change):
     if "chat_template" in change:
         change = {"chat_template": processor.chat_template + " "}
-    for options in ({"seq_length": 50}, {"seq_length": 50}, {"seq_length": 50} | change):
-        encoder = HFEncoderVLMTaskEncoder(processor, **options)
-        measure_dataset(HFProvider(str(folder)).train_rows(encoder), tmp_path)
+    template = change.pop("chat_template", None)
+    for more, text in (({}, None), ({}, None), (change, template)):
+        data = DataConfig(**{"seq_length": 50} | more)
+        encoder = HFEncoderVLMTaskEncoder(processor, data, chat_template=text)
+        measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -202,7 +207,7 @@ def test_a_document_that_grew_after_it_was_measured_is_an_error(open_loader, enc
 
 def test_samples_of_about_one_length_share_a_step(open_loader, processor):
     def padding(**options):
-        encoder = HFEncoderVLMTaskEncoder(processor, SEQ_LENGTH)
+        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
         loader = open_loader(encoder, "none", batch=4, **options)
         batches = [next(loader) for _ in range(ROWS // 4)]
         assert len({key for batch in batches for key in numbers(batch)}) == ROWS
@@ -248,7 +253,7 @@ def test_every_epoch_packs_anew():
 @pytest.mark.parametrize("packing", ["stream", "global"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_of_which_all_is_dropped_stops(open_loader, processor, packing, num_workers):
-    encoder = PackingVLMTaskEncoder(processor, 4)
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=4))
     loader = open_loader(encoder, packing, num_workers, max_drop_share=0.5)
     with pytest.raises(TooManyDrops, match="samples were dropped .*100.0%(.|\n)*over_length"):
         next(loader)

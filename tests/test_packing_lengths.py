@@ -9,6 +9,8 @@ from megatron.energon.errors import SkipSample
 from PIL import Image
 from transformers import AutoProcessor
 
+from megatron_vlm.batch import DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -29,11 +31,8 @@ def parts(request, tmp_path_factory):
 def encoders(parts, seq_length=4096, **options):
     """One in halves, one in whole."""
     processor, visual_keys = parts
-    max_patches = {"max_patches": options.pop("max_patches")} if "max_patches" in options else {}
-    return (
-        PackingVLMTaskEncoder(processor, seq_length, visual_keys, **options, **max_patches),
-        HFEncoderVLMTaskEncoder(processor, seq_length, visual_keys, **options),
-    )
+    data, needs = DataConfig(seq_length=seq_length, **options), DataNeeds(visual_keys)
+    return PackingVLMTaskEncoder(processor, data, needs), HFEncoderVLMTaskEncoder(processor, data, needs)
 
 
 def image(size, format="PNG", **options):
@@ -65,11 +64,11 @@ def test_lengths_and_patches_are_those_of_the_encoded_sample(parts):
     halves, whole = encoders(parts)
     lengths = set()
     for given in samples():
-        measured = halves.preencode_sample(given)
-        encoded, expected = halves.postencode_sample(measured), whole.encode_sample(given)
-        assert measured.length == len(expected.input_ids)
+        half = halves.preencode_sample(given)
+        encoded, expected = halves.postencode_sample(half), whole.encode_sample(given)
+        assert half.measured.length == len(expected.input_ids)
         assert encoded.input_ids.equal(expected.input_ids) and encoded.labels.equal(expected.labels)
-        lengths.add(measured.length)
+        lengths.add(half.measured.length)
     assert len(lengths) > 5
 
 
@@ -100,7 +99,7 @@ def test_both_encoders_drop_and_cut_the_same_samples(parts, over_length):
 
 def test_a_sample_of_too_many_patches_is_dropped(parts):
     halves, _ = encoders(parts)
-    patches = halves.preencode_sample(sample([(56, 56), (56, 56)])).patches
+    patches = halves.preencode_sample(sample([(56, 56), (56, 56)])).measured.patches
     assert patches > 0
     limited, _ = encoders(parts, max_patches=patches - 1)
     limited.preencode_sample(sample([(56, 56)]))
@@ -111,10 +110,10 @@ def test_a_sample_of_too_many_patches_is_dropped(parts):
 
 def test_a_wrong_prediction_ends_the_run(parts):
     halves, _ = encoders(parts)
-    measured = halves.preencode_sample(sample([(56, 56)]))
-    measured.length += 1
-    with pytest.raises(RuntimeError, match=f"s: measured {measured.length} tokens .* encoded"):
-        halves.postencode_sample(measured)
+    half = halves.preencode_sample(sample([(56, 56)]))
+    half.measured.length += 1
+    with pytest.raises(RuntimeError, match=f"s: measured {half.measured.length} tokens .* encoded"):
+        halves.postencode_sample(half)
 
 
 ROTATED = Image.Exif()

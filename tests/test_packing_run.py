@@ -10,9 +10,9 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.batch import DataNeeds
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import train_encoder
@@ -104,8 +104,8 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
     (measured,) = tmp_path.rglob("*.npy")
     written = measured.stat().st_mtime_ns
     data = compose("gemma3_tiny_digits", settings=settings).data
-    encoder = train_encoder(data, AutoProcessor.from_pretrained(tiny_gemma3), drops=DropReport())
-    HFProvider.from_config(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    encoder = train_encoder(data, AutoProcessor.from_pretrained(tiny_gemma3), DataNeeds())
+    HFProvider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")] == [written]
 
 

@@ -15,8 +15,9 @@ from megatron.energon.errors import SkipSample
 from PIL import Image
 from transformers import AutoProcessor
 
+from megatron_vlm.batch import DataNeeds
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -177,7 +178,7 @@ def qwen(tmp_path_factory):
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_encoder_counts_a_late_clip_and_trains_on_the_next_sample(qwen, long_clip, packed):
     kind = PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder
-    encoder = kind(qwen, 4096, load("qwen3_vl").visual_keys, decode_seconds=0.01)
+    encoder = kind(qwen, DataConfig(decode_seconds=0.01), DataNeeds(load("qwen3_vl").visual_keys))
     encode = encoder.encode_sample
     if packed:
 

@@ -28,7 +28,7 @@ def processor(tiny_gemma3):
 
 @pytest.fixture
 def encoder(processor):
-    return HFEncoderVLMTaskEncoder(processor, 256)
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
 
 
 def take(loader, count):
@@ -46,9 +46,9 @@ def test_every_source_is_prepared_and_trains_the_same(tmp_path, write, processor
     assert sum(summary.skipped.values()) == len(test_sources.BAD)
     if source.is_dir():
         return
-    loader = EnergonProvider("", str(tmp_path / "out"), num_workers=0).valid_loader(
-        encoder, micro_batch_size=1, rank=0, world_size=1
-    )
+    loader = EnergonProvider(
+        DataConfig(train_data_path="", valid_data_path=str(tmp_path / "out"), num_workers=0)
+    ).valid_loader(encoder, micro_batch_size=1, rank=0, world_size=1)
     assert test_sources.numbers_of(loader, processor) == test_sources.GOOD
 
 
@@ -106,7 +106,12 @@ def blend(tmp_path_factory):
 
 def train_loader(path, encoder, num_workers=0):
     provider = EnergonProvider(
-        str(path), num_workers=num_workers, shuffle_buffer_size=4, max_samples_per_sequence=4
+        DataConfig(
+            train_data_path=str(path),
+            num_workers=num_workers,
+            shuffle_buffer_size=4,
+            max_samples_per_sequence=4,
+        )
     )
     return provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=7)
 

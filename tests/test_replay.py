@@ -40,8 +40,7 @@ def run_data(config, rank=0, world_size=1):
 
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
     family, processor = family_for(hf_config), AutoProcessor.from_pretrained(config.model.hf_path)
-    positions = family.position_ids(hf_config)
-    return RunData(config, processor, family.visual_keys, positions, rank, world_size)
+    return RunData(config, processor, family.data_needs(hf_config), rank, world_size)
 
 
 def content(batch):

@@ -15,11 +15,13 @@ import pytest
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.batch import DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.load.orders import BufferedPacking
+from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
@@ -211,11 +213,11 @@ def source(tmp_path_factory):
 
 def open_loader(settings, processor, rank=0, world_size=1, num_workers=0, packing="none"):
     cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-    encoder = cls(processor, 256 if packing == "none" else 100)
+    encoder = cls(processor, DataConfig(seq_length=256 if packing == "none" else 100))
     path = settings["train_data_path"]
     settings = {"lengths_cache": str(path.parent / "lengths"), "num_workers": num_workers} | settings
     settings |= {"train_data_path": str(path), "packing_buffer_size": BUFFER}
-    provider = HFProvider(**settings, max_drop_share=1.0, packing=packing)
+    provider = HFProvider(DataConfig(**settings, max_drop_share=1.0, packing=packing))
     return provider.train_loader(
         encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=SEED
     ), encoder
@@ -588,7 +590,9 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
         conversation=json.dumps(conversation_of(record)),
         imgs=images_of(record, tmp_path),
     )
-    encoder = PackingVLMTaskEncoder(processor, 512, load(family).visual_keys)
+    encoder = PackingVLMTaskEncoder(
+        processor, DataConfig(seq_length=512), DataNeeds(load(family).visual_keys)
+    )
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ
     trained = encoded.labels[encoded.labels != -100]
     written = processor.tokenizer.decode(trained)

@@ -39,9 +39,14 @@ def picture(index):
     return Image.new("RGB", (30 + 20 * index, 50), (80 * index, 0, 0))
 
 
+def processed(spans, messages, images=0):
+    prompt = spans.chat(messages, None, images)
+    return spans(prompt, [picture(index) for index in range(images)])
+
+
 def encode(spans, *turns, images=0):
     messages, _ = cook_chatml_sample([{"role": role, "content": text} for role, text in turns])
-    return spans(place_media(messages, images), images=[picture(index) for index in range(images)])[0]
+    return processed(spans, place_media(messages, images), images)[0]
 
 
 def replies(spans, encoded):
@@ -151,7 +156,7 @@ def test_ids_are_those_of_transformers(spans, processor, images):
             {"role": "assistant", "content": "12"},
         ]
     )
-    ours, outputs = spans(messages, images=[picture(index) for index in range(images)])
+    ours, outputs = processed(spans, messages, images)
     for index in range(images):
         messages[1]["content"][index]["image"] = picture(index)
     theirs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
@@ -189,7 +194,7 @@ def test_the_processor_is_called_once(tiny_gemma3):
 def test_the_callers_messages_and_processor_stay_as_they_were(spans, processor):
     messages, _ = cook_chatml_sample([{"role": "user", "content": "<eos>"}])
     before = repr(messages)
-    spans(messages)
+    processed(spans, messages)
     assert repr(messages) == before
     assert "Marked" not in type(processor.tokenizer).__name__
 
@@ -206,7 +211,7 @@ def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor
     for calls in ([{"name": "f"}], 5):  # without arguments, and no list at all
         messages, _ = cook_chatml_sample([{"role": "user", "content": "a", "calls": calls}])
         with pytest.raises(BadSample, match="template_error: .*(not JSON serializable|not iterable)"):
-            spans(messages)
+            processed(spans, messages)
 
 
 def test_a_template_without_findable_replies_is_refused_at_construction(processor):

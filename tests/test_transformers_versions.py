@@ -31,7 +31,7 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     """Import, answer and export in each layout."""
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.data.encode.generation_prompt import encode_prompt
+    from megatron_vlm.data.generation_prompt import encode_prompt
     from megatron_vlm.models import weights
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
@@ -51,8 +51,7 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
             AutoProcessor.from_pretrained(source),
             [{"role": "user", "content": content}],
             [Path(picture).read_bytes()],
-            parts.visual_keys,
-            parts.position_ids(hf_config),
+            parts.data_needs(hf_config),
             setup.device(),
         )
         answers += generate(chunks, [prompt], hf_generate.NEW_TOKENS, stop_ids=[])

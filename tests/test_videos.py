@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -273,15 +273,13 @@ def arguments_of(name, path):
     parts = load(name)
     return {
         "processor": AutoProcessor.from_pretrained(path),
-        "visual_keys": parts.visual_keys,
-        "position_ids": parts.position_ids(AutoConfig.from_pretrained(path)),
-        "images_or_videos": parts.images_or_videos,
+        "needs": parts.data_needs(AutoConfig.from_pretrained(path)),
     }
 
 
-def encoder_of(arguments, seq_length=2048, packing=False, **settings):
+def encoder_of(arguments, seq_length=2048, packing=False, fast=True, **settings):
     kind = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
-    return kind(seq_length=seq_length, **arguments, **settings)
+    return kind(**arguments, data=DataConfig(seq_length=seq_length, **settings), fast=fast)
 
 
 def sample(videos=(), imgs=(), question=None, key="s0"):
@@ -298,7 +296,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
 
 def by_processor(encoder, conversation, videos):
     """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
-    processor, rules = encoder.processor, encoder.video_rules
+    processor, rules = encoder.processor, encoder.documents.video_rules
     prompt, _ = TextEncoder(processor).chat.render(cook_chatml_sample(conversation)[0])
     decoded = [decode_video(video, rules) for video in videos]
     metadata = [
@@ -328,7 +326,7 @@ def test_ids_grids_and_pixels_are_the_processors_of_the_chosen_frames(arguments)
         assert encoded.input_ids.equal(expected["input_ids"][0])
         raw = encoded.visual_inputs.as_model_kwargs()
         found = PixelNormalizer(encoder.processor)(raw, torch.float32)
-        assert set(found) == set(arguments["visual_keys"]) & set(expected)
+        assert set(found) == set(arguments["needs"].visual_keys) & set(expected)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, torch.as_tensor(expected[name]))
         grids = encoded.visual_inputs.video_grid_thw
@@ -374,10 +372,11 @@ def test_measured_lengths_are_those_of_the_encoding(arguments):
     for videos in ([steady(30)], [steady(7), frame_list(3)], [steady(1)], [file([0, 0.1, 0.7, 1.9])]):
         for size in ((64, 48), (160, 90)):
             conversation = sample([*videos, steady(4, size=size)])
-            measured = encoder.preencode_sample(conversation)
-            encoded = encoder.postencode_sample(measured)  # raises when they differ
+            half = encoder.preencode_sample(conversation)
+            encoded = encoder.postencode_sample(half)  # raises when they differ
             grids = encoded.visual_inputs.video_grid_thw
-            assert (measured.length, measured.patches) == (len(encoded.input_ids), grids.prod(-1).sum())
+            found = half.measured.length, half.measured.patches
+            assert found == (len(encoded.input_ids), grids.prod(-1).sum())
             checked += 1
     assert checked == 8
 
@@ -411,7 +410,7 @@ def test_truncation_keeps_whole_videos_at_every_length(arguments):
 def test_images_and_videos_share_a_sample_or_are_counted(arguments):
     encoder = encoder_of(arguments)
     both = sample([frame_list(2)], [picture(1)])
-    if arguments["images_or_videos"]:
+    if arguments["needs"].images_or_videos:
         with pytest.raises(SkipSample):
             encoder.encode_sample(both)
         assert encoder.drops.summary()["reasons"] == {"images_and_videos": 1}
@@ -431,7 +430,7 @@ def test_bad_videos_are_dropped_with_their_reason(arguments):
 
 
 def test_models_without_videos_drop_them(tiny_gemma3):
-    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(tiny_gemma3), 256)
+    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(tiny_gemma3), DataConfig(seq_length=256))
     with pytest.raises(SkipSample):
         encoder.encode_sample(sample([steady(4)]))
     assert encoder.drops.summary()["reasons"] == {"video_unsupported": 1}
@@ -521,7 +520,7 @@ def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
     rows.save_to_disk(tmp_path / "hf")
     found = {}
     for kind, folder in {EnergonProvider: energon, HFProvider: tmp_path / "hf"}.items():
-        provider = kind(str(folder), num_workers=0)
+        provider = kind(DataConfig(train_data_path=str(folder), num_workers=0))
         loader = provider.train_loader(
             encoder_of(arguments_of(name, path)), micro_batch_size=1, rank=0, world_size=1, seed=1
         )
@@ -569,6 +568,6 @@ def test_settings_that_take_no_frame_are_refused(settings):
 def test_ids_from_the_plan_are_those_of_the_encoding(arguments):
     encoder = encoder_of(arguments, packing=True)
     for videos in ([steady(30)], [steady(7), frame_list(3)]):
-        measured = encoder.preencode_sample(sample(videos))
-        encoded = encoder.postencode_sample(measured)
-        assert measured.text.input_ids.tolist() == encoded.input_ids.tolist()
+        half = encoder.preencode_sample(sample(videos))
+        encoded = encoder.postencode_sample(half)
+        assert half.measured.text.input_ids.tolist() == encoded.input_ids.tolist()

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.batch import DataNeeds
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -56,7 +58,9 @@ def config(request, dataset, tmp_path_factory):
 def test_every_frame_of_a_video_is_shown(fast):
     parts, colours = TINY_FAMILIES["qwen3_vl"], [(200, 0, 0), (0, 90, 0), (0, 0, 250), (40, 40, 40)]
     processor = parts.processor(default_corpus(100), parts.template)
-    encoder = HFEncoderVLMTaskEncoder(processor, 4096, load("qwen3_vl").visual_keys, fast=fast)
+    encoder = HFEncoderVLMTaskEncoder(
+        processor, DataConfig(seq_length=4096), DataNeeds(load("qwen3_vl").visual_keys), fast=fast
+    )
     turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "a"}]
     frames = []
     for colour in colours:

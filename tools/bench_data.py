@@ -56,6 +56,7 @@ from transformers import ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.known import KNOWN, RESAMPLE
@@ -200,7 +201,7 @@ def floor_and_text(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
     encoder = encoder_of(family, processor)
-    assert encoder.why_hf_processor is None, encoder.why_hf_processor
+    assert encoder.documents.why_hf_processor is None, encoder.documents.why_hf_processor
     return lambda conversation: encoder.encode_sample(conversation.sample())
 
 
@@ -209,7 +210,10 @@ def encoder_of(family: str, processor: ProcessorMixin, fast: bool = True) -> HFE
         hf_config = load_config(build_tiny_checkpoint(family, folder))
     parts = load(family)
     return HFEncoderVLMTaskEncoder(
-        processor, 100_000, parts.visual_keys, position_ids=parts.position_ids(hf_config), fast=fast
+        processor,
+        DataConfig(seq_length=100_000),
+        parts.data_needs(hf_config),
+        fast=fast,
     )
 
 
@@ -410,7 +414,9 @@ def energon_dataset(folder: Path, samples: int) -> Path:
 
 
 def rate(dataset: Path, encoder: HFEncoderVLMTaskEncoder, num_workers: int, batches: int) -> float:
-    provider = EnergonProvider(str(dataset), num_workers=num_workers, shuffle_buffer_size=16)
+    provider = EnergonProvider(
+        DataConfig(train_data_path=str(dataset), num_workers=num_workers, shuffle_buffer_size=16)
+    )
     loader = provider.train_loader(encoder, micro_batch_size=4, rank=0, world_size=1, seed=0)
     try:
         for _ in range(4 + 4 * num_workers):  # past what the workers make ahead

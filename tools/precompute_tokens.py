@@ -41,10 +41,9 @@ def main(
         )
     number, _, parts = part.partition("/")
     path = run.model.hf_path
-    family = family_for(load_config(path))
-    parts_of_family = {"visual_keys": family.visual_keys, "images_or_videos": family.images_or_videos}
-    encoder = train_encoder(data, load_processor(path), **parts_of_family)
-    rows = HFProvider.from_config(data).train_rows(encoder)
+    hf_config = load_config(path)
+    needs = family_for(hf_config).data_needs(hf_config)
+    rows = HFProvider(data).train_rows(train_encoder(data, load_processor(path), needs))
     place = {"rank": int(number) - 1, "world_size": int(parts)}
     tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, **place)
     kept = tokens != DROPPED

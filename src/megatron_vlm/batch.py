@@ -42,6 +42,15 @@ _FIELDS_OF_KIND = (  # pixels, the grid that says how many rows of them an item 
 )
 
 
+# a document's (T,) ids and visual inputs -> its positions, (T,) or (3, T) int64
+PositionIds = Callable[[Tensor, "GenericVisualInputs | None"], Tensor]
+
+
+def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
+    """(T,) int64: 0, 1, 2, ..."""
+    return torch.arange(len(input_ids_T))
+
+
 def is_raw(pixels: Tensor) -> bool:
     """Whether these are colours from 0 to 255, before the HF processor's arithmetic."""
     return pixels.dtype == torch.uint8
@@ -151,6 +160,16 @@ Batch = TypedDict(
         "__restore_key__": Any,
     },
 )
+
+
+class Prompt(TypedDict):
+    """A conversation that the model is to continue, on its device."""
+
+    input_ids: Tensor  # (T,)
+    position_ids: Tensor  # (T,) or (3, T)
+    visual_inputs: GenericVisualInputs | None
+
+
 _DTYPES = {
     "input_ids": torch.int64,
     "labels": torch.int64,
@@ -187,6 +206,29 @@ def check(batch: Batch) -> Batch:
     return batch
 
 
+@dataclass(frozen=True)
+class DataNeeds:
+    """What a model wants of its data.
+
+    visual_keys       the outputs of the HF processor that it takes, fields of `GenericVisualInputs`
+    position_ids      the positions of a document
+    images_or_videos  whether a sample must not hold both
+
+    Raises ValueError for an unknown visual key.
+    """
+
+    visual_keys: tuple[str, ...] = ("pixel_values",)
+    position_ids: PositionIds = count_up
+    images_or_videos: bool = False
+
+    def __post_init__(self) -> None:
+        GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))
+
+    @property
+    def videos(self) -> bool:
+        return "pixel_values_videos" in self.visual_keys
+
+
 def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
     if wrong.any():
         row, token = np.argwhere(wrong)[0]
@@ -217,7 +259,7 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
     return out
 
 
-def padded(batch: dict, rows: int, length: int) -> dict:
+def padded(batch: Batch, rows: int, length: int) -> Batch:
     """`batch` with `rows` rows of `length` tokens; what is added is padding, untrained and of document 0."""
     more_rows, more_tokens = rows - batch["input_ids"].shape[0], length - batch["input_ids"].shape[1]
     if not (more_rows or more_tokens):
@@ -230,7 +272,7 @@ def padded(batch: dict, rows: int, length: int) -> dict:
     }
 
 
-def fully_masked(batch: dict) -> dict:
+def fully_masked(batch: Batch) -> Batch:
     """A copy of `batch` that trains no token and names no sample."""
     return batch | {
         "labels": torch.full_like(batch["labels"], IGNORE_INDEX),

@@ -40,7 +40,9 @@ Settings = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
 ]
 Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
-ConfigFile = Annotated[Path | None, typer.Option(help="A file of recipes/ or a run's config.yaml.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
+]
 DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
 TrainData = Annotated[
     list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
@@ -58,7 +60,7 @@ Processes = Annotated[
 def train(
     settings: Settings = None,
     recipe: Recipe = None,
-    config: ConfigFile = None,
+    file: ConfigFile = None,
     dataset_type: DatasetType = None,
     train_data_path: TrainData = None,
     valid_data_path: ValidData = None,
@@ -80,21 +82,21 @@ def train(
         "run_dir": run_dir,
     }
     arguments = {name: value for name, value in flags.items() if value is not None}
-    run_config = recipe_table.compose(recipe, config, settings or (), arguments)
+    config = recipe_table.compose(recipe, file, settings or (), arguments)
     if dry_run:
-        _show(run_config, nproc or world_size())
+        _show(config, nproc or world_size())
         return
-    check(run_config, nproc)
-    check_run_folder(run_config)
+    check(config, nproc)
+    check_run_folder(config)
     if nproc:
-        options = {"recipe": recipe, "config": config, **arguments}
+        options = {"recipe": recipe, "config": file, **arguments}
         given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
         raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
-    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+    with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
 
-        run(run_config)
+        run(config)
 
 
 @app.command()
@@ -111,7 +113,7 @@ def recipes() -> None:
 def plan(
     settings: Settings = None,
     recipe: Recipe = None,
-    config: ConfigFile = None,
+    file: ConfigFile = None,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
     ] = None,
@@ -122,19 +124,19 @@ def plan(
     Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
     a row has.
     """
-    run_config = recipe_table.compose(recipe, config, settings or ())
-    missing = configs.missing_settings(run_config)
-    run_config = apply_overrides(run_config, dict.fromkeys(missing, "given later"))
-    validate(run_config, gpus)
+    config = recipe_table.compose(recipe, file, settings or ())
+    missing = configs.missing_settings(config)
+    config = apply_overrides(config, dict.fromkeys(missing, "given later"))
+    validate(config, gpus)
 
-    refuse(run_config.model.hf_path)
+    refuse(config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
     from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.planning.words import advice, describe
 
-    hf_config, assumed = look_at(run_config.model.hf_path)
-    made = make_plan(run_config, hf_config, gpus or configs.fewest_processes(run_config.parallel))
+    hf_config, assumed = look_at(config.model.hf_path)
+    made = make_plan(config, hf_config, gpus or configs.fewest_processes(config.parallel))
     typer.echo(describe(made))
     if assumed:
         typer.echo(assumed)
@@ -146,7 +148,7 @@ def plan(
 def preview(
     settings: Settings = None,
     recipe: Recipe = None,
-    config: ConfigFile = None,
+    file: ConfigFile = None,
     dataset_type: DatasetType = None,
     train_data_path: TrainData = None,
     hf_path: Checkpoint = None,
@@ -159,11 +161,11 @@ def preview(
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
     writable_page(output)
-    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
+    config = config_of_data(recipe, file, settings, dataset_type, train_data_path, hf_path)
 
     from megatron_vlm.preview.measures import preview_page
 
-    output.write_text(preview_page(run_config, rows, shown), encoding="utf-8")
+    output.write_text(preview_page(config, rows, shown), encoding="utf-8")
     typer.echo(f"wrote {output}")
 
 
@@ -171,18 +173,18 @@ def preview(
 def stats(
     settings: Settings = None,
     recipe: Recipe = None,
-    config: ConfigFile = None,
+    file: ConfigFile = None,
     dataset_type: DatasetType = None,
     train_data_path: TrainData = None,
     hf_path: Checkpoint = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
 ) -> None:
     """Print how long the training data's samples are, and propose seq_length and max_patches."""
-    run_config = config_of_data(recipe, config, settings, dataset_type, train_data_path, hf_path)
+    config = config_of_data(recipe, file, settings, dataset_type, train_data_path, hf_path)
 
     from megatron_vlm.preview.measures import stats_text
 
-    typer.echo(stats_text(run_config, samples))
+    typer.echo(stats_text(config, samples))
 
 
 @app.command()
@@ -195,7 +197,7 @@ def replay(
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
     if output is not None:
         writable_page(output)
-    run_config = config_of_run(run_dir, settings, None)
+    config = config_of_run(run_dir, settings, None)
 
     from megatron_vlm.run_folder.batch_log import read_step
 
@@ -209,7 +211,7 @@ def replay(
 
     from megatron_vlm.preview.measures import replay_page
 
-    output.write_text(replay_page(run_config, step, logged), encoding="utf-8")
+    output.write_text(replay_page(config, step, logged), encoding="utf-8")
     typer.echo(f"wrote {output}")
 
 
@@ -225,22 +227,22 @@ def prepare(context: typer.Context) -> None:
 def import_(
     settings: Settings = None,
     recipe: Recipe = None,
-    config: ConfigFile = None,
+    file: ConfigFile = None,
     nproc: Processes = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
-    run_config = recipe_table.compose(recipe, config, settings or ())
-    check(run_config, nproc, needs_data=False)
-    check_run_folder(run_config)
+    config = recipe_table.compose(recipe, file, settings or ())
+    check(config, nproc, needs_data=False)
+    check_run_folder(config)
     if nproc:
-        options = {"recipe": recipe, "config": config}
+        options = {"recipe": recipe, "config": file}
         given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
         raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
 
-    with watchdog.watching(run_config.run_dir, run_config.train.hang_seconds):
+    with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.commands.runs import import_run
 
-        import_run(run_config)
+        import_run(config)
 
 
 @app.command()
@@ -251,17 +253,17 @@ def export(
     nproc: Processes = None,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
-    run_config = config_of_trained_run(run_dir, settings, nproc)
+    config = config_of_trained_run(run_dir, settings, nproc)
     if output.exists():
         raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
     if nproc:
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
 
-    with watchdog.watching(run_dir, run_config.train.hang_seconds, "errors/export"):
+    with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.own()
         from megatron_vlm.commands.runs import export_run
 
-        export_run(run_config, output)
+        export_run(config, output)
     typer.echo(f"wrote {output}")
 
 
@@ -307,11 +309,11 @@ def generate(
 ) -> None:
     """Ask a run's latest checkpoint a question, in one process."""
     images = [read_file(existing(path)) for path in image or ()]
-    run_config = config_of_trained_run(run_dir, None, None)
+    config = config_of_trained_run(run_dir, None, None)
 
     from megatron_vlm.commands.runs import generate_from_run
 
-    typer.echo(generate_from_run(run_config, question, images, max_new_tokens=max_new_tokens))
+    typer.echo(generate_from_run(config, question, images, max_new_tokens=max_new_tokens))
 
 
 def commands(*names: str) -> typer.Typer:

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from transformers import ProcessorMixin
-
+from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.job import watchdog
@@ -26,27 +25,18 @@ class Feed:
     Training goes on where `resumed` was saved, unless the configuration lets the data begin again.
     """
 
-    def __init__(
-        self, config: RunConfig, source: Source, processor: ProcessorMixin, resumed: CheckpointState | None
-    ):
+    def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
         self._run_dir = config.run_dir
         self._count = derived(config, setup.world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
         self._data: RunData | None = None  # of a rank that only receives
-        self._batches: Iterator[dict[str, Any]] | None = None
+        self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
-            self._open(config, source, processor, resumed)
+            self._open(config, source, resumed)
 
-    def _open(self, config, source, processor, resumed) -> None:
-        family, place = source.family, setup.data_parallel_place()
-        self._data = RunData(
-            config,
-            processor,
-            family.visual_keys,
-            family.position_ids(source.hf_config),
-            *place,
-            images_or_videos=family.images_or_videos,
-        )
+    def _open(self, config: RunConfig, source: Source, resumed: CheckpointState | None) -> None:
+        place = setup.data_parallel_place()
+        self._data = RunData(config, source.processor, source.needs, *place)
         watchdog.also(self._data.drops.glance)
         if resumed and not config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
@@ -58,18 +48,18 @@ class Feed:
         """Why this rank's samples go through the HF processor, which is slower; None where they do not."""
         return self._data and self._data.why_hf_processor
 
-    def train(self, step: int) -> list[dict[str, Any]]:
+    def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed, on every rank, where any could not read."""
         micro_batches = self._broadcaster.take(self._batches, self._count, self._data and self._data.drops)
         if self._data:
             self._log.write(step, micro_batches)
         return micro_batches
 
-    def naming_samples(self, step: int, micro_batches: list[dict]) -> AbstractContextManager[None]:
+    def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """What is raised inside also says which samples the step had."""
         return naming_samples(self._run_dir, step, micro_batches)
 
-    def valid(self) -> Callable[[int], list[dict[str, Any]]]:
+    def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: gives the next so many micro batches, fewer at the end."""
         return partial(self._broadcaster.take, self._data and self._data.valid_batches())
 

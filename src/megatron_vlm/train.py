@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 
 from torch.nn import Module
-from transformers import ProcessorMixin
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.hf import Source, load_processor, open_source
+from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf
 from megatron_vlm.parallel import setup
@@ -32,16 +31,15 @@ def train(config: RunConfig) -> None:
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
-    processor = load_processor(source.folder)
 
-    model = starting_model(config, source, processor)
+    model = starting_model(config, source)
     optimizer, scheduler = build_optimizer(model, config)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
 
     watchdog.beat("opening the data")
-    feed = Feed(config, source, processor, resumed)
+    feed = Feed(config, source, resumed)
     trained = resumed.extra.get("trained_tokens") if resumed else None
     log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), trained)
     for message in opening_words(config, feed, resumed):
@@ -75,13 +73,13 @@ def train(config: RunConfig) -> None:
     setup.shutdown()
 
 
-def starting_model(config: RunConfig, source: Source, processor: ProcessorMixin) -> list[Module]:
+def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint of the run is to give its own."""
     watchdog.beat("building the model")
-    chunks = build_model(config, source.family, source.hf_config, setup.device(), processor)
+    chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
         watchdog.beat(f"importing {source.folder}", files=True)
-        import_hf(chunks, source.folder, source.family.weight_map(source.hf_config))
+        import_hf(chunks, source.folder, source.weight_map)
     return data_parallel(chunks, config)
 
 

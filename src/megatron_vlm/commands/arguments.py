@@ -78,16 +78,16 @@ def existing(path: Path) -> Path:
 
 
 def config_of_data(
-    recipe: str | None, config: Path | None, settings: list[str] | None, *flags: Any
+    recipe: str | None, file: Path | None, settings: list[str] | None, *flags: Any
 ) -> RunConfig:
     """The checked configuration of a command that reads data in this process alone."""
     names = ("dataset_type", "train_data_path", "hf_path")
     dataset_type, paths, hf_path = flags
     given = zip(names, (dataset_type, one_or_all(paths), hf_path), strict=True)
     arguments = {name: value for name, value in given if value is not None}
-    run_config = recipe_table.compose(recipe, config, settings or (), arguments, ONE_PROCESS)
-    check(run_config, 1)
-    return run_config
+    config = recipe_table.compose(recipe, file, settings or (), arguments, ONE_PROCESS)
+    check(config, 1)
+    return config
 
 
 def one_or_all(paths: list[str] | None) -> str | list[str] | None:

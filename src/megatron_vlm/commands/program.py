@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
-    _quiet()
     with LastWords(name):
         program(arguments, prog_name=name)
 
@@ -82,13 +80,3 @@ def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
     """What the ranks have left in torchrun's folder of the last attempt."""
     attempts = sorted(Path(folder).glob("*/attempt_*"))
     return ranks.read_all(attempts[-1], nproc) if attempts else {}
-
-
-def _quiet() -> None:
-    """Leave out what Megatron-Core says about its own deprecations and about packages we do without."""
-    if os.environ.get("MEGATRON_VLM_DEBUG"):
-        return
-    for category in (UserWarning, SyntaxWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
-    for name in ("megatron.core", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)

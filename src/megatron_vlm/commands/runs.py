@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.encode.generation_prompt import encode_prompt
-from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.hf import load_processor, open_source
+from megatron_vlm.data.generation_prompt import encode_prompt
+from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import VLMModel, build_model
 from megatron_vlm.models.weights import export_hf, import_hf
 from megatron_vlm.overrides import to_yaml
@@ -29,10 +27,7 @@ class TrainedModel:
     """The model of a run's latest checkpoint on this rank, under the layout of the configuration given."""
 
     chunks: list[VLMModel]
-    family: Family
-    hf_config: Any
-    processor: Any
-    source: Path
+    source: Source
 
 
 def open_run(config: RunConfig) -> TrainedModel:
@@ -45,8 +40,7 @@ def open_run(config: RunConfig) -> TrainedModel:
     source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
     chunks = build_model(config, source.family, source.hf_config, setup.device())
     checkpoint.load_latest(config.run_dir, chunks)
-    processor = load_processor(source.folder)
-    return TrainedModel(chunks, source.family, source.hf_config, processor, source.folder)
+    return TrainedModel(chunks, source)
 
 
 def import_run(config: RunConfig) -> None:
@@ -57,7 +51,7 @@ def import_run(config: RunConfig) -> None:
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     source = open_source(config.model.hf_path)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
-    import_hf(chunks, source.folder, source.family.weight_map(source.hf_config))
+    import_hf(chunks, source.folder, source.weight_map)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as training does: export and the like go by it
@@ -69,7 +63,7 @@ def import_run(config: RunConfig) -> None:
 def export_run(config: RunConfig, output: str | Path) -> None:
     """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`."""
     run = open_run(config)
-    export_hf(run.chunks, output, run.source, run.family.weight_map(run.hf_config))
+    export_hf(run.chunks, output, run.source.folder, run.source.weight_map)
     setup.shutdown()
 
 
@@ -91,10 +85,9 @@ def answers(
 ) -> list[str]:
     """The latest checkpoint's greedy answer to each conversation of HF messages, the same on every rank."""
     run = open_run(config)
-    tokenizer, visual_keys = run.processor.tokenizer, run.family.visual_keys
-    position_ids = run.family.position_ids(run.hf_config)
+    processor, needs = run.source.processor, run.source.needs
     prompts = [
-        encode_prompt(run.processor, messages, files, visual_keys, position_ids, setup.device())
+        encode_prompt(processor, messages, files, needs, setup.device())
         for messages, files in zip(conversations, images, strict=True)
     ]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))  # little padding
@@ -102,7 +95,8 @@ def answers(
     for start in range(0, len(order), PROMPTS_AT_ONCE):
         batch = order[start : start + PROMPTS_AT_ONCE]
         ids = generate(run.chunks, [prompts[i] for i in batch], max_new_tokens, stop_tokens(run))
-        for i, answer in zip(batch, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True):
+        decoded = processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for i, answer in zip(batch, decoded, strict=True):
             texts[i] = answer.strip()
     setup.shutdown()
     return texts
@@ -113,7 +107,8 @@ def stop_tokens(run: TrainedModel) -> list[int]:
     Transformers, its config.json."""
     from transformers import GenerationConfig
 
-    ids = run.hf_config.get_text_config().eos_token_id
-    if (Path(run.source) / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(run.source).eos_token_id
+    ids = run.source.hf_config.get_text_config().eos_token_id
+    folder = run.source.folder
+    if (folder / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
     return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import RunConfig
-from megatron_vlm.data.encode.generation_prompt import encode_prompt, processor_outputs
+from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
@@ -137,12 +137,7 @@ def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
     for chunk in run.chunks:
         chunk.eval()
     encoded = encode_prompt(
-        prompt.processor,
-        prompt.messages,
-        prompt.images,
-        run.family.visual_keys,
-        run.family.position_ids(run.hf_config),
-        setup.device(),
+        prompt.processor, prompt.messages, prompt.images, run.source.needs, setup.device()
     )
     batch = {
         "input_ids": encoded["input_ids"][None],

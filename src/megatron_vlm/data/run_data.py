@@ -5,39 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from transformers import ProcessorMixin
 
+from megatron_vlm.batch import Batch, DataNeeds
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PositionIds
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 
-# dataset_type -> provider with `from_config(DataConfig)`, `train_loader(...)` and `valid_loader(...)`
+# dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
     "energon": "megatron_vlm.data.load.energon:EnergonProvider",
     "hf": "megatron_vlm.data.load.hf:HFProvider",
 }
 
 
-def plain_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> HFEncoderVLMTaskEncoder:
-    """Of one document a row; `parts` are further arguments of the encoder."""
-    return HFEncoderVLMTaskEncoder(processor, **_encoder_settings(data), **parts)
-
-
-def train_encoder(data: DataConfig, processor: ProcessorMixin, **parts: Any) -> HFEncoderVLMTaskEncoder:
-    """As `plain_encoder`, for packed rows if the configuration asks for them."""
-    if data.packing == "none":
-        return plain_encoder(data, processor, **parts)
-    settings = _encoder_settings(data) | {"max_patches": data.max_patches}
-    return PackingVLMTaskEncoder(processor, **settings, **parts)
-
-
-def _encoder_settings(data: DataConfig) -> dict[str, Any]:
-    names = ("seq_length", "min_pixels", "max_pixels", "over_length")
-    names += ("video_fps", "video_max_frames", "video_max_pixels", "decode_seconds")
-    return {name: getattr(data, name) for name in names}
+def train_encoder(
+    data: DataConfig, processor: ProcessorMixin, needs: DataNeeds, drops: DropReport | None = None
+) -> VLMTaskEncoder:
+    """For packed rows if the configuration asks for them."""
+    encoder = HFEncoderVLMTaskEncoder if data.packing == "none" else PackingVLMTaskEncoder
+    return encoder(processor, data, needs, drops)
 
 
 class RunData:
@@ -47,29 +36,20 @@ class RunData:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        processor: ProcessorMixin,
-        visual_keys: tuple[str, ...],
-        position_ids: PositionIds | None,
-        rank: int,
-        world_size: int,
-        *,
-        images_or_videos: bool = False,
+        self, config: RunConfig, processor: ProcessorMixin, needs: DataNeeds, rank: int, world_size: int
     ):
         data = config.data
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
-        parts = {"visual_keys": visual_keys, "position_ids": position_ids, "drops": self.drops}
-        parts |= {"images_or_videos": images_or_videos}
         module, name = PROVIDERS[data.dataset_type].split(":")
-        provider = getattr(import_module(module), name).from_config(data)
-        place = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
-        train, valid = train_encoder(data, processor, **parts), plain_encoder(data, processor, **parts)
+        provider = getattr(import_module(module), name)(data)
+        train = train_encoder(data, processor, needs, self.drops)
+        valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
+        reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
         # why samples are encoded by the HF processor; None: they are not
-        self.why_hf_processor = train.why_hf_processor
-        self.train_loader = provider.train_loader(train, seed=config.train.seed, **place)
-        self.valid_loader = provider.valid_loader(valid, **place)
+        self.why_hf_processor = train.documents.why_hf_processor
+        self.train_loader = provider.train_loader(train, seed=config.train.seed, **reader)
+        self.valid_loader = provider.valid_loader(valid, **reader)
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -81,10 +61,10 @@ class RunData:
         """Of all ranks, as of the last step."""
         return self.drops.on_all_ranks()[1]
 
-    def train_batches(self) -> Iterator[dict]:
+    def train_batches(self) -> Iterator[Batch]:
         return iter(self.train_loader)
 
-    def valid_batches(self) -> Iterator[dict]:
+    def valid_batches(self) -> Iterator[Batch]:
         """One pass over the validation split; empty when there is none."""
         return iter(self.valid_loader or ())
 

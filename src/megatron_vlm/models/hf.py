@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from torch import dtype
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from megatron_vlm.batch import DataNeeds
     from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.weights import WeightMap
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,19 @@ class Source:
     folder: Path
     hf_config: Any
     family: Family
+
+    @cached_property
+    def processor(self) -> ProcessorMixin:
+        """Raises FileNotFoundError where there is none."""
+        return load_processor(self.folder)
+
+    @property
+    def needs(self) -> DataNeeds:
+        return self.family.data_needs(self.hf_config)
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return self.family.weight_map(self.hf_config)
 
 
 def open_source(path: str | Path, tied: bool | None = None) -> Source:
@@ -41,8 +57,9 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
     hf_config = load_config(path)
     family = family_for(hf_config)
     folder = resolve(path)
-    settle_ties(hf_config, family.weight_map(hf_config), folder, tied)
-    return Source(folder, hf_config, family)
+    source = Source(folder, hf_config, family)
+    settle_ties(hf_config, source.weight_map, folder, tied)
+    return source
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:

@@ -31,11 +31,6 @@ def _kinds(input_ids: Any, image: int, video: int | None) -> Any:
     return kinds if video is None else kinds + (input_ids == video) * VIDEO
 
 
-def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
-    """(T,) int64: 0, 1, 2, ..."""
-    return torch.arange(len(input_ids_T))
-
-
 def mrope_positions(
     input_ids_T: Tensor,
     visual: GenericVisualInputs | None,

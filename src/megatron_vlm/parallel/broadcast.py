@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
+from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import named
 from megatron_vlm.parallel.setup import collective_timeout, device, parallel_state
@@ -20,6 +20,14 @@ _HEADER_DEVICE = torch.device("cpu")
 
 class ReadFailed(RuntimeError):
     """A rank could not read its data; the text says which and why, the same on every rank that raises it."""
+
+
+class SharedCounts(Protocol):
+    """Two numbers that all ranks add up: `data.drops.DropReport` is one."""
+
+    def counted(self) -> list[int]: ...
+
+    def tell_others(self, counted: list[int]) -> None: ...
 
 
 class BatchBroadcaster:
@@ -42,12 +50,12 @@ class BatchBroadcaster:
         return dist.get_rank() == self._source
 
     def take(
-        self, iterator: Iterator[dict[str, Any]] | None, count: int, drops: Any = None
-    ) -> list[dict[str, Any]]:
+        self, iterator: Iterator[Batch] | None, count: int, counts: SharedCounts | None = None
+    ) -> list[Batch]:
         """Up to `count` batches, fewer when the iterator ends; all ranks of the run call it together.
 
-        When any of them could not read, all raise ReadFailed with the reason. `drops`, a reading rank's
-        `data.drops.DropReport`, is told what the other ranks have counted.
+        When any of them could not read, all raise ReadFailed with the reason. A reading rank's `counts` are
+        told what the others have counted.
         """
         batches, failure = [], None
         try:
@@ -56,22 +64,22 @@ class BatchBroadcaster:
                 watchdog.beat()
         except ReadFailed as error:
             failure = error
-        self._agree(failure, drops)
+        self._agree(failure, counts)
         return batches
 
-    def _agree(self, failure: ReadFailed | None, drops: Any) -> None:
+    def _agree(self, failure: ReadFailed | None, counts: SharedCounts | None) -> None:
         """Else the ranks that did read would wait in the model's collectives for those that did not."""
-        counted = drops.counted() if drops is not None else [0, 0]
+        counted = counts.counted() if counts is not None else [0, 0]
         failures, *everywhere = _added([failure is not None, *counted])
-        if drops is not None:
-            drops.tell_others([total - own for total, own in zip(everywhere, counted, strict=True)])
+        if counts is not None:
+            counts.tell_others([total - own for total, own in zip(everywhere, counted, strict=True)])
         if not failures:
             return
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, failure and str(failure))
         raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
 
-    def next(self, iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch, on this rank's device; None on every rank when the iterator has ended.
 
         The reading rank passes its iterator, the others None. All tensors and plain values arrive on all
@@ -88,7 +96,7 @@ class BatchBroadcaster:
             raise ReadFailed(header["error"])
         return self._deliver(header, batch)
 
-    def _read(self, iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    def _read(self, iterator: Iterator[Batch]) -> tuple[dict[str, Any] | None, Batch | dict]:
         try:
             batch = next(iterator, None)
             header = None if batch is None else _header(batch)
@@ -104,7 +112,7 @@ class BatchBroadcaster:
             dist.broadcast_object_list(box, self._source, group=self._group, device=_HEADER_DEVICE)
         return box[0]
 
-    def _deliver(self, header: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+    def _deliver(self, header: dict[str, Any], batch: Batch | dict) -> Batch:
         received = dict(header["values"])
         for name, shape, dtype in header["tensors"]:
             received[name] = self._broadcast(batch.get(name), shape, dtype, self._group)
@@ -153,7 +161,7 @@ def _group_of_same_data() -> dist.ProcessGroup:
     return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout())[0]
 
 
-def _header(batch: dict[str, Any]) -> dict[str, Any]:
+def _header(batch: Batch) -> dict[str, Any]:
     """What the others need to allocate: names, shapes and dtypes, and the values that are no tensors."""
     visual = batch.get("visual_inputs")
     visual = visual.as_model_kwargs() if visual is not None else {}

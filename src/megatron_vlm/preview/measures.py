@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig, paths_of
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.run_data import RunData
-from megatron_vlm.models.hf import load_processor, open_source
+from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.page import RowReader, page
 
@@ -79,25 +79,16 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         alone = {"run_dir": folder, "data.num_workers": 0, "train.micro_batch_size": 1}
         config = apply_overrides(config, alone)
         source = open_source(config.model.hf_path)
-        hf_config, family, processor = source.hf_config, source.family, load_processor(source.folder)
-        positions = family.position_ids(hf_config)
-        data = RunData(
-            config,
-            processor,
-            family.visual_keys,
-            positions,
-            rank=0,
-            world_size=1,
-            images_or_videos=family.images_or_videos,
-        )
-        read = RowReader(processor, family.visual_kinds(hf_config), partial(family.visual_tokens, hf_config))
+        data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
+        kinds = source.family.visual_kinds(source.hf_config)
+        read = RowReader(source.processor, kinds, partial(source.family.visual_tokens, source.hf_config))
         try:
             yield data, read
         finally:
             data.close()
 
 
-def _first(data: RunData, count: int) -> Iterator[dict]:
+def _first(data: RunData, count: int) -> Iterator[Batch]:
     """The first batches, of which each has a sample that those before have not.
 
     Ends early when more of them have none than have: packed rows of a small dataset mix its epochs.
@@ -127,7 +118,7 @@ def _drops(data: RunData) -> list[dict]:
     return list({drop["key"]: drop for drop in data.drops.examples()}.values())
 
 
-def _measures(data: RunData, batch: dict) -> tuple[int, int, int, int]:
+def _measures(data: RunData, batch: Batch) -> tuple[int, int, int, int]:
     visual: GenericVisualInputs | None = batch["visual_inputs"]
     images = len(visual.items()) if visual is not None else 0
     patches = data.patches_of(visual)

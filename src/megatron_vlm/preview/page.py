@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.batch import Batch, GenericVisualInputs, is_raw
 
 BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
@@ -64,12 +64,12 @@ class RowReader:
         self._tokenizer, self._image_processor = processor.tokenizer, processor.image_processor
         self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
 
-    def __call__(self, batch: dict) -> Row:
+    def __call__(self, batch: Batch) -> Row:
         """Of a batch of one row."""
         (row,) = self.rows(batch)
         return row
 
-    def rows(self, batch: dict) -> list[Row]:
+    def rows(self, batch: Batch) -> list[Row]:
         ids_BS, visual = batch["input_ids"], batch["visual_inputs"]
         items, length = self._items(ids_BS.flatten(), visual) if visual is not None else [], ids_BS.shape[1]
         found = []
@@ -78,7 +78,7 @@ class RowReader:
             found.append(self._row(batch, row, here))
         return found
 
-    def _row(self, batch: dict, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
+    def _row(self, batch: Batch, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
         numbers_S, ids_S = batch["attention_mask"][row], batch["input_ids"][row]
         documents = []
         for number, key in enumerate(batch["__key__"][row], start=1):

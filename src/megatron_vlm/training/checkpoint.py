@@ -4,52 +4,32 @@
     <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders, and the
                                                  size and checksum of every other file
 
-`run_folder` says which checkpoint is the newest and how one becomes complete. Only the run's own folder is
-ever looked at. Nothing is loaded that could run code: Megatron's objects are read with `weights_only`,
-torch's pickled `.metadata` only after a look at what it names.
+`run_folder` says which checkpoint is the newest and how one becomes complete, `tensor_files` how tensors are
+written and read. Only the run's own folder is ever looked at.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.training.generators import generator_states, restore_generators
-from megatron_vlm.training.metadata import check_metadata, weights_only
-from megatron_vlm.training.optimizer import torch_adams
-
-_OPTIMIZER_FORMAT = {
-    "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
+from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sharded_state, write_tensors
 
 
 @dataclass
@@ -105,10 +85,10 @@ def save(
     if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
     ranks = _gather(_rank_state(loader_state))
-    tensors = _sharded_state(model_chunks, optimizer, loading=False)
-    needed = sum(_gather(_bytes(tensors)))
+    tensors = sharded_state(model_chunks, optimizer, loading=False)
+    needed = sum(_gather(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
-    _write_tensors(partial, tensors, needed)
+    write_tensors(partial, tensors, needed)
     with run_folder.naming(partial):
         written = _gather(checksums(partial, _files_of_rank(os.listdir(partial))))
 
@@ -157,7 +137,7 @@ def load_latest(
     if path is None:
         return None
     state = _checked_state(path)
-    _read_tensors(path, bool(state["files"]), model_chunks, optimizer, scheduler)
+    read_tensors(path, bool(state["files"]), model_chunks, optimizer, scheduler)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     same_layout = state["layout"] == _layout()
@@ -199,113 +179,6 @@ def _state(path: Path) -> dict[str, Any]:
         return read_state(path)
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
-
-
-# ---- tensors, by Megatron ---------------------------------------------------------------------------------
-
-
-def _write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
-    # Megatron asks a manager process for a queue even when it writes in this one; it costs seconds to start.
-    filesystem_async._results_queue = queue.Queue()
-    strategy = FullyParallelSaveStrategyWrapper(
-        TorchDistSaveShardedStrategy(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-    try:
-        with run_folder.naming(path):
-            dist_checkpointing.save(state, str(path), strategy)
-    except CheckpointException as error:
-        free = run_folder.free_bytes(path)
-        if dist.get_rank() == 0:
-            run_folder.remove(path)
-        raise OSError(
-            f"checkpoint: {printable(path)} could not be written: {_reasons(error)}. It takes "
-            f"{readable_size(needed)}; {readable_size(free)} were left. The last complete checkpoint stays; "
-            "make room (a quota counts too) and start again."
-        ) from error
-
-
-def _bytes(state: Any) -> int:
-    """Of the tensors that this rank has to write, or gives to another to write."""
-    parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
-    return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
-
-
-def _read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer, scheduler) -> None:
-    try:
-        check_metadata(path / ".metadata")
-    except ValueError as error:
-        raise ConfigError(run_folder.damaged(path, [str(error)])) from error
-    wanted = _sharded_state(model_chunks, optimizer, loading=True)
-    try:
-        with weights_only():
-            loaded = dist_checkpointing.load(wanted, str(path))
-    except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
-        if not known_intact:
-            problem = f"{printable(path)} cannot be read ({_reasons(error)})"
-            raise ConfigError(run_folder.damaged(path, [problem])) from error
-        raise ConfigError(
-            f"checkpoint: {printable(path)} does not fit this model and configuration ({_reasons(error)}). "
-            "Train as it was trained, or in another run_dir."
-        ) from error
-    for name, model in _named_models(model_chunks):
-        model.load_state_dict(loaded[name])
-    if optimizer is not None:
-        _load_optimizer(optimizer, loaded["optimizer"], scheduler)
-
-
-def _reasons(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_reasons(why[0])}" for rank, why in error.failures.items())
-    return printable(f"{type(error).__name__}: {error}", 400)
-
-
-def _named_models(model_chunks: list) -> list[tuple[str, torch.nn.Module]]:
-    """Megatron's optimizers expect "model", or "model0", "model1", ... under virtual stages."""
-    models = [unwrap_model(chunk) for chunk in model_chunks]
-    return [("model", models[0])] if len(models) == 1 else [(f"model{i}", m) for i, m in enumerate(models)]
-
-
-def _sharded_state(model_chunks: list, optimizer, loading: bool) -> dict[str, Any]:
-    state = {name: model.sharded_state_dict() for name, model in _named_models(model_chunks)}
-    if optimizer is not None:
-        for adam in torch_adams(optimizer):
-            _give_state(adam)
-        models = state["model"] if "model" in state else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            models, is_loading=loading, metadata=dict(_OPTIMIZER_FORMAT)
-        )
-    return state
-
-
-def _give_state(adam: torch.optim.Adam) -> None:
-    """torch allocates Adam's state at the first step; Megatron wants it there to save or load."""
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def _load_optimizer(optimizer, loaded, scheduler) -> None:
-    if scheduler is not None:
-        _follow_config(loaded, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr})
-    optimizer.load_state_dict(loaded)
-    for adam in torch_adams(optimizer):
-        for state in adam.state.values():  # Megatron gives all parameters one tensor, which all count up
-            state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
-
-
-def _follow_config(loaded, current: dict[str, float]) -> None:
-    """Megatron finds saved parameter groups by their learning rates too, and would fail on a new one."""
-    if isinstance(loaded, dict):
-        for group in loaded.get("param_groups", ()):
-            group.update(current)
-        for value in loaded.values():
-            _follow_config(value, current)
 
 
 # ---- what is not a tensor of the model --------------------------------------------------------------------

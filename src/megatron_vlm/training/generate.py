@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, Prompt
 from megatron_vlm.training.step import forward_backward
 
 
@@ -36,11 +36,10 @@ def _report_logits(index_B: Tensor | None, logits_BSV: Tensor):
 
 @torch.no_grad()
 def generate(
-    chunks: list[torch.nn.Module], prompts: list[dict[str, Any]], max_new_tokens: int, stop_ids: Iterable[int]
+    chunks: list[torch.nn.Module], prompts: list[Prompt], max_new_tokens: int, stop_ids: Iterable[int]
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, without its stop token; the same on every rank.
 
-    A prompt holds `input_ids` (T,), `position_ids` (T,) or (3, T) and `visual_inputs`, on this rank's device.
     Collective over a model-parallel group, all of whose ranks pass the same prompts. The chunks are put into
     eval mode.
     """
@@ -71,7 +70,7 @@ def generate(
     return answers
 
 
-def _rows(prompts: list[dict[str, Any]], length: int) -> dict[str, Any]:
+def _rows(prompts: list[Prompt], length: int) -> dict[str, Any]:
     """The prompts as rows of one micro batch, room for the answers behind them."""
     first = prompts[0]["input_ids"]
     input_ids = first.new_zeros(len(prompts), length)

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import padded
+from megatron_vlm.batch import Batch, padded
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.ranks import AnotherRankFailed
@@ -37,7 +37,7 @@ class NotFinite(ValueError):
         self.micro_batches = micro_batches
 
 
-def vlm_step(data_iterator: Iterator[dict], model: VLMModel):
+def vlm_step(data_iterator: Iterator[Batch], model: VLMModel):
     """Megatron's forward step: one micro batch of the batch contract through one model chunk."""
     watchdog.beat()
     batch = next(data_iterator)
@@ -73,7 +73,7 @@ def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[Distributed
 
 def forward_backward(
     chunks: list[torch.nn.Module],
-    micro_batches: list[dict],
+    micro_batches: list[Batch],
     forward_step=vlm_step,
     forward_only: bool = False,
 ) -> list:
@@ -92,7 +92,7 @@ def forward_backward(
     )
 
 
-def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
+def _padded_for_layout(micro_batches: list[Batch]) -> list[Batch]:
     """Rows that sequence parallelism can cut; under pipeline parallelism all micro batches of one shape."""
     shapes = [batch["input_ids"].shape for batch in micro_batches]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -104,7 +104,7 @@ def _padded_for_layout(micro_batches: list[dict]) -> list[dict]:
     ]
 
 
-def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[dict]):
+def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[Batch]):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
     When loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample
-from megatron_vlm.data.encode.documents import DocumentText
+from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
 
 WORD_JOINER = "\u2060"
@@ -35,8 +35,6 @@ class ChatTemplate:
 
     Raises ValueError when the template marks no replies and they cannot be found by rendering beginnings of
     the conversation.
-
-    max_characters    of a rendered conversation; a longer one is not tokenized, but a BadSample `over_length`
     """
 
     def __init__(self, processor: ProcessorMixin, template: str | None = None):
@@ -50,7 +48,6 @@ class ChatTemplate:
         self._next_turn: str | None = None
         self._no_content = self._what_is_no_content()
         self._next_turn = self._token_that_ends_replies()
-        self.max_characters: int | None = None
 
     def __call__(
         self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
@@ -58,10 +55,6 @@ class ChatTemplate:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
         text, replies = self.render(messages, tools)
-        if self.max_characters is not None and len(text) > self.max_characters:
-            raise BadSample(
-                "over_length", f"{len(text)} characters; more than {self.max_characters} never fit"
-            )
         bos = self._tokenizer.bos_token  # one of them, as in HF's own templates
         return RenderedChat(
             text,

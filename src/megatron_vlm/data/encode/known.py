@@ -25,12 +25,8 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.encode.sizes import (
-    ImageTokens,
-    SizeEncoder,
-    fixed_size,
-    pixtral_size,
-)
+from megatron_vlm.data.encode.marks import RenderedChat
+from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, fixed_size, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
 from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
@@ -41,7 +37,6 @@ NEEDED = ("do_resize", "do_rescale", "do_normalize")
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 
 ImageArray = np.ndarray  # (H, W, 3) uint8
-Conversation = tuple[list[dict], list[dict] | None]  # messages, tools
 
 
 @dataclass(frozen=True)
@@ -67,11 +62,16 @@ class KnownProcessor:
     def __init__(self, processor: ProcessorMixin, text: TextEncoder):
         self._processor = processor
         self._known = KNOWN[type(processor).__name__]
-        self.sizes = SizeEncoder(processor, text, self._image_tokens)
+        self.sizes = SizeEncoder(processor, text)
+
+    def measure(
+        self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
+    ) -> EncodedText:
+        return self.sizes(prompt, [self._image_tokens(size) for size in sizes], plans)
 
     def __call__(
         self,
-        read: Callable[[], Conversation],
+        prompt: RenderedChat,
         images: Iterable[ImageArray],
         videos: list[tuple[np.ndarray, VideoPlan]],
         text: EncodedText | None = None,
@@ -81,7 +81,7 @@ class KnownProcessor:
             tensors.append(self._known.tensors(self._processor, self._resized(image)))
             sizes.append(image.shape[1::-1])
         if text is None:
-            text = self.sizes(*read(), sizes, [plan for _, plan in videos])
+            text = self.measure(prompt, sizes, [plan for _, plan in videos])
         tensors += [self._video(*video, grid) for video, grid in zip(videos, text.video_grids, strict=True)]
         visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
         return text, visual.as_model_kwargs() if visual else {}

@@ -5,70 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.energon import DefaultTaskEncoder, Sample, edataclass, stateless
+from megatron.energon import Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encode.encoder import (
-    HFEncoderTaskBatch,
-    HFEncoderTaskSample,
-    HFEncoderVLMTaskEncoder,
-    cat_visual,
-)
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encode.document import HFEncoderTaskSample, Measured
+from megatron_vlm.data.encode.encoder import HFEncoderTaskBatch, VLMTaskEncoder, cat_visual
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.encode.text import EncodedText
 
 
 @edataclass
 class MeasuredSample(Sample):
-    """A conversation whose encoding is known to have `length` tokens and `patches` raw patches."""
-
     conversation: ChatMLSample
-    length: int
-    patches: int
-    text: EncodedText
+    measured: Measured
 
 
-class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
+class PackingVLMTaskEncoder(VLMTaskEncoder):
     """Encodes in two halves, so that a buffer of samples is packed before their images are decoded:
     `preencode_sample` reads text and the headers of media, `postencode_sample` decodes them.
 
     Rows hold several documents and are padded to `seq_length`.
 
-    max_patches    most raw patches of images in a row; a sample with more is dropped; None: no limit
-
     Raises ValueError for a processor that cannot tell an image's tokens from its size.
     """
 
-    encode_sample = DefaultTaskEncoder.encode_sample  # Energon takes one method or the two halves
-
-    def __init__(self, *args: Any, max_patches: int | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.max_patches = max_patches
-        self.processing.sizes  # noqa: B018  raises here, not in a worker
+        self.documents.processing.sizes  # noqa: B018  raises here, not in a worker
 
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
         """Raises as `measure`."""
-        with self._counting_drops(sample):
-            length, patches, text = self._measured(sample)
-        return MeasuredSample.derive_from(
-            sample, conversation=sample, length=length, patches=patches, text=text
-        )
+        return MeasuredSample.derive_from(sample, conversation=sample, measured=self.measure(sample))
 
     @stateless
-    def postencode_sample(self, measured: MeasuredSample) -> HFEncoderTaskSample:
+    def postencode_sample(self, sample: MeasuredSample) -> HFEncoderTaskSample:
         """One document. Raises SkipSample, after counting the drop, for images that cannot be decoded."""
-        with self._counting_drops(measured):
-            encoded = self._encode(measured.conversation, measured.text)
+        measured = sample.measured
+        with self._counting_drops(sample):
+            encoded = self.documents.encode(sample.conversation, measured)
         found = len(encoded.input_ids), self.patches_of(encoded.visual_inputs)
         if found != (measured.length, measured.patches):
             raise RuntimeError(
-                f"{measured.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
+                f"{sample.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
                 f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
                 "please report this, and use data.packing=none meanwhile."
             )
-        encoded.__restore_key__ = measured.__restore_key__  # of this stage, not of the conversation's
+        encoded.__restore_key__ = sample.__restore_key__  # of this stage, not of the conversation's
         self.drops.keep()
         return encoded
 
@@ -80,12 +63,13 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Each sample in exactly one row; decided by the samples' lengths and patches alone."""
-        rows = self.select_rows([s.length for s in samples], [s.patches for s in samples])
+        sizes = [sample.measured for sample in samples]
+        rows = self.select_rows([size.length for size in sizes], [size.patches for size in sizes])
         return [[samples[index] for index in row] for row in rows]
 
     def select_rows(self, lengths: list[int], patches: list[int]) -> list[list[int]]:
         """As `select_samples_to_pack`, of samples by their place in the lists."""
-        return pack_buffer(lengths, self.seq_length, patches, self.max_patches)
+        return pack_buffer(lengths, self.data.seq_length, patches, self.data.max_patches)
 
     @stateless
     def pack_selected_samples(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
@@ -93,10 +77,10 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
         if not samples:
             raise SkipSample("a row of which every sample was dropped")
         length = sum(len(sample.input_ids) for sample in samples)
-        if length > self.seq_length:
+        if length > self.data.seq_length:
             keys = [key for sample in samples for key in sample.document_keys]
             raise RuntimeError(
-                f"packing: {', '.join(keys)} have {length} tokens, seq_length = {self.seq_length}: they "
+                f"packing: {', '.join(keys)} have {length} tokens, seq_length = {self.data.seq_length}: they "
                 "changed after their lengths were measured; delete their folder in data.lengths_cache."
             )
         return join_documents(samples)
@@ -104,13 +88,7 @@ class PackingVLMTaskEncoder(HFEncoderVLMTaskEncoder):
     @stateless
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
         """Rows of `seq_length`."""
-        return self._batch_rows(samples, self.seq_length)
-
-    def _measured(self, sample: ChatMLSample) -> tuple[int, int, EncodedText]:
-        length, patches, text = super()._measured(sample)
-        if self.max_patches is not None and patches > self.max_patches:
-            raise BadSample("over_patches", f"{patches} patches, data.max_patches = {self.max_patches}")
-        return length, patches, text
+        return self._batch_rows(samples, self.data.seq_length)
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.encode.known import Conversation, KnownProcessor, why_unknown
+from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
+from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.media.images import decode_image
@@ -22,20 +23,25 @@ from megatron_vlm.data.media.videos import VideoPlan
 class Processor(Protocol):
     """All give equal results, once the device has normalized raw pixels."""
 
-    sizes: SizeEncoder  # text and patches from the headers of media alone
+    sizes: SizeEncoder  # raises ValueError where an image's tokens cannot be told from its size
     decode: Callable[..., Any]  # (an image file, most pixels, fewest pixels) → what a call takes as image
+
+    def measure(
+        self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
+    ) -> EncodedText:
+        """The text, from images' (width, height) and without the frames of videos: equal to a call's, or of
+        equal length."""
 
     def __call__(
         self,
-        read: Callable[[], Conversation],
+        prompt: RenderedChat,
         images: Iterable[Any],
         videos: list[tuple[np.ndarray, VideoPlan]],
         text: EncodedText | None = None,
     ) -> tuple[EncodedText, dict[str, Tensor]]:
-        """The text, and the processor's other outputs by name.
+        """The text, and the processor's other outputs by name. `text` is what `measure` gave, where it did.
 
-        `read` gives the conversation, one part for each of `images` and `videos`. `text` is what `sizes` gave
-        for it, where that is known already. Raises BadSample when template or processor refuses it.
+        Raises BadSample when the processor refuses what it gets.
         """
 
 
@@ -51,9 +57,11 @@ class HFProcessor:
     def sizes(self) -> SizeEncoder:
         return SizeEncoder(self._processor, self._text)
 
-    def __call__(self, read, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
-        messages, tools = read()
-        return self._text(messages, tools, list(images), videos)
+    def measure(self, prompt, sizes, plans) -> EncodedText:
+        return self.sizes(prompt, [self.sizes.counted(size) for size in sizes], plans)
+
+    def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
+        return self._text(prompt, list(images), videos)
 
 
 def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Processor, str | None]:
@@ -63,9 +71,9 @@ def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Process
         return theirs, reason
     try:
         ours = KnownProcessor(processor, text)
-        probe = PROBE_MESSAGES, None
-        expected, _ = text(*probe, [Image.new("RGB", PROBE_SIZE)])
-        found, _ = ours(lambda: probe, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)], [])
+        prompt = text.chat(PROBE_MESSAGES, None, images=1)
+        expected, _ = text(prompt, [Image.new("RGB", PROBE_SIZE)])
+        found, _ = ours(prompt, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)], [])
     except BadSample as bad:
         return theirs, f"the chat template refuses a question about an image: {bad}"
     if not np.array_equal(found.input_ids, expected.input_ids):

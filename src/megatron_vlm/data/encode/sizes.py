@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
-from megatron_vlm.data.encode.marks import Span
+from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
 
@@ -35,22 +34,12 @@ ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them,
 
 
 class SizeEncoder:
-    """Called as a `TextEncoder`, with the sizes (width, height) of images and the plans of videos instead of
-    their pixels. Its ids are the processor's own where that is known, else right in number.
-
-    image_tokens   what the processor makes of an image of a size, where that is known; default: the
-                   processor's count of image tokens; the count is exact, the order is not (row breaks
-                   are not placed)
+    """Called as a `TextEncoder`, with the tokens of images and the plans of videos instead of their pixels.
 
     Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
     """
 
-    def __init__(
-        self,
-        processor: ProcessorMixin,
-        encode_text: TextEncoder,
-        image_tokens: Callable[[tuple[int, int]], ImageTokens] | None = None,
-    ):
+    def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
         if not hasattr(processor, "_get_num_multimodal_tokens"):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
@@ -62,22 +51,15 @@ class SizeEncoder:
                 "not tell, as packing needs; turn it off or use data.packing=none."
             )
         self._processor, self._encode_text = processor, encode_text
-        self._image_tokens = image_tokens or self._counted_tokens
         sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
         self.patch_size = next(filter(None, sides), PATCH_SIZE)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None,
-        sizes: list[tuple[int, int]],
-        plans: list[VideoPlan] | None = None,
+        self, prompt: RenderedChat, images: list[ImageTokens], plans: list[VideoPlan]
     ) -> EncodedText:
-        """Raises BadSample when the template or the processor refuses the conversation."""
-        plans = plans or []
-        prompt = self._encode_text.chat(messages, tools, len(sizes), len(plans))
-        images, videos = [self._image_tokens(size) for size in sizes], [self._video(plan) for plan in plans]
+        """Raises BadSample when the processor refuses a video."""
+        videos = [self._video(plan) for plan in plans]
         texts = [self._short_image] * len(images)
         texts += [
             prompt.text[slice(*span)].replace(self._processor.video_token, text)
@@ -93,9 +75,15 @@ class SizeEncoder:
             for span, (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
         ids, mask, spans = _grown(short.input_ids, short.reply_mask, [*short.images, *short.videos], grown)
-        count = len(sizes)
+        count = len(images)
         patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
         return EncodedText(ids, mask, spans[:count], spans[count:], patches, grids)
+
+    def counted(self, size: tuple[int, int]) -> ImageTokens:
+        """What an image of (width, height) becomes, by the processor's own count of its tokens. The count is
+        exact, the order is not: row breaks are not placed."""
+        tokens, patches = self._count(size)
+        return np.full(tokens, self._image_id), patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches in the tensors of an encoded sample, padding aside."""
@@ -113,13 +101,13 @@ class SizeEncoder:
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and how many tokens of the text the
         processor counts, that id's the first."""
-        expanded, _ = self._encode_text(PROBE_MESSAGES, None, [Image.new("RGB", PROBE_SIZE)])
+        prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
+        expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
         processed = self._encode_text.marked_tokenizer.prompt
         short_image = processed.text[slice(*processed.images[0])]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
         told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
@@ -171,10 +159,6 @@ class SizeEncoder:
         ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
         repeats[np.isin(short_ids, ids)] = runs
         return np.repeat(short_ids, repeats)
-
-    def _counted_tokens(self, size: tuple[int, int]) -> ImageTokens:
-        tokens, patches = self._count(size)
-        return np.full(tokens, self._image_id), patches
 
     def _count(self, size: tuple[int, int]) -> tuple[int, int]:
         """Tokens, by the processor's own count, and raw patches."""

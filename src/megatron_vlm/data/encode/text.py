@@ -62,18 +62,16 @@ class TextEncoder:
 
     def __call__(
         self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
+        prompt: RenderedChat,
         images: list[Image.Image] | None = None,
         videos: list[tuple[np.ndarray, VideoPlan]] | None = None,
     ) -> tuple[EncodedText, dict[str, Any]]:
         """The text, and everything else that the processor returned, with its batch axis of one.
 
-        The parts of the conversation match `images` and `videos` one to one. The arguments are not changed.
+        The prompt has a place for each of `images` and `videos`. The arguments are not changed.
 
-        Raises BadSample when the template or the processor refuses the conversation.
+        Raises BadSample when the processor refuses them.
         """
-        prompt = self.chat(messages, tools, len(images or []), len(videos or []))
         options = {}
         if videos:
             options |= {"videos": [frames for frames, _ in videos]}

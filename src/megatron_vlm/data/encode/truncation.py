@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import Span
 from megatron_vlm.data.encode.text import EncodedText
 
 
-@dataclass
-class Document:
-    """An encoded sample."""
-
-    text: EncodedText
-    visual_inputs: GenericVisualInputs | None
-
-    def truncated(self, length: int) -> Document:
-        """The first `length` tokens, or fewer where the cut would go through an image or a video, and their
-        images and videos."""
-        text, visual = self.text, self.visual_inputs
-        length, images, videos = cut(text.images, text.videos, length)
-        kept_text = EncodedText(
-            text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos]
-        )
-        if text.videos:
-            kept = visual.items()
-            kept = [*kept[:images], *kept[len(text.images) :][:videos]]
-            return Document(kept_text, GenericVisualInputs.cat(kept))
-        return Document(kept_text, first_images(visual, images, len(text.images)))
+def truncated(
+    text: EncodedText, visual: GenericVisualInputs | None, length: int, images: int, videos: int
+) -> tuple[EncodedText, GenericVisualInputs | None]:
+    """The first `length` tokens, `images` and `videos`, as `cut` says where."""
+    kept_text = EncodedText(
+        text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos]
+    )
+    if not text.videos:
+        return kept_text, first_images(visual, images, len(text.images))
+    items = visual.items()
+    return kept_text, GenericVisualInputs.cat([*items[:images], *items[len(text.images) :][:videos]])
 
 
 def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:

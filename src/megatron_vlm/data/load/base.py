@@ -1,40 +1,27 @@
 """What the Energon and the Hugging Face loaders share.
 
-Equal lengths over ranks, the limit on drops, and what of encoder and processor a loader's fingerprint holds.
+Equal lengths over ranks, and what of encoder and processor a loader's fingerprint holds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
-from megatron_vlm.batch import fully_masked
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
+from megatron_vlm.batch import Batch, fully_masked
 from megatron_vlm.data.fingerprint import check_fingerprint, digest
 from megatron_vlm.data.load.energon_state import FORMAT
+from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.job.failures import worker_death
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
-PATIENCE = 30  # see `LimitedDrops.set_share`
 IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
 IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
-
-
-class Provider:
-    """The base of dataclasses whose fields are settings of `config.data` and that make a source's loaders."""
-
-    @classmethod
-    def from_config(cls, data: DataConfig) -> Self:
-        return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(cls)})
 
 
 class TrainLoader(ABC):
@@ -42,12 +29,12 @@ class TrainLoader(ABC):
 
     def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
         self._drops, self.fingerprint = drops, fingerprint
-        self._batches: Iterator[dict] | None = None
+        self._batches: Iterator[Batch] | None = None
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> dict:
+    def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._make_batches()
         batches, self._batches = self._batches, iter(())  # for good when there is an error
@@ -58,7 +45,7 @@ class TrainLoader(ABC):
         return batch
 
     @abstractmethod
-    def _make_batches(self) -> Iterator[dict]: ...
+    def _make_batches(self) -> Iterator[Batch]: ...
 
     @abstractmethod
     def state_dict(self) -> dict:
@@ -79,7 +66,7 @@ class TrainLoader(ABC):
         """
 
     @abstractmethod
-    def replay(self, restore_key: Any) -> dict:
+    def replay(self, restore_key: Any) -> Batch:
         """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
 
         It may come from any rank and any number of workers.
@@ -120,7 +107,7 @@ class ValidLoader(ABC):
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[Batch]:
         last, yielded = None, 0
         for last in self._checked(self._mine):
             yield last
@@ -140,9 +127,9 @@ class ValidLoader(ABC):
     def _open(self, share: Any) -> DataLoader: ...
 
     @abstractmethod
-    def _batches(self, loader: DataLoader) -> Iterator[dict]: ...
+    def _batches(self, loader: DataLoader) -> Iterator[Batch]: ...
 
-    def _checked(self, share: Any) -> Iterator[dict]:
+    def _checked(self, share: Any) -> Iterator[Batch]:
         loader = self._loader = self._open(share)
         try:
             batches = self._batches(loader)
@@ -151,7 +138,7 @@ class ValidLoader(ABC):
         finally:
             close_loader(loader)
 
-    def _first_batch(self) -> dict:
+    def _first_batch(self) -> Batch:
         for batch in self._checked(self._all):
             return batch
         raise ValueError(f"data: {self.name} gives no sample; all were dropped.")
@@ -160,12 +147,13 @@ class ValidLoader(ABC):
 def encoder_settings(encoder) -> dict:
     """What of the encoder and its processor decides a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
-    names += ("video_fps", "video_max_frames", "video_max_pixels", "images_or_videos")
+    names += ("video_fps", "video_max_frames", "video_max_pixels")
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # as the latest call left them
-    return {name: getattr(encoder, name) for name in names if hasattr(encoder, name)} | {
-        "chat_template": digest(encoder.chat_template),
+    return {name: getattr(encoder.data, name) for name in names} | {
+        "images_or_videos": encoder.needs.images_or_videos,
+        "chat_template": digest(encoder.documents.chat.text),
         "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
         "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
     }
@@ -178,84 +166,7 @@ def _image_settings(processor: Any | None) -> dict:
     return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}
 
 
-class LimitedDrops:
-    """A DropReport that ends the run from inside a worker, where a dataset of which every sample is dropped
-    would otherwise be read without end and without a batch."""
-
-    def __init__(self, report: DropReport, max_share: float) -> None:
-        self._report, self._max_share = report, max_share
-        self.epoch: int | None = None  # samples in an epoch of all ranks, where these come in exact epochs
-        self._most_in_a_row: int | None = None  # dropped by one process that reads a share of its own
-        self._in_a_row: Counter[str] = Counter()  # by stage
-        self.keep = report.keep
-
-    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
-        self._report.drop(key, reason, detail)
-        self._in_a_row[stage] += 1
-        if self._most_in_a_row is not None and self._in_a_row[stage] >= self._most_in_a_row:
-            self._report.epoch_was_dropped(self._in_a_row[stage])
-        self.check()
-
-    @property
-    def latest(self) -> str | None:
-        """The key that this process counted last."""
-        return self._report.latest
-
-    def passed(self, stage: str) -> None:
-        """One more sample went through a stage of its encoding."""
-        self._in_a_row[stage] = 0
-
-    def set_share(self, samples: int, held: int) -> None:
-        """For workers that each read a share of their own, of at most `samples`, and draw at random from
-        `held` in their buffers: one waits for PATIENCE times as many others with a chance of e^-PATIENCE."""
-        if samples:
-            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
-
-    def check(self) -> None:
-        """Raises TooManyDrops."""
-        self._report.check(self._max_share, epoch=self.epoch)
-
-    def watch_epochs(self, place: Sequence[int]) -> EpochWatch:
-        return EpochWatch(self._report, place)
-
-
-class EpochWatch:
-    """Raises TooManyDrops when a whole epoch of this rank had nothing to train on, and at least MIN_SAMPLES
-    were dropped: a rank that goes on without a batch, and all others that wait for it, would never end.
-
-    `place`, where the reading begins, is an epoch and what of it is done.
-    """
-
-    def __init__(self, report: DropReport, place: Sequence[int]) -> None:
-        self._report = report
-        self._epoch, begins = place[0], not any(place[1:])
-        self._ends = int(begins)  # ends of epochs since the last sample, the one before the beginning too
-        self._kept, self._dropped_before = False, report.counted()[1]
-
-    def see(self, place: Sequence[int], kept: bool) -> None:
-        """The reading has come to `place`; `kept`: with a sample since it was last seen."""
-        self._kept |= kept
-        if place[0] == self._epoch:
-            return
-        if self._kept:
-            self._ends, self._dropped_before = 0, self._report.counted()[1]
-        else:
-            self._ends += place[0] - self._epoch
-        self._epoch, self._kept = place[0], False
-        dropped = self._report.counted()[1] - self._dropped_before
-        if self._ends > 1 and dropped >= MIN_SAMPLES:
-            self._report.epoch_was_dropped(dropped)
-            self._report.check(1.0)
-
-
-def with_limited_drops(encoder, max_share: float):
-    """A copy of `encoder` that counts in the same report and raises TooManyDrops by itself."""
-    limited = copy.copy(encoder)
-    limited.drops = LimitedDrops(encoder.drops, max_share)
-    return limited
-
-
-def next_or_too_many_drops(batches: Iterator[dict], drops: LimitedDrops) -> dict | None:
+def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Batch | None:
     """The next batch, None after the last; why a worker gave up or was killed comes without traceback."""
     try:
         batch = next(batches, None)

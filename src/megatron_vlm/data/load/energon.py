@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,19 +27,19 @@ from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
 from torch.utils.data import DataLoader
 
-from megatron_vlm.config import paths_of
+from megatron_vlm.batch import Batch
+from megatron_vlm.config import DataConfig, paths_of
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.load.base import (
-    Provider,
     TrainLoader,
     ValidLoader,
     close_loader,
     encoder_settings,
-    with_limited_drops,
 )
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import energon_fingerprint, from_json_data, to_json_data
+from megatron_vlm.data.load.limits import with_limited_drops
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
@@ -49,23 +48,15 @@ CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
 
 
-@dataclass
-class EnergonProvider(Provider):
+class EnergonProvider:
     """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
 
     Of several paths, an epoch has every sample of each as often as `repetitions` says, once by default.
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
     """
 
-    train_data_path: str | Sequence[str]
-    valid_data_path: str | Sequence[str] | None = None
-    repetitions: Sequence[int] = ()
-    num_workers: int = 2
-    shuffle_buffer_size: int = 1000
-    max_samples_per_sequence: int | None = 100
-    max_drop_share: float = 0.05
-    packing: str = "none"
-    packing_buffer_size: int = 1000
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
@@ -76,30 +67,32 @@ class EnergonProvider(Provider):
         than data workers, or an encoder whose buffers could not be restored; FileNotFoundError for a shard
         that is missing.
         """
-        paths = paths_of(self.train_data_path)
-        encoder = with_limited_drops(encoder, self.max_drop_share)
+        data, paths = self._data, paths_of(self._data.train_data_path)
+        packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
+        encoder = with_limited_drops(encoder, data)
         workers = self._worker_config(rank, world_size, seed)
         dataset = get_train_dataset(
-            _checked_source(paths, "train", self.repetitions),
+            _checked_source(paths, "train", data.repetitions),
             split_part="train",
             worker_config=workers,
             batch_size=micro_batch_size,
-            packing_buffer_size=self.packing_buffer_size if self.packing == "stream" else None,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-            max_samples_per_sequence=self.max_samples_per_sequence,
+            packing_buffer_size=packing_buffer_size,
+            shuffle_buffer_size=data.shuffle_buffer_size,
+            max_samples_per_sequence=data.max_samples_per_sequence,
             task_encoder=encoder,
         )
         _check_enough_samples(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
-        encoder.drops.set_share(_largest_share(dataset, workers), self._samples_held())
+        held = data.shuffle_buffer_size + (packing_buffer_size or 0)
+        encoder.drops.set_share(_largest_share(dataset, workers), held)
         settings = {
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "max_samples_per_sequence": self.max_samples_per_sequence,
+            "shuffle_buffer_size": data.shuffle_buffer_size,
+            "max_samples_per_sequence": data.max_samples_per_sequence,
             "micro_batch_size": micro_batch_size,
             "seed": seed,
-            "packing": self.packing,
-            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
-            "repetitions": list(self.repetitions) or None,
+            "packing": data.packing,
+            "packing_buffer_size": packing_buffer_size,
+            "repetitions": list(data.repetitions) or None,
         }
         return EnergonTrainLoader(dataset, workers, encoder, settings)
 
@@ -110,11 +103,12 @@ class EnergonProvider(Provider):
 
         None when no validation path is set and the training dataset has no `val` split.
         """
-        paths = paths_of(self.valid_data_path or self.train_data_path)
+        data = self._data
+        paths = paths_of(data.valid_data_path or data.train_data_path)
         for path in paths:
             check_dataset(path)
         splits = {path: split_names(path) for path in paths}
-        if self.valid_data_path is None:
+        if data.valid_data_path is None:
             paths = [path for path in paths if "val" in splits[path]]
         if not paths:
             return None
@@ -124,27 +118,21 @@ class EnergonProvider(Provider):
                     f"data.valid_data_path: {path} has no 'val' split, only {splits[path]}; prepare it as "
                     "val=PATH."
                 )
-        encoder = with_limited_drops(encoder, self.max_drop_share)
-        return EnergonValidLoader(
-            paths, self._worker_config(rank, world_size, seed), encoder, micro_batch_size
-        )
-
-    def _samples_held(self) -> int:
-        """Most samples that wait in a worker's buffers."""
-        return self.shuffle_buffer_size + (self.packing_buffer_size if self.packing == "stream" else 0)
+        workers = self._worker_config(rank, world_size, seed)
+        return EnergonValidLoader(paths, workers, with_limited_drops(encoder, data), micro_batch_size)
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
         return WorkerConfig(
             rank=rank,
             world_size=world_size,
-            num_workers=self.num_workers,
+            num_workers=self._data.num_workers,
             seed_offset=seed,
             global_error_handler=_raise_with_key,
         )
 
 
 class EnergonTrainLoader(TrainLoader):
-    """See the base; on the number of ranks and of workers it depends what each worker reads."""
+    """See the base. What a worker reads depends on the number of ranks and of workers."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
         _guard_readers(dataset)
@@ -160,7 +148,7 @@ class EnergonTrainLoader(TrainLoader):
         source = energon_fingerprint(self._loader.config(), workers)
         super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
 
-    def _make_batches(self) -> Iterator[dict]:
+    def _make_batches(self) -> Iterator[Batch]:
         return iter(self._loader)
 
     def state_dict(self) -> dict:
@@ -181,7 +169,7 @@ class EnergonTrainLoader(TrainLoader):
     def load_states(self, states: list[dict]) -> None:
         self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
 
-    def replay(self, restore_key: Any) -> dict:
+    def replay(self, restore_key: Any) -> Batch:
         _, *place = _as_restored(restore_key)  # its first part says whether there were workers
         return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
 
@@ -202,7 +190,7 @@ class EnergonValidLoader(ValidLoader):
         dataset = self._dataset(share)
         return _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
 
-    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+    def _batches(self, loader: DataLoader) -> Iterator[Batch]:
         return iter(loader)
 
     def _dataset(self, workers: WorkerConfig):

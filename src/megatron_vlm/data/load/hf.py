@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.config import paths_of
+from megatron_vlm.batch import Batch
+from megatron_vlm.config import DataConfig, paths_of
 from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.load.base import (
-    Provider,
     TrainLoader,
     ValidLoader,
     close_loader,
     encoder_settings,
-    with_limited_drops,
 )
 from megatron_vlm.data.load.length_cache import measure_dataset
-from megatron_vlm.data.load.orders import (
-    BalancedRows,
-    BufferedPacking,
-    Measured,
-    Place,
-    RandomOrder,
-    pieces,
-)
+from megatron_vlm.data.load.limits import with_limited_drops
+from megatron_vlm.data.load.orders import Place, RandomOrder, pieces
+from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
@@ -48,34 +41,21 @@ VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 
-@dataclass
-class HFProvider(Provider):
+class HFProvider:
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
     Of several paths, an epoch has the rows of each as often as `repetitions` says, once by default; of 1.5
     times the rows, each row comes once or twice, and as often as the others over all epochs.
 
-    `columns` (ours → the source's), `media_dir` and `datasets` as in `open_table`. With `streaming`, training
-    rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
-    With `packing` (see DataConfig) the training loader's encoder must be a PackingVLMTaskEncoder. For
-    "global" packing and `group_by_length` the whole dataset is measured when the training loader is built,
-    once for all runs that share `lengths_cache`.
+    With `streaming`, training rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
+    With `packing` the training loader's encoder must be a PackingVLMTaskEncoder. For "global" packing and
+    `group_by_length` the whole dataset is measured when the training loader is built, once for all runs that
+    share `lengths_cache`.
     """
 
-    train_data_path: str | Sequence[str]
-    valid_data_path: str | Sequence[str] | None = None
-    repetitions: Sequence[float] = ()
-    num_workers: int = 2
-    max_drop_share: float = 0.05
-    columns: Mapping[str, str] | None = None
-    media_dir: str | None = None
-    datasets: Sequence[str] = ()
-    streaming: bool = False
-    shuffle_buffer_size: int = 1000
-    packing: str = "none"
-    packing_buffer_size: int = 1000
-    group_by_length: bool = False
-    lengths_cache: str | None = None
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self._layout = RecordLayout(dict(data.columns))
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
@@ -84,10 +64,11 @@ class HFProvider(Provider):
 
         Raises ValueError for fewer rows than ranks.
         """
-        rows = self._stream(encoder) if self.streaming else self.train_rows(encoder)
-        if not self.streaming:
+        data = self._data
+        rows = self._stream(encoder) if data.streaming else self.train_rows(encoder)
+        if not data.streaming:
             if (count := len(rows.table.rows_of(0, seed))) < world_size:
-                paths = ", ".join(paths_of(self.train_data_path))
+                paths = ", ".join(paths_of(data.train_data_path))
                 raise ValueError(
                     f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks "
                     "or more data."
@@ -95,40 +76,40 @@ class HFProvider(Provider):
             rows.encoder.drops.epoch = count
         settings = {
             "dataset": rows.fingerprint,
-            "repetitions": list(self.repetitions) or None,
+            "repetitions": list(data.repetitions) or None,
             "rank": rank,
             "world_size": world_size,
             "seed": seed,
             "micro_batch_size": micro_batch_size,
-            "packing": self.packing,
-            "packing_buffer_size": self.packing_buffer_size if self.packing == "stream" else None,
-            "group_by_length": self.group_by_length,
-            "shuffle_buffer_size": self.shuffle_buffer_size if self.streaming else None,
+            "packing": data.packing,
+            "packing_buffer_size": data.packing_buffer_size if data.packing == "stream" else None,
+            "group_by_length": data.group_by_length,
+            "shuffle_buffer_size": data.shuffle_buffer_size if data.streaming else None,
         }
         order = self._order(rows, micro_batch_size, rank, world_size, seed)
-        return HFTrainLoader(rows, order, micro_batch_size, self.num_workers, settings | order.settings())
+        return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder) -> EncodedRows:
-        paths = paths_of(self.train_data_path)
+        paths = paths_of(self._data.train_data_path)
         splits = ["train" if "train" in source_splits(path) else None for path in paths]
-        return self._rows(paths, splits, encoder, self.datasets, self.repetitions)
+        return self._rows(paths, splits, encoder, self._data.datasets, self._data.repetitions)
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
-        if self.streaming:
-            order = StreamOrder(rows.table.stream, rank, world_size, seed, self.shuffle_buffer_size)
+        data = self._data
+        if data.streaming:
+            order = StreamOrder(rows.table.stream, rank, world_size, seed, data.shuffle_buffer_size)
         else:
             rows_of = functools.partial(rows.table.rows_of, seed=seed)
             order = RandomOrder(rows_of, rank, world_size, seed)
-        if self.packing == "global" or self.group_by_length:
-            tokens, patches = measure_dataset(rows, self.lengths_cache, self.num_workers, rank, world_size)
-            capacity = rows.encoder.seq_length if self.packing == "global" else None
-            limits = capacity, getattr(rows.encoder, "max_patches", None)
+        if data.packing == "global" or data.group_by_length:
+            tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, rank, world_size)
+            rules = rows.encoder.data
+            limits = rules.seq_length if data.packing == "global" else None, rules.max_patches
             return BalancedRows(rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
-        if self.packing == "none":
+        if data.packing == "none":
             return order
-        measure = _Measuring(rows, self.packing_buffer_size, self.num_workers)
-        size, begin = self.packing_buffer_size, (*order.place, 0)
-        watch = rows.encoder.drops.watch_epochs
+        size, begin = data.packing_buffer_size, (*order.place, 0)
+        measure, watch = _Measuring(rows, size, data.num_workers), rows.encoder.drops.watch_epochs
         return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin, watch)
 
     def valid_loader(
@@ -139,17 +120,18 @@ class HFProvider(Provider):
 
         None when no validation path is set and the training dataset has no validation split, or is streamed.
         """
-        if self.streaming and self.valid_data_path is None:
+        data = self._data
+        if data.streaming and data.valid_data_path is None:
             return None
-        paths = paths_of(self.valid_data_path or self.train_data_path)
+        paths = paths_of(data.valid_data_path or data.train_data_path)
         splits = {path: _validation_split(path) for path in paths}
-        if self.valid_data_path is None:
+        if data.valid_data_path is None:
             paths = [path for path in paths if splits[path] is not None]
         if not paths:
             return None
-        datasets = self.datasets if self.valid_data_path is None else ()
+        datasets = data.datasets if data.valid_data_path is None else ()
         rows = self._rows(paths, [splits[path] for path in paths], encoder, datasets)
-        return HFValidLoader(rows, rank, world_size, micro_batch_size, self.num_workers)
+        return HFValidLoader(rows, rank, world_size, micro_batch_size, data.num_workers)
 
     def _rows(
         self,
@@ -159,24 +141,20 @@ class HFProvider(Provider):
         datasets: Sequence[str],
         repetitions: Sequence[float] = (),
     ) -> EncodedRows:
-        options = {"layout": RecordLayout(dict(self.columns or {})), "media_dir": self.media_dir}
-        tables = [
-            open_table(path, split, datasets=datasets, **options)
-            for path, split in zip(paths, splits, strict=True)
-        ]
+        options = {"layout": self._layout, "media_dir": self._data.media_dir, "datasets": datasets}
+        tables = [open_table(path, split, **options) for path, split in zip(paths, splits, strict=True)]
         table = tables[0]
         if len(tables) > 1:
             named = dict(zip(path_names(paths), tables, strict=True))
             table = blend_tables(named, repetitions or [1] * len(paths))
-        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+        return EncodedRows(table, with_limited_drops(encoder, self._data))
 
     def _stream(self, encoder) -> EncodedRows:
-        layout = RecordLayout(dict(self.columns or {}))
-        path, *others = paths_of(self.train_data_path)
+        path, *others = paths_of(self._data.train_data_path)
         if others:
             raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
-        table = StreamedRows.open(path, layout, self.media_dir)
-        return EncodedRows(table, with_limited_drops(encoder, self.max_drop_share))
+        table = StreamedRows.open(path, self._layout, self._data.media_dir)
+        return EncodedRows(table, with_limited_drops(encoder, self._data))
 
 
 def _validation_split(path: str) -> str | None:
@@ -228,7 +206,7 @@ class HFTrainLoader(TrainLoader):
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place
 
-    def _make_batches(self) -> Iterator[dict]:
+    def _make_batches(self) -> Iterator[Batch]:
         samples, watch = [], self._drops.watch_epochs(self._place)
         for place, sample in self._ledger.settled(self._loader):
             watch.see(place, sample is not None)
@@ -256,7 +234,7 @@ class HFTrainLoader(TrainLoader):
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 
-    def replay(self, restore_key: list[list[int]]) -> dict:
+    def replay(self, restore_key: list[list[int]]) -> Batch:
         samples = [self._rows[None, indices][1] for indices in restore_key]
         if any(sample is None for sample in samples):
             found = zip(restore_key, samples, strict=True)
@@ -287,7 +265,7 @@ class HFValidLoader(ValidLoader):
         ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)
         return _loader(self._rows, ledger, self._num_workers)
 
-    def _batches(self, loader: DataLoader) -> Iterator[dict]:
+    def _batches(self, loader: DataLoader) -> Iterator[Batch]:
         encoded = (sample for _, sample in loader.sampler.settled(loader) if sample is not None)
         while samples := list(itertools.islice(encoded, self._micro_batch_size)):
             yield self._rows.batch(samples)

@@ -1,4 +1,4 @@
-"""In which order a rank sees the rows of a map-style dataset, and which of them share a row of a batch.
+"""In which order a rank sees the rows of a map-style dataset; in `packed_orders`, several of them in a row.
 
 An order iterates without end over `(place, indices)`: dataset rows that make one row of a batch, and the
 place at which the same iteration continues after them. `order.place`, a few integers, is where it begins.
@@ -11,22 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.encode.packing import Rows, attention_cost, balanced_order, pack
-from megatron_vlm.data.fingerprint import digest
-from megatron_vlm.data.ledger import check_each_once
-
 Place = tuple[int, ...]
 Move = Sequence[Any]  # of each rank that stopped, its place, and what else tells what it had left
-Measured = tuple[
-    Place, int, tuple[int, int] | None
-]  # place after a row, its index, (tokens, patches) or None
 
 
 class Order:
@@ -77,155 +70,6 @@ class RandomOrder(Order):
                 mine[[number - 1 for at, number in left if at == epoch]] = True
             order = order[still]
         return order
-
-
-@dataclass
-class BufferedPacking(Order):
-    """Rows packed out of a buffer: `buffer_size` dataset rows in `order` at a time.
-
-    measure      gives for each of an order's rows the place after it, its index, and tokens and patches
-    select_rows  (tokens, patches) of a buffer -> the documents of each row; depends on nothing else
-    watch        given the place of the beginning, has a method `see(place, kept)`, called after each buffer
-                 with whether it has documents; may raise
-
-    A place is that of the buffer's beginning in `order`, and how many of the buffer's rows are done.
-    """
-
-    order: RandomOrder  # or a StreamOrder
-    buffer_size: int
-    measure: Callable[[RandomOrder], Iterator[Measured]]
-    select_rows: Callable[[list[int], list[int]], list[list[int]]]
-    place: Place = (0, 0, 0)
-    watch: Callable[[Place], Any] | None = None
-
-    @property
-    def moves(self) -> Sequence[Move]:
-        return self.order.moves
-
-    @moves.setter
-    def moves(self, moves: Sequence[Move]) -> None:
-        self.order.moves = moves
-
-    @property
-    def other_ranks_go_on(self) -> bool:
-        return self.order.other_ranks_go_on
-
-    def close(self) -> None:
-        self.measure.close()
-
-    def move(self, places: Sequence[Place]) -> None:
-        """Measures the buffers in which the ranks stopped."""
-        of_ranks = [self._rest(rank, len(places), place) for rank, place in enumerate(places)]
-        self.order.move(*zip(*of_ranks, strict=True))
-        self.place = (*self.order.place, 0)
-
-    def _rest(self, rank: int, world_size: int, place: Place) -> tuple[Place, list[Place]]:
-        """Where a rank's buffer ended, and the places after those of its documents in rows still to come."""
-        *begin, done = place
-        if done == 0:
-            return tuple(begin), []
-        order = replace(self.order, rank=rank, world_size=world_size, place=tuple(begin))
-        buffer = list(itertools.islice(self.measure(order), self.buffer_size))
-        rows, documents = self._rows(buffer)
-        return buffer[-1][0], [documents[document][0] for row in rows[done:] for document in row]
-
-    def _rows(self, buffer: list[Measured]) -> tuple[list[list[int]], list[Measured]]:
-        documents = [measured for measured in buffer if measured[2] is not None]
-        tokens, patches = ([costs[i] for *_, costs in documents] for i in (0, 1))
-        return self.select_rows(tokens, patches), documents
-
-    def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
-        *begin, done = self.place
-        self.order.place = tuple(begin)
-        measured = self.measure(self.order)
-        watch = self.watch and self.watch(self.order.place)
-        while True:
-            buffer = list(itertools.islice(measured, self.buffer_size))
-            rows, documents = self._rows(buffer)
-            if watch:
-                watch.see(buffer[-1][0], bool(documents))
-            for number in range(done, len(rows)):
-                following = (*begin, number + 1) if number + 1 < len(rows) else (*buffer[-1][0], 0)
-                yield following, [documents[document][1] for document in rows[number]]
-            begin, done = buffer[-1][0], 0
-
-
-@dataclass
-class BalancedRows(Order):
-    """Rows of documents of known cost, packed again every epoch or single, in random groups of equal cost.
-
-    A group is what all ranks take at a time: `micro_batch_size` rows each. Every group is full on all ranks:
-    rows left at an epoch's end start a group that the next epoch fills. Dataset rows known to be dropped
-    (tokens < 0) come with the rows of their epoch, for the encoder to count.
-
-    A place is an epoch, how many of its rows are done by all ranks together, and how many rows these ranks
-    had before the epoch.
-    """
-
-    rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows
-    tokens: ndarray
-    patches: ndarray
-    rank: int
-    world_size: int
-    micro_batch_size: int
-    seed: int
-    capacity: int | None  # tokens in a row; None: single documents, those of about one length in a group
-    patch_capacity: int | None = None
-    place: Place = (0, 0, 0)
-    moves: Sequence[Move] = ()
-
-    def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
-        epoch, position, begun = self.place
-        while True:
-            rows = self._rows(epoch, begun)
-            for done in range(position, len(rows)):
-                if self._rank_of(begun + done) == self.rank:
-                    yield (epoch, done + 1, begun), rows[done]
-            begun, epoch, position = begun + len(rows), epoch + 1, 0
-
-    def settings(self) -> dict[str, Any]:
-        return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
-
-    def move(self, places: Sequence[Place]) -> None:
-        """What is left of an epoch stays packed and in its order."""
-        self.moves = [*self.moves, places]
-        self.place = min(places)[0], 0, 0
-
-    def _rank_of(self, row: int) -> int:
-        return row // self.micro_batch_size % self.world_size
-
-    def _rows(self, epoch: int, begun: int) -> list[list[int]]:
-        if epoch > max((max(places)[0] for places in self.moves), default=-1):
-            return self._epoch(epoch, begun)
-        places = self.moves[-1]
-        before = replace(self, world_size=len(places), moves=self.moves[:-1])
-        at, _, begun = min(places)
-        while at < epoch:
-            begun, at = begun + len(before._rows(at, begun)), at + 1
-        rows = enumerate(before._rows(epoch, begun))
-        return [row for n, row in rows if [epoch, n] >= list(places[before._rank_of(begun + n)][:2])]
-
-    def _epoch(self, epoch: int, begun: int) -> list[list[int]]:
-        rng = np.random.default_rng([self.seed, epoch])
-        chosen = self.rows_of(epoch)
-        fits = self.tokens[chosen] >= 0
-        kept, dropped = chosen[fits], chosen[~fits]
-        tokens, patches = self.tokens[kept], self.patches[kept]
-        group = self.micro_batch_size * self.world_size
-        unbalanced = -begun % group
-        if self.capacity is None:
-            rows = Rows(np.arange(len(tokens)), np.arange(len(tokens) + 1))
-            order = balanced_order(tokens, np.zeros_like(tokens), group, rng, unbalanced, strips=1)
-        else:
-            rows = pack(tokens, self.capacity, patches, self.patch_capacity, rng)
-            order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), group, rng, unbalanced)
-        check_each_once(rows.documents, len(kept), "documents to be packed")
-        check_each_once(order, len(rows), "packed rows")
-        # the dropped spread over the epoch; where nothing is left to train on, they make a row
-        dropped = np.array_split(rng.permutation(dropped), max(1, len(rows)))
-        if len(rows) == 0:
-            return [indices.tolist() for indices in dropped]
-        return [[*kept[rows[row]].tolist(), *more.tolist()] for row, more in zip(order, dropped, strict=True)]
 
 
 def pieces(order: RandomOrder, size: int) -> Iterator[list[Any]]:

@@ -9,8 +9,10 @@ from typing import Any
 from megatron.energon import SkipSample
 from torch.utils.data import Dataset
 
+from megatron_vlm.batch import Batch
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.ledger import LostSample, lost
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
@@ -41,7 +43,8 @@ class EncodedRows(Dataset):
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None when it is dropped."""
-        return self._kept(self.encoder.measure, index)
+        found = self._kept(self.encoder.measure, index)
+        return found and (found.length, found.patches)
 
     def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
@@ -72,7 +75,7 @@ class EncodedRows(Dataset):
             fields = {"conversation": "", "problem": problem}
         return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
 
-    def batch(self, samples: list) -> dict:
+    def batch(self, samples: list[HFEncoderTaskSample]) -> Batch:
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
     @functools.cached_property

@@ -19,6 +19,7 @@ import numpy as np
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
@@ -45,10 +46,10 @@ class VideoRules:
     multiple     the last frame is repeated until their number is one of this: the tower's temporal patch
     """
 
-    fps: float = 2.0
+    fps: float = DataConfig.video_fps
     min_frames: int = 4
-    max_frames: int = 128
-    max_pixels: int | None = None
+    max_frames: int = DataConfig.video_max_frames
+    max_pixels: int | None = DataConfig.video_max_pixels
     multiple: int = 2
 
 

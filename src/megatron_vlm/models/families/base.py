@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, PositionIds, count_up
 from megatron_vlm.models.families.keys import Section
 from megatron_vlm.models.layers.rotary import Rotary
-from megatron_vlm.models.positions import Kinds, count_up, kinds_by_token
+from megatron_vlm.models.positions import Kinds, kinds_by_token
 from megatron_vlm.models.weights import Rule, WeightMap
 
 
@@ -52,13 +52,15 @@ class Family:
     images_or_videos: bool = False
     # tokens of one image see each other both ways
     bidirectional_images: bool = False
-    # gives the function (input_ids (T,), visual inputs or None) -> (T,) or (3, T) that data workers call
-    # on every document
-    position_ids: Callable[[Any], Callable[..., Tensor]] = lambda hf_config: count_up
+    # gives the function that data workers call on every document
+    position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
     # gives the function (token ids) -> which of them stand for features of images, which for those of videos
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config
+
+    def data_needs(self, hf_config: Any) -> DataNeeds:
+        return DataNeeds(self.visual_keys, self.position_ids(hf_config), self.images_or_videos)
 
     def weight_map(self, hf_config: Any) -> WeightMap:
         return WeightMap(

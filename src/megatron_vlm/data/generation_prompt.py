@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.data.media.images import decode_image
 
 
@@ -17,18 +16,17 @@ def encode_prompt(
     processor: ProcessorMixin,
     messages: list[dict],
     images: list[bytes],
-    visual_keys: tuple[str, ...],
-    position_ids: Callable[..., Tensor],
+    needs: DataNeeds,
     device: torch.device,
-) -> dict[str, Any]:
-    """`input_ids` (T,) with the template's generation prompt at the end, `position_ids`, `visual_inputs`."""
+) -> Prompt:
+    """With the template's generation prompt at the end."""
     outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
-    tensors = {key: outputs[key] for key in visual_keys if key in outputs}
+    tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
     return {
         "input_ids": input_ids.to(device),
-        "position_ids": position_ids(input_ids, visual).to(device),
+        "position_ids": needs.position_ids(input_ids, visual).to(device),
         "visual_inputs": visual and visual.to(device),
     }
 

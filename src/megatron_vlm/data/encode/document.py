@@ -1,0 +1,169 @@
+"""`ChatMLSample` → ids, labels, positions and visual tensors of one document, with any HF processor."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.energon import Sample, edataclass
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.encode.marks import RenderedChat
+from megatron_vlm.data.encode.processors import HFProcessor, processor_for
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
+from megatron_vlm.data.encode.truncation import cut, truncated
+from megatron_vlm.data.media.images import image_size
+from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
+
+# What processors return about the text. We make our own masks, and models find images by token id.
+TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
+
+
+@edataclass
+class HFEncoderTaskSample(Sample):
+    """A row's worth of tokens, unpadded: one document, or several joined by `join_documents`."""
+
+    input_ids: Tensor  # (T,) int64
+    labels: Tensor  # (T,) int64
+    loss_mask: Tensor  # (T,) float32
+    position_ids: Tensor  # (T,) or (3, T) int64
+    attention_mask: Tensor  # (T,) int32: document number, from 1
+    visual_inputs: GenericVisualInputs | None
+    document_keys: list[str]
+
+
+@dataclass
+class Measured:
+    """What is known of a document before its images and videos are decoded."""
+
+    prompt: RenderedChat
+    text: EncodedText  # of the whole conversation
+    length: int  # tokens that are kept
+    patches: int  # raw patches of the images and videos that are kept
+
+
+class DocumentEncoder:
+    """Both methods raise BadSample for a sample that cannot be trained on.
+
+    `why_hf_processor` says why samples go through the HF processor, which is slower; None where they do not.
+    """
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        data: DataConfig,
+        needs: DataNeeds,
+        chat_template: str | None = None,
+        fast: bool = True,
+    ):
+        self._processor, self._data, self._needs = processor, data, needs
+        text = TextEncoder(processor, chat_template)
+        self.chat = text.chat
+        self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
+        if fast:
+            self.processing, self.why_hf_processor = processor_for(processor, text)
+        self._most_characters = math.inf
+        if data.over_length == "drop":  # text of many megabytes is not tokenized first
+            self._most_characters = most_characters(processor.tokenizer, data.seq_length)
+        self._in_time = functools.partial(in_time, data.decode_seconds)
+
+    def measure(self, sample: ChatMLSample) -> Measured:
+        """From the text and the headers of media; of a video one frame is decoded.
+
+        Raises ValueError for a processor that cannot tell an image's tokens from its size.
+        """
+        prompt = self._prompt(sample)
+        limits = self._data.max_pixels, self._data.min_pixels
+        sizes = [self._in_time(image_size, data, *limits) for data in sample.imgs or []]
+        plans = [self._in_time(plan_video, video, self.video_rules) for video in sample.videos or []]
+        text = self.processing.measure(prompt, sizes, plans)
+        length, images, videos = self._kept(text)
+        if not text.reply_mask[1:length].any():
+            raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
+        patches = sum([*text.image_patches[:images], *map(math.prod, text.video_grids[:videos])])
+        if (most := self._data.max_patches) is not None and patches > most:
+            raise BadSample("over_patches", f"{patches} patches, data.max_patches = {most}")
+        return Measured(prompt, text, length, patches)
+
+    def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
+        """`measured` spares reading the text again."""
+        prompt = measured.prompt if measured else self._prompt(sample)
+        decode, limits = self.processing.decode, (self._data.max_pixels, self._data.min_pixels)
+        images = (self._in_time(decode, data, *limits) for data in sample.imgs or [])
+        videos = [self._in_time(decode_video, video, self.video_rules) for video in sample.videos or []]
+        text, outputs = self.processing(prompt, images, videos, measured and measured.text)
+        visual = self._visual_inputs(outputs)
+        length, *kept = self._kept(text)
+        if length < len(text):
+            text, visual = truncated(text, visual, length, *kept)
+        labels, loss_mask = np.full(length, IGNORE_INDEX), np.zeros(length, np.float32)
+        trained = text.reply_mask[1:]  # the last position predicts nothing
+        np.copyto(labels[:-1], text.input_ids[1:], where=trained)
+        loss_mask[:-1] = trained
+        if not loss_mask.any():
+            raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
+        input_ids = torch.from_numpy(text.input_ids)
+        return HFEncoderTaskSample.derive_from(
+            sample,
+            input_ids=input_ids,
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(loss_mask),
+            position_ids=self._needs.position_ids(input_ids, visual),
+            attention_mask=torch.from_numpy(np.ones(length, np.int32)),
+            visual_inputs=visual,
+            document_keys=[sample.__key__],
+        )
+
+    @functools.cached_property
+    def video_rules(self) -> VideoRules | None:
+        """None for a model that takes no videos."""
+        if not self._needs.videos:
+            return None
+        data = self._data
+        return VideoRules(
+            fps=data.video_fps,
+            max_frames=data.video_max_frames,
+            max_pixels=data.video_max_pixels,
+            multiple=self._processor.video_processor.temporal_patch_size,
+        )
+
+    def _prompt(self, sample: ChatMLSample) -> RenderedChat:
+        if sample.problem is not None:
+            raise sample.problem
+        images, videos = len(sample.imgs or []), len(sample.videos or [])
+        if videos and self.video_rules is None:
+            raise BadSample("video_unsupported", f"{videos} videos")
+        if images and videos and self._needs.images_or_videos:
+            raise BadSample("images_and_videos", f"{images} images and {videos} videos")
+        conversation = training_conversation(sample.conversation, images, videos)
+        prompt = self.chat(*conversation, images, videos)
+        if (found := len(prompt.text)) > self._most_characters:
+            detail = f"{found} characters; more than {self._most_characters} never fit"
+            raise BadSample("over_length", detail)
+        return prompt
+
+    def _kept(self, text: EncodedText) -> tuple[int, int, int]:
+        """How many tokens, images and videos remain."""
+        if len(text) <= self._data.seq_length:
+            return len(text), len(text.images), len(text.videos)
+        if self._data.over_length == "drop":
+            raise BadSample("over_length", f"{len(text)} tokens, seq_length = {self._data.seq_length}")
+        return cut(text.images, text.videos, self._data.seq_length)
+
+    def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
+        keys = self._needs.visual_keys
+        if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
+            raise ValueError(
+                f"{type(self._processor).__name__} returned {unexpected}, which are not in "
+                f"visual_keys = {keys}; add those that the model takes"
+            )
+        tensors = {key: outputs[key] for key in keys if key in outputs}
+        return GenericVisualInputs(**tensors) if tensors else None
