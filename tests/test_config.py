@@ -1,3 +1,6 @@
+import json
+from contextlib import nullcontext
+
 import pytest
 
 from megatron_vlm.checks.settings import validate, validate_paths
@@ -229,3 +232,15 @@ def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         compose(file=tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("missing, refused", [(1, False), (2, False), (3, True)])
+def test_a_few_missing_media_are_left_to_the_run_and_many_refused(tmp_path, monkeypatch, missing, refused):
+    """A run counts and leaves out what a broken record names."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    rows = [{"conversations": [], "images": [f"{number}.png"]} for number in range(missing)]
+    rows.append({"conversations": []})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = config(f"data.train_data_path={tmp_path}/data.jsonl", "data.dataset_type=hf")
+    with pytest.raises(ConfigError, match="none of the first 3") if refused else nullcontext():
+        validate_paths(given)

@@ -14,6 +14,7 @@ from megatron_vlm.config import DataConfig, DataPaths, paths_of
 from megatron_vlm.messages import printable
 
 FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
+FEW_PATHS = 3  # fewer that lead nowhere may be of broken records, which a run counts and leaves out
 PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
 MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
 MEDIA_COLUMNS = ("images", "image", "videos", "video")
@@ -140,9 +141,17 @@ def _json_problems(
             yield f"{shown} holds no JSON record; write one conversation a line."
         return
     root = Path(media_dir or path.parent).expanduser()
-    names = [name for record in records for name in _media_names(record, columns)]
-    if names and not any(os.path.exists(root / name) for name in names):
-        yield _missing_media(shown, names[0], len(names), root, setting)
+    of_records = [_media_names(record, columns) for record in records]
+    names = [name for each in of_records for name in each]
+    if not names or any(os.path.exists(root / name) for name in names):
+        return
+    held = next((folder for folder in _folders(root) if os.path.exists(folder / names[0])), None)
+    if held or len(names) >= FEW_PATHS or all(of_records):
+        yield (
+            f"{shown}: none of the first {len(names)} media paths in it leads to a file under "
+            f"{printable(root)}, such as {printable(names[0])}; {setting}"
+            f"{printable(held) if held else 'FOLDER, where these paths start'}."
+        )
 
 
 def _first_records(path: Path, start: bytes) -> list[dict]:
@@ -182,14 +191,6 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     return [
         item for item in flat if isinstance(item, str) and item and not any(mark in item for mark in NO_PATHS)
     ]
-
-
-def _missing_media(shown: str, name: str, count: int, root: Path, setting: str) -> str:
-    held = next((folder for folder in _folders(root) if os.path.exists(folder / name)), None)
-    return (
-        f"{shown}: none of the first {count} media paths in it leads to a file under {printable(root)}, such "
-        f"as {printable(name)}; {setting}{printable(held) if held else 'FOLDER, where these paths start'}."
-    )
 
 
 def _folders(root: Path) -> Iterator[Path]:
