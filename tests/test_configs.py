@@ -177,6 +177,7 @@ def in_layouts(sources: dict[str, str], work: str) -> dict[str, list[dict]]:
     return found
 
 
+@pytest.mark.long
 def test_what_is_read_equals_transformers_in_every_layout(checkpoints, tmp_path):
     sources = {family: str(checkpoints[family]) for family in LAYOUTS}
     for family, rows in run_distributed(2, in_layouts, sources, str(tmp_path / "work"), timeout=900)[

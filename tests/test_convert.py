@@ -67,6 +67,7 @@ def test_a_run_has_the_logits_of_its_export(converted):
     assert differences(answer)[0] < 1e-4  # another implementation
 
 
+@pytest.mark.long
 def test_a_difference_beyond_the_tolerance_is_code_1_and_the_tensor_named(converted, tmp_path):
     changed = tmp_path / "changed"
     shutil.copytree(converted / "source", changed)
@@ -87,6 +88,7 @@ def without_processor(converted: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_mistakes_are_short_messages(converted, tmp_path):
     bare = without_processor(converted, tmp_path / "bare")
     empty = tmp_path / "empty"

@@ -88,6 +88,7 @@ def resume_twice(dataset, checkpoint, state, count):
     return batches
 
 
+@pytest.mark.long
 def test_training_resumes_exactly_in_a_new_process(dataset, encoder, tiny_gemma3):
     """In the middle of the second epoch, with two workers, through JSON, and saved again after one batch."""
     loader = train_loader(dataset, encoder, num_workers=2)
@@ -119,7 +120,7 @@ class SlowToBegin(threading.Thread):
         time.sleep(worker.id if worker and self.name == "command_thread" else 0)
 
 
-@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("restored", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_state_saved_before_all_workers_began_is_exact(dataset, encoder, monkeypatch, restored):
     state = None
     if restored:

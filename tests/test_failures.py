@@ -214,6 +214,7 @@ def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, 
 # -- time
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["energon", "hf"])
 def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(

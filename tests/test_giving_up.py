@@ -221,6 +221,7 @@ def test_a_run_that_drops_too_much_ends_with_the_reason_said_once(half_bad, tiny
     assert all((tmp_path / "run/drops" / f"rank{rank}.jsonl").stat().st_size for rank in range(2))
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_names_its_samples(half_bad, tiny_gemma3, tmp_path):
     run_dir = tmp_path / "run"
     ended = run_to_the_end(

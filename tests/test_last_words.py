@@ -31,13 +31,6 @@ CASES = [
         r"This is a bug .*; the traceback is in .*/errors/rank1.txt\.",
     ),
     (
-        "os_exit",
-        2,
-        1,
-        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\.",
-        FROM_CHECKPOINT,
-    ),
-    (
         "kill",
         2,
         137,
@@ -51,6 +44,17 @@ CASES = [
         rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\) while training step 3\.",
         STACKS,
     ),
+    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
+    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
+]
+LONG_CASES = [
+    (
+        "os_exit",
+        2,
+        1,
+        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\.",
+        FROM_CHECKPOINT,
+    ),
     ("exit", 1, 1, r"training step 3: it left with sys.exit\(0\) before the work was done; start again"),
     (
         "full",
@@ -58,8 +62,6 @@ CASES = [
         2,
         r"saving step 3 in .*: No space left on device; make room on that disk and start again; .*",
     ),
-    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
-    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
     (
         "hang",
         1,
@@ -67,8 +69,6 @@ CASES = [
         rf"no rank came further for {HANG} s: rank 0 hangs while training step 3, in .*small_job.py:\d+",
         STACKS,
     ),
-]
-LONG_CASES = [
     ("hang", 2, 3, r"rank 1 hangs while training step 3, in .*small_job.py:\d+", STACKS),
     ("data", 2, 3, r"rank 1 hangs while waiting for the data of step 3, in select ", STACKS),
     ("import", 2, 3, r"rank 1 hangs while importing a checkpoint, in .*small_job.py:\d+", STACKS),
@@ -174,6 +174,7 @@ def _command(path: Path) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
     code, output = end(tmp_path, "pause", 2)
     assert code == 0 and sorted(output.splitlines()) == ["rank 0 sums 16", "rank 1 sums 16"]

@@ -65,7 +65,8 @@ def memory() -> int:
     return total * 1024
 
 
-@pytest.mark.parametrize("kind", ["energon", pytest.param("hf", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["energon", "hf"])
 def test_memory_stays_flat_over_an_epoch(kind, paths):
     parts = TINY_FAMILIES["qwen2_5_vl"]
     processor = parts.processor(default_corpus(100), parts.template, image_size=1024)

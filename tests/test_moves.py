@@ -195,6 +195,7 @@ def train(run_dir, checkpoint, folder, ranks, steps, *settings):
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_ranks_through_the_rest_of_its_epoch(folder, tiny_gemma3, tmp_path):
     """Two steps of two ranks and four of one; then one of data begun anew, as is asked for."""
     train(tmp_path, tiny_gemma3, folder, 2, 2)

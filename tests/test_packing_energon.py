@@ -120,11 +120,11 @@ def kinds(dataset, tmp_path_factory):
 
 
 def in_turn(*cells):
-    """Of each kind, packed and not, one of the cells, twice the first, which costs most; others are long."""
+    """Of each kind, packed and not, one of the cells, once the first, which costs most; others are long."""
     kinds = itertools.product(["records", "blend", "documents", "in_lmdb"], ["none", "stream"])
     for number, (kind, packing) in enumerate(kinds):
         for place, cell in enumerate(cells):
-            often = (number in (1, 2) and place == 0) or place == 1 + number % (len(cells) - 1)
+            often = (number == 1 and place == 0) or place == 1 + number % (len(cells) - 1)
             yield pytest.param(kind, packing, *cell, marks=() if often else pytest.mark.long)
 
 

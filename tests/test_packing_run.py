@@ -77,7 +77,9 @@ def train(run_dir, checkpoint, paths, source, *settings):
     return {row["step"]: (row["loss"], row["trained_tokens"]) for row in rows if "loss" in row}
 
 
-@pytest.mark.parametrize("source, packing", [("energon", "stream"), ("hf", "global")])
+@pytest.mark.parametrize(
+    "source, packing", [("energon", "stream"), pytest.param("hf", "global", marks=pytest.mark.long)]
+)
 def test_a_packed_run_resumes_as_if_it_had_not_stopped(tmp_path, tiny_gemma3, paths, source, packing):
     """It is made to go on from the checkpoint before its last."""
     run = (tiny_gemma3, paths, source, f"data.packing={packing}")

@@ -14,9 +14,9 @@ LAYOUTS = [
     (2, "pp"),
     (2, "pp_plain"),
     (2, "vpp"),
-    (4, "tp_pp"),
+    pytest.param(4, "tp_pp", marks=pytest.mark.long),
     (2, "moe_ep"),
-    (4, "moe_tp_ep"),
+    pytest.param(4, "moe_tp_ep", marks=pytest.mark.long),
 ]
 LOSS_TOLERANCE = 1e-5
 

@@ -40,6 +40,7 @@ def test_every_recipe_has_its_published_checkpoints():
     assert trained == {name for name in RECIPES if "tiny" not in name}
 
 
+@pytest.mark.long
 def test_what_trains_is_built_in_its_recipes_layout(tmp_path):
     """On the meta device; quantised and plain checkpoints of one shape once."""
     jobs = {}

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
+pytestmark = pytest.mark.long  # `make test` has test_killed_saves
 STEPS, SAVE_EVERY = 10, 5
 ALONE_IN_TORCHRUN = {
     "RANK": "0",

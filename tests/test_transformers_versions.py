@@ -85,6 +85,7 @@ def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_
     assert len({token for answer in mine for token in answer}) > 1
 
 
+@pytest.mark.long
 def test_the_fast_path_equals_the_oldest_processors_too():
     """`test_fast.py` checks the newest."""
     paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]
