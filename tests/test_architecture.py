@@ -20,14 +20,8 @@ CORE_LINES = 6_450  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
-    *(
-        "data/load/orders",
-        "data/encode/encoder",
-        "data/encode/document",
-        "data/encode/text",
-        "data/encode/marks",
-    ),
-    *("data/encode/chat_template", "data/encode/sizes", "data/encode/known"),
+    *("data/load/orders", "data/encode/encoder", "data/encode/document", "data/encode/chat_template"),
+    *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
     *("models/families/base", "models/families/llama", "models/families/gemma3"),
