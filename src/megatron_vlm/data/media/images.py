@@ -163,8 +163,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(image: Image.Image) -> Image.Image:
-    """An image of more than 8 bits as 8-bit grey. Integers up to 65535 are 16-bit; floats up to 1 go from black
-    to white; floats up to 255 are 8-bit values; anything beyond is stretched from its least to its greatest."""
+    """Grey of more than 8 bits as 8 bits. Integers up to 65535 are 16-bit; floats up to 1 go from black to
+    white; floats up to 255 are 8-bit values; anything else is stretched from its least to its greatest."""
     values = np.asarray(image, dtype=np.float64)
     low, high = float(values.min()), float(values.max())
     if not math.isfinite(low) or not math.isfinite(high):

@@ -82,9 +82,9 @@ def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
     """The chosen frames, (T, H, W, 3) uint8 RGB, and their times.
 
     `video` is an encoded file, a list of encoded images, or `{"frames": [...]}` with such a list and either
-    `fps` or `timestamps` in seconds; with neither, the frames are taken to be shown at `rules.fps`. Frames of a
-    file are turned as its display matrix says. The i-th of `n` frames is the one on screen at i/n of the
-    duration. Raises BadSample; after the first frame, the size is checked before any other is decoded.
+    `fps` or `timestamps` in seconds; with neither, the list is taken to be shown at `rules.fps`. Frames of a
+    file are turned as its display matrix says. The i-th of `n` chosen frames is on screen at i/n of the
+    duration. Raises BadSample; the size is checked before any but the first frame is decoded.
     """
     source = _open(video, rules)
     chosen, plan = _plan(source, rules)
@@ -204,8 +204,8 @@ class _File:
         self.times = [float((stamp - self._stamps[0]) * seconds) for stamp in self._stamps]
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The chosen pictures, each with its index in `chosen`. Seeks to the keyframes before them; if that does
-        not find all, decodes the file from its start."""
+        """The chosen pictures, each with its index in `chosen`. Seeks to the keyframes before them; if that
+        does not find all, decodes the file from its start."""
         found = 0
         if not self._in_order:
             for picture in self._pictures_by_seeking([self._stamps[index] for index in chosen]):
