@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _import_megatron_without_compiler() -> None:
-    """Keeps Megatron's `jit_fuser` from using `torch.compile`, which on CPU compiles C++ at the first call."""
+    """Imports Megatron with a `jit_fuser` other than `torch.compile`, which on CPU compiles C++ at a call."""
     if "megatron.core" in sys.modules:
         torch.compiler.set_stance("force_eager")
         return

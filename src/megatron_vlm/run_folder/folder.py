@@ -57,7 +57,7 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def complete_checkpoints(run_dir: str | Path) -> list[str]:
-    """The names of all complete checkpoints, oldest first. Raises ConfigError if `run_dir` is not a folder."""
+    """The names of all complete checkpoints, oldest first. Raises ConfigError if there is no folder."""
     folder = checkpoints(run_dir)
     if not folder.is_dir():
         if os.path.lexists(folder):
@@ -201,7 +201,7 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
         _sync_folder(partial)
         if os.path.lexists(final):
             os.rename(final, final.with_suffix(".deleted"))
-        # The rename makes it complete; after a kill before `latest` is written, latest.tmp tells the next run.
+        # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
         _write_synced(folder / "latest.tmp", final.name + "\n")
         _sync_folder(folder)
         os.rename(partial, final)
@@ -214,7 +214,7 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
 def prune(run_dir: str | Path, newest: str, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints up to `newest`.
 
-    Later steps stay: they exist if somebody set `latest` back, and are removed when their step is saved again.
+    Later steps stay: they exist if somebody set `latest` back, and go when their step is saved again.
     """
     folder = checkpoints(run_dir)
     with naming(folder):
@@ -276,7 +276,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Makes an OSError from inside say what could not be written and, if the disk is full, how much is free."""
+    """Makes an OSError from inside say what could not be written and, if that is why, how much is free."""
     try:
         yield
     except OSError as error:

@@ -128,5 +128,5 @@ class _TorchAdamDistributedOptimizer(DistributedOptimizer):
         return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in groups]}}
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        """Adds `step`, which Megatron looks for among the tensors; None means that it comes from elsewhere."""
+        """Adds the `step` that Megatron looks for among the tensors; None means it comes from elsewhere."""
         super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})

@@ -134,7 +134,7 @@ def _load_optimizer(optimizer, loaded, scheduler) -> None:
         _follow_config(loaded, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr})
     optimizer.load_state_dict(loaded)
     for adam in torch_adams(optimizer):
-        for state in adam.state.values():  # Megatron gives all parameters one tensor, which each would count up
+        for state in adam.state.values():  # Megatron gives all parameters one tensor; each would add to it
             state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
 
 
