@@ -116,7 +116,7 @@ def _at_home(value: Any) -> Any:
 
 
 def _parse(text: str, wanted: str) -> Any:
-    """The value of a text. Only lists and null are parsed: OmegaConf makes numbers and flags by field type."""
+    """The value of a text. Only lists and null are parsed: OmegaConf converts the rest by field type."""
     if text in ("null", "None") and "None" in wanted:
         return None
     if wanted.startswith("dict"):
