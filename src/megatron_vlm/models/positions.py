@@ -22,7 +22,7 @@ Kinds = Callable[[Any], Any]
 
 
 def kinds_by_token(hf_config: Any) -> Kinds:
-    """For families whose image and video placeholders are tokens of their own."""
+    """The kinds function of families whose image and video placeholders are tokens of their own."""
     return partial(_kinds, image=hf_config.image_token_id, video=getattr(hf_config, "video_token_id", None))
 
 
