@@ -94,7 +94,7 @@ def make_digits(
 
 
 def write_image(scan: np.ndarray, file: Path, size: int, variant: int, rng: random.Random) -> None:
-    """Write an upscaled scan; variants above 0 are turned by up to 12 degrees and shifted by up to a pixel."""
+    """Write an upscaled scan; variants above 0 turn by up to 12 degrees and shift by up to a pixel of it."""
     image = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize(
         (size, size), Image.Resampling.BICUBIC
     )
