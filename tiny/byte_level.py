@@ -14,7 +14,8 @@ def byte_level_bpe(
     specials: Iterable[str] = (),
     normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
-    """No merge crosses a cut of the regular expression `pattern`; `specials` get the first ids."""
+    """A trained tokenizer: no merge crosses a cut of the regular expression `pattern`; `specials` get the
+    first ids."""
     bpe = Tokenizer(models.BPE())
     if normalizer:
         bpe.normalizer = normalizer

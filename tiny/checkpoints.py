@@ -47,7 +47,7 @@ def build_tiny_checkpoint(
 
 
 def without_generation_tags(template: str) -> str:
-    """The same template as most checkpoints publish it: same rendering, no marked replies."""
+    """The template as most checkpoints publish it: with the same rendering, but without marked replies."""
     template = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
     return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", template)
 
@@ -55,8 +55,8 @@ def without_generation_tags(template: str) -> str:
 def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a config with weights that all matter.
 
-    Transformers starts some weights at 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias):
-    move those too, so that every weight matters to the output and an error in any of them shows.
+    Transformers initializes some weights to 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias).
+    They are changed too, so that every weight affects the output and an error in any of them shows.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

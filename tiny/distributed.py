@@ -1,7 +1,7 @@
 """Run a function on several fresh gloo processes and get back what each returned.
 
 The imports of torch, Transformers and Megatron-Core take many seconds. One server process does them once, and
-every rank is a fork of it. Even so, let one function go through many layouts with
+every rank is a fork of it. It is still faster if one function goes through many layouts with
 `parallel.setup.reset_layout`.
 """
 
@@ -30,8 +30,8 @@ def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) 
     """Call `fn(*args)` on `world_size` processes with torchrun's environment; its results by rank.
 
     `fn` is a function at the top level of a module, `args` can be pickled, the result is plain data and
-    tensors. `fn` calls `parallel.setup.init_distributed` itself. When a process fails, or when `timeout`
-    seconds have passed, all are killed and a RuntimeError carries the output of those that failed.
+    tensors. `fn` calls `parallel.setup.init_distributed` itself. If a process fails, or `timeout` seconds
+    have passed, all are killed and a RuntimeError has the output of those that failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
@@ -62,14 +62,14 @@ def _rank_main(
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(
-        environment,  # the test's, which may have changed since the server began
+        environment,  # that of the test, which may have changed since the server started
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's, as under torchrun
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent has the store, as with torchrun
         TORCHELASTIC_RESTART_COUNT="0",
     )
     torch.save(fn(*args), _result(folder, rank))
@@ -79,7 +79,7 @@ def _rank_main(
 
 
 def _die_with_parent() -> None:
-    """A killed test run leaves no rank behind."""
+    """Makes this rank end when its parent is killed, so that a killed test run leaves no rank behind."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
 
@@ -93,7 +93,7 @@ def _wait_for_all(processes: list[BaseProcess], folder: Path, deadline: float, t
                 f"run_distributed: ranks {ranks} of {len(processes)} still run after {timeout:.0f} s; raise "
                 f"timeout or look for a collective that not all enter.\n{_output(folder, ranks)}"
             )
-        codes = [process.exitcode for process in processes]  # asked once: it may change between two looks
+        codes = [process.exitcode for process in processes]  # read once, as it may change between two reads
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             codes = [codes[rank] for rank in failed]
@@ -111,7 +111,7 @@ def _kill(processes: list[BaseProcess]) -> None:
             continue
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not made its group yet, or nobody is left in it
+        except ProcessLookupError:  # the group does not exist yet, or no process is left in it
             process.kill()
         process.join()
 

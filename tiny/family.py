@@ -1,4 +1,4 @@
-"""What is told of a family in its one file here: a tiny model of it, and its sizes elsewhere."""
+"""What a family's file here says: how to build a tiny model of it, and its sizes in demo and benches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig, ProcessorMixin
 
-# Every family's demo sees a digit as four visual tokens of 4x4 pixels of the scan: they learn twice as fast
-# as sixteen. Random weights start at a scale of 1/sqrt(width), not at the 0.02 meant for widths of
-# thousands, at which the tower's features are too faint to be noticed.
+# Every family's demo sees a digit as four visual tokens of 4x4 pixels of the scan: models learn twice as fast
+# as with sixteen. Random weights start at a scale of 1/sqrt(width). With the 0.02 that is meant for widths of
+# thousands, the tower's features would be too weak.
 DEMO_TEXT = {"num_hidden_layers": 3, "initializer_range": 0.125}
 DEMO_TOWER = {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
 
@@ -20,4 +20,4 @@ class TinyFamily:
     processor: Callable[..., ProcessorMixin]  # (corpus, template, **sizes)
     config: Callable[[ProcessorMixin, dict, dict], PretrainedConfig]  # (processor, text, vision)
     demo: dict  # arguments of `build_tiny_checkpoint` for `make demo`
-    published: dict | None = None  # the published processor's sizes, for benches; None: another family's are
+    published: dict | None = None  # sizes of the published processor, for benches; None: as another family's

@@ -74,7 +74,7 @@ def processor(
 ) -> Glm4vProcessor:
     """Images keep at most the pixels of a square of `image_size`, videos twice as many over all frames."""
     patches = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-    # GLM counts pixels over time: an image is as long as one temporal patch
+    # GLM counts pixels over time: an image counts as one temporal patch
     image_limits = {"shortest_edge": 56**2, "longest_edge": 2 * image_size**2}
     video_limits = {"shortest_edge": 56**2, "longest_edge": 4 * image_size**2}
     return Glm4vProcessor(
@@ -86,7 +86,7 @@ def processor(
 
 
 def config(processor: Glm4vProcessor, text: dict, vision: dict) -> Glm4vMoeConfig:
-    """`text` and `vision` override the toy sizes; experts come in groups, as the router's code provides."""
+    """`text` and `vision` override the toy sizes; experts come in groups, as the router's code supports."""
     vocab = processor.tokenizer
     ids = vocab.convert_tokens_to_ids
     text_config = {
@@ -156,7 +156,7 @@ FAMILY = TinyFamily(
             "num_experts_per_tok": 2,
             "n_group": 1,
         },
-        # the width of its MLPs as well: at 64 it learns slowly
+        # also the width of the tower's MLPs: with 64 it learns slowly
         "vision": {**DEMO_TOWER, "out_hidden_size": 96},
     },
     published={"image_size": 2425},

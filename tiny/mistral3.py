@@ -82,7 +82,7 @@ def processor(
 def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Config:
     """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model.
 
-    Positions beyond 64 are beyond what the rotary rule was "trained" on, and scale queries.
+    Positions above 64 are beyond those that the rotary rule was "trained" on, so queries are scaled there.
     """
     vocab = processor.tokenizer
     text_config = {

@@ -75,7 +75,7 @@ FAMILIES = {name: parts.published for name, parts in TINY_FAMILIES.items() if pa
 IMAGES = ((448, 448), (1024, 768))
 VIDEO = (16, 448, 448)  # frames, 2 a second, of a size that is not changed
 TURNS = (1, 8)
-WORDS = (12, 24)  # of a question and of a reply
+WORDS = (12, 24)  # in a question and in a reply
 SAMPLES = 8
 PACKAGES = ("torch", "torchvision", "transformers", "tokenizers", "pillow", "simplejpeg")
 PEERS = ("nemo-automodel", "megatron-bridge")
@@ -88,7 +88,7 @@ class Conversation:
     jpeg: bytes
 
     def messages(self, image: Any = None) -> list[dict]:
-        """As Transformers' templates take them, the image in place."""
+        """The messages as Transformers' templates take them, with the image in place."""
         messages = []
         for question, reply in self.texts:
             messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
@@ -118,7 +118,7 @@ def conversations(size: tuple[int, int], turns: int) -> list[Conversation]:
 
 
 def jpeg(size: tuple[int, int], seed: int) -> bytes:
-    """Smooth shapes with some grain, quality 90: about 0.25 bytes per pixel, as of a camera."""
+    """A JPEG of smooth shapes with some grain, quality 90: about 0.25 bytes per pixel, as from a camera."""
     rng, (width, height) = np.random.default_rng(seed), size
     coarse = rng.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), np.int16)
@@ -129,7 +129,7 @@ def jpeg(size: tuple[int, int], seed: int) -> bytes:
 
 
 def h264() -> bytes:
-    """An mp4 of VIDEO, grain and shapes as in the images."""
+    """An mp4 with the size of VIDEO, with grain and shapes as in the images."""
     count, height, width = VIDEO
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as target:
@@ -147,7 +147,7 @@ def pillow(data: bytes) -> np.ndarray:
 
 
 def codecs() -> dict[str, Callable[[bytes], np.ndarray]]:
-    """The JPEG decoders installed, name → bytes to (H, W, 3)."""
+    """The installed JPEG decoders: name → function from bytes to (H, W, 3)."""
     found = {"pillow": pillow}
     if find_spec("simplejpeg"):
         found["simplejpeg"] = importlib.import_module("simplejpeg").decode_jpeg
@@ -188,7 +188,7 @@ def floor(family: str, processor: ProcessorMixin, codec: str) -> Work:
 def floor_and_text(family: str, processor: ProcessorMixin, codec: str) -> Work:
     image_alone, tokenizer = floor(family, processor, codec), processor.tokenizer.backend_tokenizer
 
-    @functools.cache  # a conversation is rendered in the first round, which is not the fastest
+    @functools.cache  # rendering then only costs time in the first round, which is not the fastest
     def rendered(texts: tuple[tuple[str, str], ...]) -> str:
         return processor.apply_chat_template(Conversation(texts, b"").messages(), tokenize=False)
 
@@ -234,7 +234,7 @@ def hf_processor(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 
 class _Rows:
-    """What Automodel's wrapper indexes; each access is a fresh conversation, as it writes into it."""
+    """What Automodel's wrapper indexes. Each access gives a new conversation, as the wrapper changes it."""
 
     def __init__(self):
         self.conversation: Conversation | None = None
@@ -300,7 +300,7 @@ def paths_of(family: str, processor: ProcessorMixin, codec: str) -> Iterator[tup
         try:
             work = make(family, processor, codec)
             work(example)
-        except Exception as error:  # noqa: BLE001  a peer may fail in any way; ours and the floor may not
+        except Exception as error:  # noqa: BLE001  others may fail in any way; ours and the floor may not
             if name in ("floor", "floor_and_text", "megatron_vlm"):
                 raise
             yield name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -419,7 +419,7 @@ def rate(dataset: Path, encoder: HFEncoderVLMTaskEncoder, num_workers: int, batc
     )
     loader = provider.train_loader(encoder, micro_batch_size=4, rank=0, world_size=1, seed=0)
     try:
-        for _ in range(4 + 4 * num_workers):  # past what the workers make ahead
+        for _ in range(4 + 4 * num_workers):  # skip what the workers make ahead
             next(loader)
         began = time.perf_counter()
         for _ in range(batches):
@@ -430,7 +430,7 @@ def rate(dataset: Path, encoder: HFEncoderVLMTaskEncoder, num_workers: int, batc
 
 
 def show(rows: list[dict], workers: dict) -> None:
-    """A line for each case: samples per second, ours over the others, and what misses a target."""
+    """Print a line for each case: samples per second, ours divided by the others, and missed targets."""
     cases: dict[tuple, dict[str, float]] = {}
     for row in rows:
         case = cases.setdefault((row["family"], row["image"], row["turns"]), {})

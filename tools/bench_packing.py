@@ -57,7 +57,7 @@ def measure(
     tokens, patches = distribution(documents, capacity, np.random.default_rng(0))
     rows, seconds = timed(lambda: pack(tokens, capacity, rng=np.random.default_rng(1)))
     stream = buffered(tokens, np.arange(documents), capacity)
-    # the patch budget: a fifth over what a full row has on average, so that it binds in many rows
+    # the patch budget: a fifth above the mean of full rows, so that it limits many rows
     budget = max(int(1.2 * rows.sums(patches).mean()), int(patches.max()))
     both, seconds_both = timed(
         lambda: pack(tokens, capacity, patches, budget, np.random.default_rng(1)), times=1
@@ -81,7 +81,7 @@ def measure(
 
 
 def timed(work: Callable[[], Any], times: int = 3) -> tuple[Any, float]:
-    """What `work` returns, and the seconds of the fastest of several times."""
+    """What `work` returns, and the seconds of its fastest run."""
     seconds = []
     for _ in range(times):
         began = time.process_time()
@@ -95,13 +95,13 @@ def fill(tokens: ndarray, rows: int, capacity: int) -> float:
 
 
 def lost(packed: ndarray, documents: int) -> int:
-    """Documents missing, and those that are there twice."""
+    """The number of documents that are missing or there twice."""
     return documents - len(np.unique(packed)) + len(packed) - documents
 
 
 def stragglers(tokens: ndarray, patches: ndarray, capacity: int) -> dict[str, float]:
-    """Mean over steps of the greatest over the mean cost of the ranks: packed globally, and by every rank out
-    of buffers of its own."""
+    """The ranks' greatest cost divided by their mean cost, averaged over steps: for global packing, and for
+    packing by every rank from its own buffers."""
     rng = np.random.default_rng(3)
     rows = pack(tokens, capacity, rng=rng)
     order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), RANKS, rng)
@@ -117,7 +117,7 @@ def stragglers(tokens: ndarray, patches: ndarray, capacity: int) -> dict[str, fl
 
 
 def buffered(tokens: ndarray, documents: ndarray, capacity: int) -> list[ndarray]:
-    """The rows, of documents, that one stream makes."""
+    """The rows that one stream makes, each with its documents."""
     buffers = np.array_split(documents, max(1, len(documents) // BUFFER))
     return [
         buffer[row]
@@ -127,8 +127,8 @@ def buffered(tokens: ndarray, documents: ndarray, capacity: int) -> list[ndarray
 
 
 def straggler(costs_SR: ndarray) -> float:
-    """`costs_SR` of each step and rank."""
-    costs_SR = costs_SR[costs_SR.sum(1) > 0]  # ranks that all have nothing to do are even
+    """The greatest over the mean cost, averaged over steps; `costs_SR` has the cost of each step and rank."""
+    costs_SR = costs_SR[costs_SR.sum(1) > 0]  # a step without any cost is balanced
     return round(float((costs_SR.max(1) / costs_SR.mean(1)).mean()), 4)
 
 

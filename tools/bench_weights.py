@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "bench_weights.json"
 CONFIG = ROOT / "tests" / "hf_configs" / "qwen3_vl_30b_a3b.json"
 BLOCK = 2**24
-LAYOUTS = {"1 process": 1, "a rank of TP2·EP2": 2}  # sizes of both
+LAYOUTS = {"1 process": 1, "a rank of TP2·EP2": 2}  # the size of TP and of EP
 
 
 # --- what is measured ------------------------------------------------------------------------------------
 
 
 class Memory:
-    """Peaks of this process's anonymous and file-backed resident memory over its start, by sampling."""
+    """Peaks of this process's anonymous and file-backed resident memory above its start, by sampling."""
 
     def __enter__(self) -> Memory:
         self._start, self.anonymous, self.mapped = resident(), 0, 0
@@ -64,7 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def plain_read(folder: Path) -> None:
-    """Every byte of the files through one buffer."""
+    """Read every byte of the files through one buffer."""
     buffer = bytearray(BLOCK)
     for path in weight_files(folder):
         with path.open("rb", buffering=0) as file:
@@ -73,7 +73,7 @@ def plain_read(folder: Path) -> None:
 
 
 def plain_load(folder: Path) -> None:
-    """Every byte of the files into memory of its own, which is what weights need in any case."""
+    """Read every byte of the files into fresh memory, which weights need in any case."""
     held = []
     for path in weight_files(folder):
         with path.open("rb", buffering=0) as file:
@@ -84,7 +84,7 @@ def plain_load(folder: Path) -> None:
 
 
 def plain_write(source: Path, target: Path) -> None:
-    """As many bytes as the weights of `source`, in as many files, from one buffer, onto the disk."""
+    """Write as many bytes as the weights of `source`, in as many files, from one buffer to the disk."""
     buffer = memoryview(os.urandom(BLOCK))
     target.mkdir()
     for path in weight_files(source):
@@ -119,7 +119,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def generate(folder: Path, layers: int) -> None:
-    """Qwen3-VL-30B-A3B with fewer layers and random bits, its experts turned as in the published files."""
+    """Write Qwen3-VL-30B-A3B with fewer layers and random bits, experts transposed as in published files."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -145,7 +145,7 @@ def generate(folder: Path, layers: int) -> None:
 
 
 def fill(file, tensor) -> None:
-    """Random numbers below 2, one row of the first axis at a time where there are many experts."""
+    """Write random numbers below 2; a tensor of many experts one row of the first axis at a time."""
     import torch
 
     rows = range(tensor.shape[0]) if len(tensor.shape) == 3 else [None]
@@ -161,7 +161,7 @@ def fill(file, tensor) -> None:
 
 @contextmanager
 def processes(size: int) -> Iterator:
-    """This process as the only one, or as the first of several that do not exist: enough to import."""
+    """Lays this process out as the only one, or the first of several that do not exist: enough to import."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -182,7 +182,7 @@ def processes(size: int) -> Iterator:
 
 
 def empty_model(run, folder: Path):
-    """(chunks, where their weights come from): they have their places and no values, no memory is touched."""
+    """(chunks, where their weights come from). The weights are allocated but no memory is touched yet."""
     import torch
 
     from megatron_vlm.models.families import family_for
@@ -247,7 +247,7 @@ def write_once(run, folder: Path) -> dict:
 
 
 def release_freed() -> None:
-    """Give the memory of the run before back, so that it does not count for the next one nor help it."""
+    """Give back the memory of the previous run, so that it neither counts for the next one nor helps it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -309,7 +309,7 @@ def largest(folder: Path) -> int:
 
 
 def take(arguments: argparse.Namespace) -> None:
-    """Generate, measure, write the report; nothing generated remains."""
+    """Generate, measure and write the report; what was generated is removed."""
     with tempfile.TemporaryDirectory(prefix="bench_weights_", dir=arguments.folder) as name:
         folder = Path(name) / "checkpoint"
         generate(folder, arguments.layers)

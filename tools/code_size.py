@@ -41,7 +41,7 @@ def kinds_of_lines(text: str) -> Counter[str]:
 
 
 def functions_of(text: str) -> list[tuple[int, int]]:
-    """(lines, parameters) of each."""
+    """(lines, parameters) of each function."""
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     arguments = [(*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) for f in found]
     names = [[a for a in each if a.arg not in ("self", "cls")] for each in arguments]

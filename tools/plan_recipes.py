@@ -13,10 +13,10 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
-# the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`
+# the weights have their own output layer, which config.json does not say: see `models.weights.ties`
 UNTIED = ("ministral3_8b", "ministral3_14b")
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "tests" / "hf_configs"  # of the published models, one for each recipe
+CONFIGS = ROOT / "tests" / "hf_configs"  # the configs of the published models, one for each recipe
 
 
 def planned(config: Path) -> dict:

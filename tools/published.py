@@ -35,7 +35,7 @@ def published() -> Iterator[tuple[dict, dict[str, Any]]]:
 
 
 def over(config: dict, changes: dict) -> dict:
-    """`config` with the changes put over it, level by level."""
+    """`config` with the changes merged into it, level by level."""
     nested = {
         key: over(config.get(key, {}), value) if isinstance(value, dict) else value
         for key, value in changes.items()
@@ -44,7 +44,7 @@ def over(config: dict, changes: dict) -> dict:
 
 
 def outcome(config: dict[str, Any]) -> str:
-    """TRAINS, or what a user is told."""
+    """TRAINS, or the message that a user gets."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(config), encoding="utf-8")

@@ -68,7 +68,7 @@ def demo(report: dict[str, dict]) -> str:
 
 
 def gathered(report: dict[str, dict], runs: Path) -> dict[str, dict]:
-    """The demo's report with each family's summary found in `runs` over the one it had."""
+    """The demo's report, in which each family's summary found in `runs` replaces the old one."""
     files = sorted(runs.glob("demo*/summary.json"))
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return dict(sorted({**report, **{summary["family"]: summary for summary in found}}.items()))
@@ -106,7 +106,7 @@ def weights(report: dict) -> str:
 
 
 def packing(report: dict) -> str:
-    """A line for each distribution of lengths, limits above."""
+    """A line for each distribution of lengths, below a line with the limits."""
     numbers = {
         "seconds": "seconds",
         "fill_global": "fill, global",
@@ -125,8 +125,8 @@ def packing(report: dict) -> str:
 
 
 def data(report: dict) -> str:
-    """A line for each family, image and number of turns: the floor, every path over it, and ours over the
-    floor with text, where that was measured."""
+    """A line for each family, image and number of turns: the floor, every path divided by it, and ours
+    divided by the floor with text, if that was measured."""
     paths = list(dict.fromkeys(row["path"] for row in report["rows"] if row["path"] != "floor"))
     ratios = {f"{path} / floor": (path, "ratio_to_floor") for path in paths}
     if "floor_and_text" in paths:
@@ -190,7 +190,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
 
 
 def replaced(page: str, table: str, name: str) -> str:
-    """The page with what stands between the table's marks replaced. Raises ValueError without them."""
+    """The page with the text between the table's marks replaced. Raises ValueError if there are no marks."""
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, begin, rest = page.partition(first)
     _, end, after = rest.partition(last)

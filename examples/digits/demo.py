@@ -1,7 +1,7 @@
 """The whole way on a laptop: images, dataset, checkpoint, training, evaluation, export, and back.
 
 `make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. Everything it makes lies in the
-recipe's run folder, runs/demo or runs/demo-FAMILY, its numbers in summary.json there.
+recipe's run folder, runs/demo or runs/demo-FAMILY; the numbers are in summary.json there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def configuration(family: str) -> RunConfig:
-    """The family's recipe with the command line's settings; ends the demo when it has none."""
+    """The family's recipe with the command line's settings; ends the demo if there is no such recipe."""
     known = [name.removesuffix(DEMO) for name in RECIPES if name.endswith(DEMO)]
     if family not in known:
         sys.exit(f"FAMILY={family}: the demo has no such family; take one of {', '.join(known)}.")
@@ -83,7 +83,7 @@ def prepare_data(folder: Path) -> Path:
 
 
 def build_checkpoint(family: str, folder: Path) -> None:
-    """In a process of its own, so that this one needs no torch."""
+    """Build it in another process, so that this one needs no torch."""
     say(f"building a tiny {family} checkpoint with random weights")
     run([str(HERE / "make_checkpoint.py"), family, str(folder / "start")])
 
@@ -101,7 +101,7 @@ def evaluate(source: str, model: Path, data: Path, folder: Path, processes: int 
 
 
 def scores(questions: list[dict], answers: list[str], hf_answers: list[str]) -> dict[str, float | int]:
-    """`held_out_accuracy` counts the questions about one digit; two are to be read or added up."""
+    """The scores. `held_out_accuracy` counts the questions about one digit; others read or add two digits."""
     equal = [mine == theirs for mine, theirs in zip(answers, hf_answers, strict=True)]
     return {
         "held_out_accuracy": accuracy(questions, answers, "digit"),
@@ -122,7 +122,7 @@ def accuracy(questions: list[dict], answers: list[str], kind: str) -> float:
 
 
 def draw_contact_sheet(questions: list[dict], answers: list[str], file: Path, count: int = 36) -> None:
-    """Wrong answers first, those about one digit before the others: they are what one wants to look at."""
+    """Draw wrong answers first, those about one digit before the others, as they are the interesting ones."""
     from megatron_vlm.run_folder.run_log import contact_sheet
 
     is_right = [question["answer"] == answer for question, answer in zip(questions, answers, strict=True)]
@@ -163,7 +163,7 @@ def torchrun(processes: int) -> list[str]:
 
 
 def run(arguments: list[str]) -> None:
-    """A Python process; its failure ends the demo with the same code, its message already printed."""
+    """Run a Python process. If it fails, its message is already printed, and the demo ends with its code."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
     code = subprocess.run([sys.executable, *arguments], env=environment).returncode
     if code:
@@ -177,7 +177,7 @@ def layout(config: RunConfig) -> str:
 
 
 def timed(work: Callable[[], None]) -> dict[str, float]:
-    """Seconds on the clock, and of processor time over all processes that `work` started and awaited."""
+    """Seconds of wall-clock time, and of CPU time over all processes that `work` started and waited for."""
     started, used = time.monotonic(), cpu_seconds()
     work()
     return {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_vlm.data.chatml import cook_chatml_sample
 
-MAX_NEW_TOKENS = 8  # GLM opens with four that say it does not think; a sum has two digits, and the turn ends
+MAX_NEW_TOKENS = 8  # GLM begins with four tokens of empty thoughts; a sum has two digits, then the turn ends
 BATCH = 32
 
 
@@ -33,7 +33,7 @@ def read_questions(path: Path) -> list[dict]:
 
 
 def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
-    """The Megatron model under the run's own layout; every rank takes part, each gets the answers."""
+    """Answers of the Megatron model in the run's own layout; every rank takes part and gets the answers."""
     from megatron_vlm.commands.runs import answers
     from megatron_vlm.overrides import from_yaml
 
@@ -47,12 +47,12 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
 
 
 def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
-    """Plain Transformers: what anyone does with the exported folder."""
+    """Answers by plain Transformers, used as anyone uses an exported folder."""
     from transformers.utils.logging import disable_progress_bar
 
     from megatron_vlm.models.hf import load_model, load_processor
 
-    disable_progress_bar()  # the folder is read in a moment
+    disable_progress_bar()  # reading the folder takes a moment only
     processor, model = load_processor(folder), load_model(folder)
     answers = [""] * len(questions)
     for batch in batches(questions, BATCH):
@@ -67,7 +67,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def batches(questions: list[dict], size: int) -> list[list[int]]:
-    """Indices of questions with equally many images, so that little is padded."""
+    """Indices of questions in batches with equally many images, so that little is padded."""
     order = sorted(range(len(questions)), key=lambda index: len(questions[index]["images"]))
     return [order[start : start + size] for start in range(0, len(order), size)]
 

@@ -1,6 +1,6 @@
-"""A small checkpoint of random weights to learn the digits with: python make_checkpoint.py gemma3 OUTPUT
+"""Make a small checkpoint of random weights for the digits: python make_checkpoint.py gemma3 OUTPUT
 
-The shape of the real family, at sizes for two processor cores.
+It has the shape of the real family, at sizes for two processor cores.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
 
 def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
-    """Raises KeyError on an unknown family."""
+    """Write the checkpoint. Raises KeyError on an unknown family."""
     disable_progress_bar()  # one file of a few megabytes
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **TINY_FAMILIES[family].demo)
 
 
 def questions() -> list[str]:
-    """What the tokenizer is trained on, so that each word of the prompts becomes one token."""
+    """The text on which the tokenizer is trained, so that each word of the prompts becomes one token."""
     asked = [question.replace("<image>", "") for question in (*ONE_IMAGE, *READ_TWO, *ADD_TWO)]
     templates = ["user", "model", "assistant", "system", "You are a helpful assistant."]
     return [*asked, *templates] * 20

@@ -37,7 +37,7 @@ ADD_TWO = (
 
 @dataclass(frozen=True)
 class Digit:
-    """One image: which scan it shows, the digit on it, and 0 for the scan itself or a variant's number."""
+    """One image: its scan, the digit on it, and the variant's number (0 is the scan itself)."""
 
     index: int
     digit: int
@@ -61,12 +61,12 @@ def make_digits(
     size: int = 56,
     seed: int = 0,
 ) -> dict[str, int]:
-    """Write the data to `output`; returns how many records each file holds. Equal arguments, equal files.
+    """Write the data to `output`; returns the number of records per file. Equal arguments give equal files.
 
-    Each image has one question of its own; pairs join two different images of the same side of the split.
-    A training scan has `variants` images more, turned and shifted a little; held-out scans stay as they are.
+    Each image has its own question; pairs join two different images from the same side of the split. A
+    training scan has `variants` more images, rotated and shifted a little; held-out scans have none.
     """
-    from sklearn.datasets import load_digits  # slow to import, and the questions are wanted without it
+    from sklearn.datasets import load_digits  # slow to import, and not needed for the questions
 
     digits = load_digits()
     rng = random.Random(seed)
@@ -94,7 +94,7 @@ def make_digits(
 
 
 def write_image(scan: np.ndarray, file: Path, size: int, variant: int, rng: random.Random) -> None:
-    """Upscaled; variants above 0 are turned by up to 12 degrees and shifted by up to a pixel of the scan."""
+    """Write an upscaled scan; variants above 0 turn by up to 12 degrees and shift by up to a pixel of it."""
     image = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize(
         (size, size), Image.Resampling.BICUBIC
     )

@@ -17,7 +17,7 @@ Shape legend, used as suffix of local names in model, packing and position code:
 B rows, S tokens per row, T tokens of one document or sample, G documents, N items (images or videos),
 P raw patches, F numbers in a patch, M visual tokens, D language-model width, E tower width, H heads,
 K head width, V padded vocabulary, R rotated channels of a head.
-Of pixels in brackets: (N, C, H, W) colours, height, width; t moments of a video.
+In the shapes of pixels: (N, C, H, W) has colours, height, width; t is the number of moments of a video.
 Megatron is sequence first: hidden states are (S, B, D).
 """
 
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-# Visual fields that the model reads on the host, to launch work by their values: they stay on the CPU.
+# Visual fields that stay on the CPU: the model reads their values on the host to launch work.
 HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes"})
 
-_FIELDS_OF_KIND = (  # pixels, the grid that says how many rows of them an item has, one entry for each item
+_FIELDS_OF_KIND = (  # pixels; the grid that says how many rows of them each item has; one entry per item
     ("pixel_values", "image_grid_thw", "image_sizes"),
     ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
 )
@@ -63,10 +63,10 @@ class GenericVisualInputs:
     Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
     (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
 
-    Float pixels are ready for the tower. uint8 ones are raw, see `is_raw`: images and frames resized and cut
-    as the tower wants them, colours last, which the model's `PixelNormalizer` makes ready. Raw `pixel_values`
-    are (N, H, W, C), or (P, h * w * C) patches of one moment, though the tower may want each repeated over
-    several; raw `pixel_values_videos` are (P, t * h * w * C) patches of as many moments as the tower joins.
+    Float pixels are ready for the tower. uint8 pixels are raw, see `is_raw`: images and frames are resized
+    and cut as the tower wants them, with colours last; the model's `PixelNormalizer` makes them ready. Raw
+    `pixel_values` are (N, H, W, C), or (P, h * w * C) patches of one moment, even if the tower wants each
+    repeated; raw `pixel_values_videos` are (P, t * h * w * C) patches of as many moments as the tower joins.
     """
 
     pixel_values: Tensor | None = None
@@ -78,7 +78,7 @@ class GenericVisualInputs:
 
     @classmethod
     def from_mapping(cls, tensors: Mapping[str, Tensor]) -> GenericVisualInputs:
-        """Take every entry of `tensors`; raises ValueError on a key that is not a field."""
+        """The visual inputs with every entry of `tensors`. Raises ValueError on a key that is not a field."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(tensors) - known)
         if unknown:
@@ -90,9 +90,9 @@ class GenericVisualInputs:
 
     @classmethod
     def cat(cls, items: list[GenericVisualInputs]) -> GenericVisualInputs | None:
-        """Concatenate along the first axis, in order; None when there is nothing.
+        """Concatenate along the first axis, in order; None if there is nothing.
 
-        Trailing axes that differ (Pixtral pads to its largest image) are zero-padded right and bottom.
+        Trailing axes that differ (Pixtral pads to its largest image) are padded with zeros right and bottom.
         """
         merged: dict[str, Tensor] = {}
         for field in dataclasses.fields(cls):
@@ -107,7 +107,7 @@ class GenericVisualInputs:
         return {name: value for name, value in values if value is not None}
 
     def normalized_for_model(self) -> dict[str, Tensor]:
-        """As `as_model_kwargs`, with a leading per-sample axis merged into the item axis.
+        """`as_model_kwargs` with a leading per-sample axis merged into the item axis.
 
         (B, N, C, H, W) pixels become (B*N, C, H, W), (B, N, 3) grids become (B*N, 3), and so on.
         """
@@ -122,7 +122,7 @@ class GenericVisualInputs:
         return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}
 
     def items(self) -> list[GenericVisualInputs]:
-        """Each image by itself, then each video; `cat` is the inverse."""
+        """Each image alone, then each video alone; `cat` is the inverse."""
         found = []
         for pixels, grid, other in _FIELDS_OF_KIND:
             values = {name: v for name in (pixels, grid, other) if (v := getattr(self, name)) is not None}
@@ -138,7 +138,7 @@ class GenericVisualInputs:
         return type(self)(**{name: fn(value) for name, value in self.as_model_kwargs().items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GenericVisualInputs:
-        """A copy on `device`, but for HOST_FIELDS."""
+        """A copy on `device`, except for HOST_FIELDS."""
         moved = self.map(lambda t: t.to(device, non_blocking=non_blocking))
         return dataclasses.replace(moved, **{name: getattr(self, name) for name in HOST_FIELDS})
 
@@ -180,7 +180,7 @@ _DTYPES = {
 
 
 def check(batch: Batch) -> Batch:
-    """The batch itself. Raises ValueError that names the key, and the row or the sizes, where it breaks the
+    """The batch itself. Raises ValueError that names the key, and the row or the sizes, if it breaks the
     contract above."""
     if missing := Batch.__required_keys__ - batch.keys():
         raise ValueError(f"batch: {', '.join(sorted(missing))} missing; see megatron_vlm/batch.py.")
@@ -210,8 +210,8 @@ def check(batch: Batch) -> Batch:
 class DataNeeds:
     """What a model wants of its data.
 
-    visual_keys       the outputs of the HF processor that it takes, fields of `GenericVisualInputs`
-    position_ids      the positions of a document
+    visual_keys       the outputs of the HF processor that it takes; they are fields of `GenericVisualInputs`
+    position_ids      computes the positions of a document
     images_or_videos  whether a sample must not hold both
 
     Raises ValueError for an unknown visual key.
@@ -260,7 +260,7 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
 
 
 def padded(batch: Batch, rows: int, length: int) -> Batch:
-    """`batch` with `rows` rows of `length` tokens; what is added is padding, untrained and of document 0."""
+    """`batch` extended to `rows` rows of `length` tokens by padding, which is untrained and of document 0."""
     more_rows, more_tokens = rows - batch["input_ids"].shape[0], length - batch["input_ids"].shape[1]
     if not (more_rows or more_tokens):
         return batch

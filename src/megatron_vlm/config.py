@@ -1,7 +1,7 @@
 """A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one and
 `checks.settings` for what can be wrong with it.
 
-A setting is named by its dotted key, `train.steps`, everywhere: in overrides, YAML files and errors.
+A setting has its dotted key, such as `train.steps`, as its name everywhere: overrides, YAML files and errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any
 
 DataPaths = Any  # a path, or a list of paths; `paths_of` lists them
-# whose `~` is the user's home folder, whoever wrote it: a shell knows only words that begin with it
+# In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
 PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
 MISSING = "???"  # a setting without a default; OmegaConf's own mark
 
@@ -26,10 +26,10 @@ class ModelConfig:
     hf_path: str = "???"  # folder or hub name of the Hugging Face checkpoint to start from
     load_weights: bool = True  # False: random weights from the config alone
     dtype: str = "bf16"  # "bf16" or "fp32": parameters and activations; gradients and Adam are fp32
-    freeze: list[str] = field(default_factory=list)  # of "tower", "projector", "language_model"
+    freeze: list[str] = field(default_factory=list)  # any of "tower", "projector", "language_model"
     attention: str = "sdpa"  # core attention backend
     recompute: str = "none"  # "none", "selective" or "full": activation recomputation
-    load_balancing: float | None = None  # weight of the experts' balance in the loss; None: as the checkpoint
+    load_balancing: float | None = None  # weight of the load-balancing loss; None: as in the checkpoint
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline
     vpp: int = 1  # virtual pipeline stages per rank (interleaved schedule)
     cp: int = 1  # context
-    ep: int = 1  # expert; its ranks are those of tp and of data parallelism
+    ep: int = 1  # expert; over the ranks of tensor and data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
     vision_dp: bool | None = None  # images of a micro batch spread over the tp ranks; None: when tp > 1
@@ -53,44 +53,44 @@ class ParallelConfig:
 
     @property
     def model_size(self) -> int:
-        """Processes that hold one copy of the model."""
+        """The number of processes that hold one copy of the model."""
         return self.tp * self.pp * self.cp
 
 
 @dataclass
 class DataConfig:
-    # "energon", or "hf": what `datasets` opens, JSON(L) of conversations, a meta file of several of these
+    # "energon", or "hf": what `datasets` opens, JSON(L) of conversations, or a meta file that names several
     dataset_type: str = "energon"
-    train_data_path: DataPaths = "???"  # or a list of them, whose samples are mixed
+    train_data_path: DataPaths = "???"  # a path, or a list of paths, whose samples are mixed
     valid_data_path: DataPaths = None  # None: the validation split of train_data_path, if it has one
-    repetitions: list[float] = field(default_factory=list)  # of each train_data_path in an epoch; none: once
-    columns: dict[str, str] = field(default_factory=dict)  # ours: the source's, as images: pictures
-    datasets: list[str] = field(default_factory=list)  # of a meta file; none: all
-    media_dir: str | None = None  # media paths lie under it; None: under the source's own folder
-    streaming: bool = False  # training rows as they come from a hub or a store, none written to disk
+    repetitions: list[float] = field(default_factory=list)  # of each train_data_path in an epoch; empty: once
+    columns: dict[str, str] = field(default_factory=dict)  # our name: the source's, such as images: pictures
+    datasets: list[str] = field(default_factory=list)  # names to read from a meta file; empty: all
+    media_dir: str | None = None  # folder of all media paths; None: the source's own folder
+    streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
     seq_length: int = 4096  # most tokens in a row
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
     max_pixels: int | None = None
-    video_fps: float = 2.0  # frames taken of a second of video
-    video_max_frames: int = 128  # most frames of a video; of a longer one they are further apart
+    video_fps: float = 2.0  # frames taken per second of video
+    video_max_frames: int = 128  # most frames of a video; in a longer one they are further apart
     video_max_pixels: int | None = None  # larger frames are scaled before the processor sees them
-    visual_share: float = 0.5  # of a row's tokens that stand for images: balances the pipeline's first stage
+    visual_share: float = 0.5  # assumed share of image tokens in a row: balances the pipeline's first stage
     decode_seconds: float = 60.0  # a sample with an image or a video that takes longer to decode is dropped
-    # the run stops when more of the samples than this are dropped, of 100 or, where an epoch has fewer rows,
-    # of whole epochs; 0: at the first drop; 1: when a whole epoch gives nothing to train on
+    # The run stops if a larger share of the samples is dropped, judged after 100 samples or, if an epoch has
+    # fewer rows, over whole epochs. 0: at the first drop; 1: when a whole epoch gives nothing to train on.
     max_drop_share: float = 0.05
     num_workers: int = 2
-    # "none": a sample a row; "stream": rows of seq_length packed out of a buffer; "global": out of all
-    # samples, their lengths measured before (`tools/precompute_tokens.py`), the rows of a step alike in cost
+    # "none": one sample per row; "stream": rows of seq_length packed from a buffer; "global": packed from all
+    # samples after measuring their lengths (`tools/precompute_tokens.py`), with rows of equal cost in a step
     packing: str = "none"
     packing_buffer_size: int = 1000  # samples that "stream" packs at a time; a worker holds their images
     max_patches: int | None = None  # most raw patches of images in a packed row; None: no limit
-    group_by_length: bool = False  # without packing: samples of about one length share a step
-    lengths_cache: str | None = None  # folder of measured lengths; None: in the user's cache
+    group_by_length: bool = False  # without packing: samples of similar length share a step
+    lengths_cache: str | None = None  # folder of measured lengths; None: one in the user's cache
     shuffle_buffer_size: int = 1000
     max_samples_per_sequence: int = 100
-    restart: bool = False  # a run that resumes begins its data again, with samples that it has seen
+    restart: bool = False  # a resumed run begins its data again, with samples that it has seen
 
 
 @dataclass
@@ -115,7 +115,7 @@ class TrainConfig:
     eval_steps: int = 0  # validation steps; 0: the whole validation split
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2
-    hang_seconds: float = 480  # the job ends, with all stacks, when no rank comes further for so long
+    hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
 
 
 @dataclass
@@ -127,7 +127,7 @@ class LoggingConfig:
 
 @dataclass
 class RunConfig:
-    """Everything that determines a run. `run_dir` is where it lives and from where it resumes."""
+    """Everything that determines a run. `run_dir` is its folder, from which it also resumes."""
 
     name: str = "run"
     run_dir: str = "???"
@@ -140,7 +140,7 @@ class RunConfig:
 
 
 def paths_of(value: str | Sequence[str] | None) -> list[str]:
-    """The paths that a data path stands for."""
+    """The paths of a data path setting, as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
@@ -160,7 +160,7 @@ def missing_settings(config: RunConfig) -> list[str]:
 
 
 def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int | bool]:
-    """The numbers that follow from a valid configuration; `world_size` None: the fewest processes."""
+    """Numbers that follow from a valid configuration; `world_size` None: for the fewest processes."""
     parallel, train = config.parallel, config.train
     world_size = world_size or fewest_processes(parallel)
     data_parallel = world_size // parallel.model_size
@@ -176,5 +176,5 @@ def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int |
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
-    """The smallest number of processes that the layout divides."""
+    """The smallest number of processes for the layout."""
     return lcm(parallel.model_size, parallel.pp * parallel.ep)

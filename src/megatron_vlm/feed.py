@@ -1,4 +1,4 @@
-"""What every rank gets of a run's data: one rank of each model-parallel group reads, the others receive."""
+"""A run's data on every rank: one rank of each model-parallel group reads, and the others receive."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron_vlm.training.checkpoint import CheckpointState
 
 
 class Feed:
-    """The micro batches of a run. Every rank makes one, and all call its methods together.
+    """The micro batches of a run. Every rank creates one, and all ranks call its methods together.
 
-    Training goes on where `resumed` was saved, unless the configuration lets the data begin again.
+    Training data goes on where `resumed` was saved, unless the configuration says that it begins again.
     """
 
     def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
         self._run_dir = config.run_dir
         self._count = derived(config, setup.world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
-        self._data: RunData | None = None  # of a rank that only receives
+        self._data: RunData | None = None  # None on a rank that only receives
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
             self._open(config, source, resumed)
@@ -45,26 +45,26 @@ class Feed:
 
     @property
     def why_hf_processor(self) -> str | None:
-        """Why this rank's samples go through the HF processor, which is slower; None where they do not."""
+        """Why this rank's samples go through the HF processor, which is slower; None if they do not."""
         return self._data and self._data.why_hf_processor
 
     def train(self, step: int) -> list[Batch]:
-        """The micro batches of a step. Raises ReadFailed, on every rank, where any could not read."""
+        """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
         micro_batches = self._broadcaster.take(self._batches, self._count, self._data and self._data.drops)
         if self._data:
             self._log.write(step, micro_batches)
         return micro_batches
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
-        """What is raised inside also says which samples the step had."""
+        """Makes errors from inside also say which samples the step had."""
         return naming_samples(self._run_dir, step, micro_batches)
 
     def valid(self) -> Callable[[int], list[Batch]]:
-        """One pass over the validation split: gives the next so many micro batches, fewer at the end."""
+        """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""
         return partial(self._broadcaster.take, self._data and self._data.valid_batches())
 
     def state(self) -> Any:
-        """Where the reading rank is, for a checkpoint; None on the others."""
+        """The loader state of a reading rank, for a checkpoint; None on the others."""
         return self._data and self._data.train_loader.state_dict()
 
     def dropped_everywhere(self) -> int | None:
@@ -72,7 +72,7 @@ class Feed:
         return self._data and self._data.dropped_everywhere
 
     def dropped_by_reason(self) -> dict[str, int]:
-        """Of all ranks."""
+        """The drops of all ranks by reason."""
         return add_counts(self._data.dropped if self._data else {})
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Files that strangers name: regular ones are read, a pipe or a device would be waited for without end.
+"""Reads files that others name, only if they are regular: a pipe or a device could block without end.
 
-And files to which a run adds a line a step, read again when it goes on.
+Also reads the files to which a run adds a line per step, when the run resumes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 
-MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half of it
+MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as many
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -26,11 +26,11 @@ KINDS = {
 
 
 class NotAFile(ValueError):
-    """The path leads to something that is no regular file."""
+    """The path leads to something that is not a regular file."""
 
 
 def check_file(path: str | Path) -> None:
-    """Raises NotAFile for what is no regular file nor a link to one, OSError for what is not there."""
+    """Raises NotAFile unless `path` is a regular file or a link to one, OSError if it does not exist."""
     _check_kind(path, os.stat(path))
 
 
@@ -39,7 +39,7 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
     Raises NotAFile as `check_file`, OSError, and ValueError for a file of more than `most_bytes`.
     """
-    check_file(path)  # to open a device may set it going
+    check_file(path)  # before opening it: opening a device may start it
     with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
         _check_kind(path, found)
@@ -49,8 +49,8 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects, each with a `step`, of a file to which a run adds lines; a last line that was cut
-    short is left out. Raises ConfigError that names any other line."""
+    """The JSON objects, each with a `step`, of a file to which a run adds lines. A last line that was cut
+    short is left out. Raises ConfigError that names any other bad line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -68,7 +68,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Also what was exchanged for a pipe after `check_file`."""
+    """Opens without waiting, also if the file was replaced by a pipe after `check_file`."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

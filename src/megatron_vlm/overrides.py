@@ -1,4 +1,4 @@
-"""Settings by name: `key.path=value`, mappings and YAML in and out of a `RunConfig`."""
+"""Settings by name: `key.path=value`, mappings and YAML to and from a `RunConfig`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def from_yaml(text: str) -> RunConfig:
 
 
 def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
-    """A YAML mapping as plain data. Raises ConfigError when it is anything else."""
+    """A YAML mapping as plain data. Raises ConfigError if the text is anything else."""
     try:
         settings = yaml.safe_load(text)
         flatten(settings if isinstance(settings, dict) else {})
@@ -59,7 +59,7 @@ def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
 
 
 def split_override(text: str) -> tuple[str, str]:
-    """`key.path=value` in two; the value may hold more equals signs. Raises ConfigError without one."""
+    """Key and value of `key.path=value`; the value may hold equals signs. Raises ConfigError without any."""
     key, equals, value = text.partition("=")
     if not (equals and key.strip()):
         raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
@@ -67,7 +67,7 @@ def split_override(text: str) -> tuple[str, str]:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys."""
+    """Nested settings as a flat mapping with dotted keys."""
     flat = {}
     for key, value in settings.items():
         inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -96,27 +96,27 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
             raise yaml.YAMLError("lists and mappings hold plain values")
         value = _at_home(value) if name in PATHS else value
         OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
-        OmegaConf.to_container(node, resolve=True)  # an interpolation must have something to point to
+        OmegaConf.to_container(node, resolve=True)  # raises if an interpolation points to nothing
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
 
 
 def _items(value: Any) -> list[Any]:
-    """What is in a list or a mapping."""
+    """The items of a list, or the values of a mapping."""
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, list | tuple | ListConfig) else []
 
 
 def _at_home(value: Any) -> Any:
-    """A path, or each of several, with the home folder in the place of `~`."""
+    """A path, or each of several, with the home folder in place of `~`."""
     if isinstance(value, list | tuple | ListConfig):
         return [_at_home(path) for path in value]
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _parse(text: str, wanted: str) -> Any:
-    """Only lists and null need parsing: OmegaConf converts text to numbers and flags by the field's type."""
+    """The value of a text. Only lists and null are parsed: OmegaConf converts the rest by field type."""
     if text in ("null", "None") and "None" in wanted:
         return None
     if wanted.startswith("dict"):
@@ -152,7 +152,7 @@ def _suggest_key(key: str) -> str:
 
 
 def _build(cls: type, node: DictConfig) -> Any:
-    """`OmegaConf.to_object` refuses settings that are still missing; a dry run shows them."""
+    """The dataclass of a node. `OmegaConf.to_object` refuses missing settings, which a dry run must show."""
     values = {}
     for f in fields(cls):
         value = MISSING if OmegaConf.is_missing(node, f.name) else node[f.name]

@@ -1,7 +1,7 @@
 """Which Hugging Face checkpoints can be trained, by their config.json; without torch or Transformers.
 
-config.json is the first that is read of a checkpoint, as plain data: what cannot be trained is refused before
-weights, processors or code of the checkpoint's own are looked at, and before anything else is fetched.
+config.json is read first, as plain data. A checkpoint that cannot be trained is refused before its weights,
+processors or own code are looked at, and before anything else is fetched.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_vlm.messages import printable
 CONFIG_FILE = "config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # of a repository of the hub
+FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub
 
 
 @dataclass(frozen=True)
 class Supported:
-    """What config.json says of a family; `text_type` where it chooses between several language models."""
+    """What config.json says about a family; `text_type` if it chooses between several language models."""
 
     architecture: str  # the class of Transformers that config.json names
     text_type: str | None = None
 
 
-SUPPORTED = {  # by HF model_type, after which the files in models/families are named
+SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_type="ministral3"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
@@ -36,23 +36,23 @@ SUPPORTED = {  # by HF model_type, after which the files in models/families are 
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),
 }
-_FP8 = "fp8"  # the one quant_method that import reads, see `models.weights.files`
-# of Transformers, of older llm-compressor, of MLX
+_FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`
+# the keys of Transformers, of older llm-compressor, of MLX
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
 _OWN_CODE = ", and code of the checkpoint's own (auto_map) is never run"
 
 
 def refuse(path: str | Path) -> None:
-    """Raise ConfigError when the config.json of a checkpoint says that it cannot be trained, and why.
+    """Raise ConfigError with the reason if the config.json of a checkpoint says that it cannot be trained.
 
-    `path` is a folder, a config.json, or a name of the hub, of which config.json alone is fetched. Raises
-    FileNotFoundError when there is none.
+    `path` is a folder, a config.json, or a hub name, from which only config.json is fetched. Raises
+    FileNotFoundError if there is none.
     """
     read_config(path)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json as it is written, of a checkpoint that `refuse` lets pass; raises as it does."""
+    """The config.json, unchanged, of a checkpoint that `refuse` lets pass; raises as it does."""
     file = config_file(path)
     place = f"checkpoint {printable(path)}"
     try:
@@ -67,7 +67,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def config_file(path: str | Path) -> Path:
-    """The config.json of a folder or of a name of the hub, from where it is fetched; or `path` itself."""
+    """The config.json of a folder; of a hub name, fetched from the hub; or `path` itself."""
     if Path(path).is_file():
         return Path(path)
     if Path(path).is_dir():
@@ -84,9 +84,9 @@ def config_file(path: str | Path) -> Path:
 
 
 def resolve(path: str | Path) -> Path:
-    """The folder of a checkpoint; a name that is no folder is fetched from the Hugging Face hub.
+    """The folder of a checkpoint; a name that is not a folder is fetched from the Hugging Face hub.
 
-    Of a name, config.json is looked at first: raises as `refuse` before anything else is fetched.
+    For a hub name, config.json is checked first: raises as `refuse` before anything else is fetched.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -112,7 +112,7 @@ def _fetched(path: str | Path, fetch: Any) -> str:
 
 
 def _problem(config: dict[str, Any]) -> str | None:
-    """Why a checkpoint with this config.json cannot be trained."""
+    """Why a checkpoint with this config.json cannot be trained; None if it can."""
     model_type = config.get("model_type")
     if model_type is None:
         return f"{CONFIG_FILE} has no model_type; give the folder of a Hugging Face checkpoint."
@@ -139,7 +139,7 @@ def _problem(config: dict[str, Any]) -> str | None:
 
 
 def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:
-    """That a model type is not supported, and which are; `config` is config.json where it was read."""
+    """The message that a model type is not supported, and which are; `config` is config.json, if read."""
     own_code = _OWN_CODE if config and config.get("auto_map") else ""
     text_only = ""
     if config is not None and not any(key.endswith(("vision_config", "thinker_config")) for key in config):

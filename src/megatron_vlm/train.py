@@ -24,9 +24,9 @@ from megatron_vlm.training.step import data_parallel, train_step
 
 
 def train(config: RunConfig) -> None:
-    """Train to `config.train.steps`, on from the run folder's latest checkpoint where it has one.
+    """Train up to step `config.train.steps`, from the run folder's latest checkpoint if it has one.
 
-    Called by every process of the layout. The run folder then holds checkpoints, metrics and pictures.
+    Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures.
     """
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
@@ -74,7 +74,7 @@ def train(config: RunConfig) -> None:
 
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
-    """This rank's chunks, with the source's weights unless a checkpoint of the run is to give its own."""
+    """This rank's chunks, with the source's weights unless a checkpoint of the run will provide them."""
     watchdog.beat("building the model")
     chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
     if config.model.load_weights and not checkpoint.exists(config.run_dir):
@@ -96,5 +96,5 @@ def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` steps is done after `step`; also after the last; never when 0."""
+    """Whether what is done `every` steps is due after `step`: also after the last step; never if 0."""
     return every > 0 and (step % every == 0 or step == last)

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint, without torch: which they are, and whether they are whole."""
+"""The safetensors files of a checkpoint, without torch: their names, and whether they are whole."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def has_weights(folder: Path) -> bool:
 def weight_files(folder: Path) -> list[str]:
     """The names of the files that hold a checkpoint's weights, in its own folder.
 
-    Of an index only the files are believed: what is in them they say themselves, as for Transformers.
-    Raises ConfigError for an index that is of no use, or that names others than the file beside it.
+    An index only tells which files there are; the files tell what they hold, as in Transformers. Raises
+    ConfigError for an index that is unusable, or that names other files than the single one beside it.
     """
     index, single = folder / INDEX_FILE, folder / WEIGHT_FILE
     if not index.is_file():
@@ -33,7 +33,7 @@ def weight_files(folder: Path) -> list[str]:
             )
         return [WEIGHT_FILE]
     names = _named_by(index)
-    if single.is_file() and names != [WEIGHT_FILE]:  # Transformers reads the single one, others the index
+    if single.is_file() and names != [WEIGHT_FILE]:  # Transformers reads the single file, others the index
         raise ConfigError(
             f"{printable(folder)} holds {WEIGHT_FILE} and, by {INDEX_FILE}, {len(names)} other weight files; "
             "remove those that are not the model's."
@@ -60,7 +60,7 @@ def _named_by(index: Path) -> list[str]:
 
 
 def problems(file: Path) -> Iterator[str]:
-    """What is wrong with a safetensors file by its header, which says where each of its bytes belongs."""
+    """What is wrong with a safetensors file, judged by its header, which says where each byte belongs."""
     size, shown = file.stat().st_size, printable(file)
     with file.open("rb") as opened:
         first = opened.read(8)

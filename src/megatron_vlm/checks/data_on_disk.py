@@ -1,4 +1,4 @@
-"""Datasets on disk, looked at as data before torch is imported: every problem, a line each."""
+"""Checks datasets on disk, as data and before torch is imported: every problem, a line each."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron_vlm.config import DataConfig, DataPaths, paths_of
 from megatron_vlm.messages import printable
 
 FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
-FEW_PATHS = 3  # fewer that lead nowhere may be of broken records, which a run counts and leaves out
+FEW_PATHS = 3  # fewer missing files may come from broken records, which a run counts and leaves out
 PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
 MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
 MEDIA_COLUMNS = ("images", "image", "videos", "video")
-REAL_MEDIA_FOLDERS = 200  # that are looked through for one that holds a missing file
-NO_PATHS = ("data:", "://", "::")  # in what a record names: base64, addresses, keys of an LMDB
+REAL_MEDIA_FOLDERS = 200  # the most folders to search for one that holds a missing file
+NO_PATHS = ("data:", "://", "::")  # these mark media that are not paths: base64, addresses, keys of an LMDB
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
-    """What keeps one path or each of several from being read; remote ones are left alone."""
+    """What keeps each of the paths from being read; remote paths are not checked."""
     for path in paths_of(paths):
         if "://" not in path:
             yield from dataset_problems(data, key, path)
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
-    """What keeps a local path from being read as `data.dataset_type` says."""
+    """What keeps a local path from being read as a `data.dataset_type`."""
     path, shown = Path(name).expanduser(), f"{key}: {printable(name)}"
     if data.dataset_type == "energon":
         yield from _energon_problems(path, shown)
@@ -97,7 +97,7 @@ def source_problems(
 def _rows_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
-    """`setting` says how the folder of the media is given."""
+    """What keeps the rows from being read; `setting` names the setting of the media folder in messages."""
     if path.is_dir():
         kind = kind_of(path)
         if kind is not None and "saved by" not in kind:
@@ -115,7 +115,7 @@ def _rows_problems(
 
 
 def _holds_only_media(folder: Path) -> bool:
-    """By the names of the first files in it."""
+    """Whether the first files in the folder are media, by their names."""
     files = (child for child in folder.rglob("*") if not child.is_dir())
     suffixes = {child.suffix.lower() for child in islice(files, FIRST_FILES)}
     return bool(suffixes) and suffixes <= MEDIA_FILES
@@ -155,7 +155,7 @@ def _json_problems(
 
 
 def _first_records(path: Path, start: bytes) -> list[dict]:
-    """Those of the file's beginning that are JSON mappings."""
+    """The JSON mappings at the beginning of the file."""
     text = start.decode(errors="replace").lstrip()
     found: list[Any] = []
     if path.suffix == ".json" and text.startswith("["):
@@ -185,7 +185,7 @@ def _is_meta(start: bytes) -> bool:
 
 
 def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
-    """The paths that a record names, of whichever spelling is plain text."""
+    """The media paths that a record names as plain text, under any of their names."""
     values = [record.get(columns.get(name, name)) for name in MEDIA_COLUMNS]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [
@@ -194,7 +194,7 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """The one above `root`, and some of the folders in `root` and next to it."""
+    """The folder above `root`, and some of the folders in `root` and next to it."""
     yield root.parent
     for folder in (root, root.parent):
         if folder.is_dir():

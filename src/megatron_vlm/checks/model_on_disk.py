@@ -1,7 +1,7 @@
-"""Checkpoints and run folders on disk, looked at as data before torch is imported: each problem a line.
+"""Checks checkpoints and run folders on disk, as data and before torch is imported: a line for each problem.
 
-A checkpoint, a dataset and a run folder are told apart by the files in them, so that one in the place of
-another is named as what it is.
+The files in a folder tell whether it is a checkpoint, a dataset or a run folder, so that a message can say
+what was given in place of the right one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = (".json", ".jsonl", ".parquet", ".arrow")
 
 
 def kind_of(path: Path) -> str | None:
-    """What a folder holds, in words; None when it is nothing that this package knows."""
+    """What a folder holds, in words; None if this package does not know it."""
     if is_prepared(path):
         return "a prepared Energon dataset"
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
@@ -65,7 +65,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a small JSON file; None where it is not to be had."""
+    """The content of a small JSON file; None if it cannot be read."""
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -158,7 +158,7 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
 
 
 def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
-    """Whether a run can be written there."""
+    """What keeps a run from being written there."""
     path, shown = Path(run_dir).expanduser(), f"run_dir: {printable(run_dir)}"
     if path.exists() and not path.is_dir():
         yield f"{shown} is a file; give a folder, which the run makes."

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said before anything heavy starts: every problem, a line each."""
+"""Checks a configuration before anything heavy starts: every problem, a line each."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _FROM_ZERO = (
     *(f"train.{name}" for name in ("seed", "eval_every", "eval_steps", "save_every")),
     "model.load_balancing",
 )
-LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # of every setting that is a number
+LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # the least value of each number setting
 MOST = 2**63 - 1
 _NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache")  # null, or not empty
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
-    """Check what can be known without files, torch or a model; `world_size` None: any number of processes.
+    """Check all that needs no files, torch or model; `world_size` None: any number of processes.
 
     Raises ConfigError with every problem found, one a line.
     """
     problems = [*_setting_problems(config), *layout_problems(config.parallel, world_size)]
-    if not problems:  # these divide by what was just checked
+    if not problems:  # the next checks divide by values that were just checked
         problems += _batch_problems(config, world_size)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -81,7 +81,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
 
 
 def check_gpus(processes: int, gpus: int) -> None:
-    """Raises ConfigError unless each process of a machine has a GPU, where there are any."""
+    """Raises ConfigError unless each process of a machine has a GPU, if the machine has any."""
     if 0 < gpus < processes:
         raise ConfigError(
             f"--nproc: {processes} processes need a GPU each, and this machine shows {gpus}; start at most "
@@ -90,7 +90,7 @@ def check_gpus(processes: int, gpus: int) -> None:
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
-    """Look at what the configuration names on disk; remote names are only looked for in the caches.
+    """Check what the configuration names on disk; remote names are only looked up in the caches.
 
     Raises ConfigError with every problem found, one a line.
     """

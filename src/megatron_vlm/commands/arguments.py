@@ -18,7 +18,7 @@ ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
 
 def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
-    """Raises ConfigError with every problem of the settings, or else every one of the paths, a line each."""
+    """Raises ConfigError with every problem of the settings or, if they have none, of the paths."""
     needed = configs.fewest_processes(config.parallel)
     if needed > 1 and (nproc or world_size()) is None:
         raise ConfigError(
@@ -32,13 +32,13 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError unless a run may start in it; torchrun's processes do this later, together."""
+    """Raises ConfigError unless a run may start in its folder; torchrun's processes check later, together."""
     if world_size() is None:
         check_start(config.run_dir, config.model.hf_path)
 
 
 def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
-    """The run's own configuration; in one process its layout gives way, since checkpoints load in any."""
+    """The run's own configuration. One process ignores its layout, since checkpoints load in any."""
     file = existing(run_dir) / "config.yaml"
     assumed = {} if nproc or world_size() else ONE_PROCESS
     config = recipe_table.compose(None, file, settings or (), {"run_dir": str(run_dir)}, assumed)
@@ -47,7 +47,7 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
 
 
 def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
-    """As `config_of_run`, of a run that has a complete checkpoint."""
+    """`config_of_run` for a run that has a complete checkpoint."""
     config = config_of_run(run_dir, settings, nproc)
     if latest_checkpoint(run_dir) is None:
         raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
@@ -55,14 +55,14 @@ def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int 
 
 
 def _with_some_data(config: RunConfig) -> RunConfig:
-    """For commands that read none: a data path, where the configuration names none."""
+    """The configuration with a data path if it names none, for commands that read no data."""
     if config.data.train_data_path != configs.MISSING:
         return config
     return apply_overrides(config, {"data.train_data_path": "none://"})
 
 
 def writable_page(path: Path) -> Path:
-    """The path; ConfigError, before anything is read, where no page can be written."""
+    """The path. Raises ConfigError, before anything is read, if no page can be written there."""
     if path.is_dir():
         raise ConfigError(f"{printable(path)} is a folder; give the name of an HTML file to write.")
     if not path.resolve().parent.is_dir():
@@ -71,7 +71,7 @@ def writable_page(path: Path) -> Path:
 
 
 def existing(path: Path) -> Path:
-    """The path; ConfigError unless there is something."""
+    """The path. Raises ConfigError if nothing is there."""
     if not path.exists():
         raise ConfigError(f"{printable(path)} does not exist; give the path of an existing file or folder.")
     return path
@@ -80,7 +80,7 @@ def existing(path: Path) -> Path:
 def config_of_data(
     recipe: str | None, file: Path | None, settings: list[str] | None, *flags: Any
 ) -> RunConfig:
-    """The checked configuration of a command that reads data in this process alone."""
+    """The checked configuration of a command that reads data only in this process."""
     names = ("dataset_type", "train_data_path", "hf_path")
     dataset_type, paths, hf_path = flags
     given = zip(names, (dataset_type, one_or_all(paths), hf_path), strict=True)
@@ -91,7 +91,7 @@ def config_of_data(
 
 
 def one_or_all(paths: list[str] | None) -> str | list[str] | None:
-    """The only path as text, as a configuration file would have it."""
+    """A single path as text, as in a configuration file; several as a list."""
     return paths[0] if paths and len(paths) == 1 else paths or None
 
 

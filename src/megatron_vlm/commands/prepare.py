@@ -77,7 +77,7 @@ def prepare_command(
 
 
 def _explain(summary: PrepareSummary, max_share: float) -> None:
-    """What helps against each reason. Raises Exit when more was skipped than is allowed."""
+    """Says what helps against each reason. Raises Exit if more was skipped than is allowed."""
     typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
     for reason in summary.skipped:
         typer.echo(f"  {reason}: {REASONS[reason]}")

@@ -17,12 +17,12 @@ from megatron_vlm.job import ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
 
-# `rich_markup_mode=None`: plain text is what logs and pipes want, and rich costs start-up time
+# `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 
 
 def single(command) -> typer.Typer:
-    """A program of one command."""
+    """A program with a single command."""
     program = typer.Typer(**PLAIN)
     program.command()(command)
     return program
@@ -37,7 +37,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 
 def world_size() -> int | None:
-    """What torchrun says, or None outside of it."""
+    """torchrun's number of processes; None outside of torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
@@ -46,8 +46,8 @@ def torchrun(
 ) -> int:
     """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
-    torchrun's own report of a failure is left out. Raises ConfigError where there are `gpus`, but fewer than
-    processes; None: as many as torch sees.
+    torchrun's own report of a failure is left out. Raises ConfigError if there are `gpus` (None: as many as
+    torch sees), but fewer than processes.
     """
     from torch import cuda
     from torch.distributed import run as launcher
@@ -55,7 +55,7 @@ def torchrun(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
-    logging.disable(logging.ERROR)  # this process only starts and waits
+    logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ[LAUNCHER_SPEAKS] = "1"
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
@@ -77,6 +77,6 @@ def torchrun(
 
 
 def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
-    """What the ranks have left in torchrun's folder of the last attempt."""
+    """What the ranks have written into torchrun's folder of the last attempt."""
     attempts = sorted(Path(folder).glob("*/attempt_*"))
     return ranks.read_all(attempts[-1], nproc) if attempts else {}

@@ -1,4 +1,4 @@
-"""What can be done with a run folder besides training: import into it, export from it, ask its model."""
+"""Operations on a run folder besides training: import into it, export from it, ask its model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PROMPTS_AT_ONCE = 32
 
 @dataclass
 class TrainedModel:
-    """The model of a run's latest checkpoint on this rank, under the layout of the configuration given."""
+    """The model of a run's latest checkpoint on this rank, in the layout of the given configuration."""
 
     chunks: list[VLMModel]
     source: Source
 
 
 def open_run(config: RunConfig) -> TrainedModel:
-    """Join the processes and load the latest checkpoint; raises FileNotFoundError when there is none."""
+    """Join the processes and load the latest checkpoint. Raises FileNotFoundError if there is none."""
     if run_folder.latest_checkpoint(config.run_dir) is None:
         raise FileNotFoundError(
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
@@ -54,7 +54,7 @@ def import_run(config: RunConfig) -> None:
     import_hf(chunks, source.folder, source.weight_map)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
-    if setup.is_first_rank():  # as training does: export and the like go by it
+    if setup.is_first_rank():  # as in training: export and other commands read it
         run_folder.write_whole(Path(config.run_dir, "config.yaml"), to_yaml(config))
     lock.close()
     setup.shutdown()
@@ -70,7 +70,7 @@ def export_run(config: RunConfig, output: str | Path) -> None:
 def generate_from_run(config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64) -> str:
     """The latest checkpoint's answer; `<image>` in the question stands for each image.
 
-    Raises ValueError when question and images do not match.
+    Raises ValueError if question and images do not match.
     """
     try:
         messages, _ = cook_chatml_sample([{"role": "user", "content": question}])
@@ -103,8 +103,8 @@ def answers(
 
 
 def stop_tokens(run: TrainedModel) -> list[int]:
-    """The end-of-turn and end-of-text ids that the checkpoint's generation config names, or else, as in
-    Transformers, its config.json."""
+    """The end-of-turn and end-of-text ids in the checkpoint's generation config, or else (as in Transformers)
+    in its config.json."""
     from transformers import GenerationConfig
 
     ids = run.source.hf_config.get_text_config().eos_token_id

@@ -1,4 +1,4 @@
-"""Whether two checkpoints say the same of a picture: their logits, compared position by position."""
+"""Compares the logits of two checkpoints for a picture, position by position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_vlm.training.step import forward_backward
 class Difference:
     max_abs: float
     mean_abs: float
-    argmax_agreement: float  # fraction of positions at which the same token is the likeliest
+    argmax_agreement: float  # fraction of positions at which both have the same most likely token
     positions: int
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ class Question:
 def verify(checked: RunConfig | str, source: str, question: str, image: bytes | None) -> Difference:
     """How far the logits of `checked`, a run or an HF checkpoint, are from those of the checkpoint `source`.
 
-    Both see the same prompt, as the processor and chat template of `source` make it of the question and the
-    image (None: a generated picture), and compute in fp32 in this process, one after the other: only one of
-    them is in memory at a time.
+    Both see the same prompt, which the processor and chat template of `source` make from the question and the
+    image (None: a generated picture). Both compute in fp32 in this process, one after the other, so that only
+    one of them is in memory at a time.
     """
     folder = _folder(source)
     processor = _processor(folder)
@@ -91,7 +91,7 @@ def worst_tensors(checked: str, source: str, count: int = 3) -> list[str]:
 
 
 def _largest_gap(mine: Tensor, theirs: Tensor) -> float:
-    """Taken in parts, so that no whole tensor is held in fp32."""
+    """The largest difference, taken in parts, so that no whole tensor is held in fp32."""
     rows = zip(mine.flatten().split(2**22), theirs.flatten().split(2**22), strict=True)
     return max(((a.float() - b.float()).abs().max().item() for a, b in rows), default=0.0)
 
@@ -123,7 +123,7 @@ def picture() -> bytes:
 
 @torch.no_grad()
 def _logits_of_folder(folder: Path, prompt: Question) -> Tensor:
-    """(S, V) by Transformers."""
+    """Logits (S, V) by Transformers."""
     model = load_model(folder, torch.float32)
     inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
     return model(**inputs, use_cache=False).logits[0]
@@ -131,7 +131,7 @@ def _logits_of_folder(folder: Path, prompt: Question) -> Tensor:
 
 @torch.no_grad()
 def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
-    """(S, V) by Megatron, from the run's latest checkpoint."""
+    """Logits (S, V) by Megatron, from the run's latest checkpoint."""
     config.model.dtype = "fp32"
     run = open_run(config)
     for chunk in run.chunks:

@@ -52,8 +52,8 @@ class BadSample(Exception):
 class ChatMLSample(Sample):
     """A conversation with its media, still encoded.
 
-    `conversation` is JSON that `cook_chatml_sample` accepts. A record that could not be read carries why in
-    `problem`, so that the encoder counts it with all other drops.
+    `conversation` is JSON that `cook_chatml_sample` accepts. If the record could not be read, `problem` says
+    why, so that the encoder counts it with all other drops.
     """
 
     conversation: str
@@ -66,14 +66,16 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
     """`(messages, tools)` in the form that Hugging Face chat templates take.
 
     Accepts JSON or the object itself: a list of turns, bare or under `conversations`, `messages` or
-    `conversation`, beside it optionally `system` and `tools`; turns as role/content or from/value, with the
-    aliases in ROLES; content as text or as an OpenAI list of parts.
+    `conversation`, optionally with `system` and `tools` beside it; turns as role/content or from/value, with
+    the aliases in ROLES; content as text or as an OpenAI list of parts.
 
     Content comes out as a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}` and
     `{"type": "video"}`. `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a
     list that already names its media. Adjacent texts are joined as they stand; other keys of a turn
-    (`tool_calls`, `name`, ...) pass through. A system turn without content is no turn; any other holds one
-    empty text, as templates may look at its first part. The argument is not changed. Raises BadSample.
+    (`tool_calls`, `name`, ...) pass through. A system turn without content is left out; any other empty turn
+    gets one empty text, as templates may look at its first part. The argument is not changed.
+
+    Raises BadSample.
     """
     turns, system, tools = _unwrap(_parse(conversation))
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
@@ -88,9 +90,9 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 def training_conversation(
     conversation: str | dict | list, images: int = 0, videos: int = 0
 ) -> tuple[list[dict], list[dict] | None]:
-    """`cook_chatml_sample` and `place_media` of a conversation that is to be trained on, on every path.
+    """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
 
-    Raises BadSample as they do, and `no_trained_tokens` for one in which no reply has content.
+    Raises BadSample as they do, and BadSample `no_trained_tokens` when no reply has content.
     """
     messages, tools = cook_chatml_sample(conversation)
     messages = place_media(messages, images, videos)
@@ -102,9 +104,9 @@ def training_conversation(
 
 
 def has_content(message: dict) -> bool:
-    """Whether a turn says anything: text that can be seen, tool calls or reasoning; a system turn, media too.
+    """Whether a turn says anything: visible text, tool calls or reasoning; or media, if it is not trained.
 
-    What a template writes of a reply without any is not trained, its end-of-turn token included.
+    A reply without content is not trained: neither what the template writes for it nor its end of turn.
     """
     if any(part["type"] != "text" for part in message["content"]) and message["role"] not in TRAINED:
         return True
@@ -115,7 +117,7 @@ def has_content(message: dict) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Whether there is nothing to see in it."""
+    """Whether the text holds nothing visible."""
     return BLANK.match(text).end() == len(text)
 
 
@@ -220,7 +222,7 @@ def _split_placeholders(text: str) -> list[dict]:
 
 
 def _join_texts(parts: list[dict]) -> list[dict]:
-    """Joined, two harmless texts cannot meet in the template and spell a control token."""
+    """Joins adjacent texts here, so that they cannot meet in the template and spell a control token."""
     joined: list[dict] = []
     for part in parts:
         if part["type"] == "text" and joined and joined[-1]["type"] == "text":

@@ -1,4 +1,4 @@
-"""Files that describe a dataset or hold its rows: only regular ones are opened, errors name theirs."""
+"""Files that describe a dataset or hold its rows: only regular files are opened, and errors name the file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RESTORE = "restore the file or prepare the dataset again"
 
 
 def damaged(path: Any, fact: str, remedy: str = RESTORE) -> ValueError:
-    """The one form of what is said of a file that cannot be used."""
+    """The error for a file that cannot be used, in one form for all."""
     return ValueError(f"data: {path}: {' '.join(fact.split())}; {remedy}.")
 
 
 def check_regular(path: Path, remedy: str = RESTORE) -> None:
-    """Raises ValueError for what is there and is no regular file: opening a pipe would wait without end."""
+    """Raises ValueError if `path` exists and is not a regular file: opening a pipe would wait without end."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -33,7 +33,8 @@ def check_regular(path: Path, remedy: str = RESTORE) -> None:
 def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: str = RESTORE) -> dict:
     """The mapping that a description file holds; `path` is a Path or an EPath.
 
-    Raises ValueError that names the file when it is no regular file, empty, cut short or no mapping.
+    Raises ValueError that names the file when it is not a regular file, is empty or cut short, or holds
+    something other than a mapping.
     """
     local = path.local_path() if hasattr(path, "local_path") and path.is_local() else path
     if isinstance(local, Path):
@@ -59,7 +60,7 @@ def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: st
 
 
 def check_fields(path: Any, content: dict, fields: dict[str, str], remedy: str = RESTORE) -> None:
-    """Raises ValueError for a field that is there and not of its kind: FIELD_KINDS says which there are."""
+    """Raises ValueError for a field that is present and not of its kind; FIELD_KINDS lists the kinds."""
     for name, kind in fields.items():
         if name in content and not FIELD_KINDS[kind](content[name]):
             raise damaged(path, f"{name} is no {kind}: {str(content[name])[:60]}", remedy)

@@ -1,4 +1,4 @@
-"""Counting what is trained on and what is dropped, over all loader workers of all ranks."""
+"""Counts of encoded and of dropped samples, over all loader workers of all ranks."""
 
 from __future__ import annotations
 
@@ -45,26 +45,25 @@ REASONS = {
 }
 
 
-MIN_SAMPLES = 100  # a share of fewer says little
+MIN_SAMPLES = 100  # of fewer samples, the dropped share says little
 
 
 class TooManyDrops(RuntimeError):
-    """A larger share of the samples was dropped than the run allows, or all of an epoch."""
+    """More samples were dropped than the run allows, or a whole epoch was."""
 
 
 class DropReport:
     """Counts of encoded samples and of drops per reason, shared with worker processes forked later.
 
-    Every drop is written, with key and reason, as a JSON line to `path` (appended; None: a temporary file);
-    the first `details_per_reason` of each reason with their detail. Samples that a resumed loader encodes
-    again count again. What the others of `ranks` counted is known here when `tell_others` says it, in all
-    workers.
+    Every drop is appended to `path` (None: a temporary file) as a JSON line with key and reason; the first
+    `details_per_reason` of each reason have their detail too. Samples that a resumed loader encodes again
+    count again. `tell_others` brings in the counts of the other `ranks`; all workers see them.
     """
 
     def __init__(self, path: str | Path | None = None, details_per_reason: int = 100_000, ranks: int = 1):
         numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 6)), np.int64)  # shared with forked workers
         self._counts, rest = np.split(numbers, [1 + len(REASONS)])
-        # [encoded, dropped] elsewhere, and here when told of them; [samples of an epoch without any encoded]
+        # [encoded, dropped] elsewhere, then here at that time; [samples of an epoch that was all dropped]
         self._others, self._fruitless = np.split(rest, [4])
         self._lock = tempfile.TemporaryFile(buffering=0)
         self.latest: str | None = None  # the key that this process counted last
@@ -73,7 +72,7 @@ class DropReport:
         self._details_per_reason = details_per_reason
         if path is None:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # which Python leaves out
+            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # Python leaves this flag out
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b", buffering=0)
@@ -96,19 +95,19 @@ class DropReport:
         line = {"key": key, "reason": reason}
         if self._counts[slot] < self._details_per_reason:
             line["detail"] = detail[:500]
-        self._write(json.dumps(line).encode() + b"\n")  # first, so that all that is counted is named
+        self._write(json.dumps(line).encode() + b"\n")  # before counting, so that every counted drop is named
         with self._locked():
             self._counts[slot] += 1
         self.latest = key
 
     def _write(self, line: bytes) -> None:
-        """Unbuffered and appending: whole lines from any process."""
+        """Appends without a buffer, so that lines from several processes stay whole."""
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, "the report of dropped samples is cut short", self._file.name)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among all processes. The kernel unlocks for one that is killed; one that is stopped delays
+        """Keeps all other processes out. The kernel frees the lock of a killed process; a stopped one delays
         the others."""
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
         try:
@@ -117,14 +116,14 @@ class DropReport:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def summary(self) -> dict:
-        """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, reasons that occurred only."""
+        """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, only with reasons that occurred."""
         with self._locked():
             encoded, *counts = self._counts.tolist()
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
 
     def glance(self) -> list[int]:
-        """The counts as they are, without waiting for who is counting: whether workers come further."""
+        """The counts of now, read without the lock: they show whether workers make progress."""
         return self._counts.tolist()
 
     def counted(self) -> list[int]:
@@ -133,25 +132,25 @@ class DropReport:
         return [counts["encoded"], counts["dropped"]]
 
     def tell_others(self, counted: list[int]) -> None:
-        """[encoded, dropped] on all other ranks until now."""
+        """Takes [encoded, dropped] of all other ranks until now."""
         own = self.counted()
         with self._locked():
             self._others[:] = counted + own
 
     def share(self) -> float:
-        """Dropped samples among all seen on all ranks; 0 before the first."""
+        """The dropped share of all samples seen on all ranks; 0 before the first."""
         encoded, dropped = self.on_all_ranks()
         return dropped / max(1, encoded + dropped)
 
     def on_all_ranks(self) -> list[int]:
-        """[encoded, dropped]: this rank's now, the others' as they were last told."""
+        """[encoded, dropped] over all ranks: this rank's counts of now, the others' of the last exchange."""
         with self._locked():
             others = self._others[:2].tolist()
         return [sum(both) for both in zip(self.counted(), others, strict=True)]
 
     def _at_one_time(self, patience: int) -> list[int]:
-        """[encoded, dropped] on all ranks when others were last told; or with this rank's as they are now,
-        when it has seen `patience` samples since: it may be dropping all it reads and have no batch."""
+        """[encoded, dropped] over all ranks at the last exchange. If this rank has seen `patience` samples
+        since, its own counts are of now: it may be dropping everything and never reach an exchange."""
         now = self.counted()
         with self._locked():
             *others, encoded, dropped = self._others.tolist()
@@ -159,21 +158,22 @@ class DropReport:
         return [sum(both) for both in zip(own, others, strict=True)]
 
     def examples(self) -> list[dict]:
-        """The drops written down by this report: `key`, `reason` and perhaps `detail` each."""
+        """The drops that this report has written, each with `key`, `reason` and perhaps `detail`."""
         size = os.fstat(self._file.fileno()).st_size
         *lines, _ = os.pread(self._file.fileno(), size - self._start, self._start).split(b"\n")
-        return [json.loads(line) for line in lines]  # not what a worker is writing just now
+        return [json.loads(line) for line in lines]  # without the line that a worker is writing just now
 
     def epoch_was_dropped(self, samples: int) -> None:
-        """A whole epoch of this rank gave nothing to train on: its last `samples` samples were all dropped.
-        From now on `check` raises, in every process."""
+        """Notes that a whole epoch of this rank gave nothing to train on: its last `samples` samples were all
+        dropped. From now on `check` raises, in every process."""
         self._fruitless[0] = samples
 
     def check(self, max_share: float, min_samples: int = MIN_SAMPLES, epoch: int | None = None) -> None:
-        """Raise TooManyDrops when at least `min_samples` were seen and more than `max_share` dropped, of
-        whole epochs where these have fewer samples, and at the first drop where the share is 0.
+        """Raises TooManyDrops when at least `min_samples` were seen and more than `max_share` were dropped.
+        An `epoch` with fewer samples is judged as a whole; a `max_share` of 0 raises at the first drop.
 
-        Of all ranks; of this one alone only when it sees as many for each without being told of others.
+        The counts are those of all ranks at the last exchange. This rank's own are of now when it has since
+        seen `min_samples` for each rank.
         """
         if self._fruitless[0]:
             raise TooManyDrops(
@@ -195,7 +195,7 @@ class DropReport:
         )
 
     def _reason_lines(self) -> list[str]:
-        """Of each reason its number, what helps, three keys and what was wrong with the first."""
+        """A line for each reason: its count, what helps, three keys and what was wrong with the first."""
         reasons = self.summary()["reasons"]
         found: dict[str, list[dict]] = {}
         for example in self.examples():

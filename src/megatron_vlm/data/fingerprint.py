@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-UNKNOWN = "unknown"  # a part of a fingerprint that equals any other
+UNKNOWN = "unknown"  # equals any other value of a field
 
 
 def digest(value: Any) -> str:

@@ -19,7 +19,7 @@ def encode_prompt(
     needs: DataNeeds,
     device: torch.device,
 ) -> Prompt:
-    """With the template's generation prompt at the end."""
+    """The conversation as the model's input, with the template's generation prompt at the end."""
     outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
@@ -34,7 +34,7 @@ def encode_prompt(
 def processor_outputs(
     processor: ProcessorMixin, messages: list[dict], images: list[bytes]
 ) -> Mapping[str, Tensor]:
-    """All that the processor makes of the conversation, as one row, for a Transformers model."""
+    """All outputs of the processor for the conversation, as one row, for a Transformers model."""
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     bos = processor.tokenizer.bos_token
     return processor(

@@ -1,6 +1,6 @@
-"""What is asked of data workers comes back from them, each row in a sample or counted as dropped.
+"""Checks that every row given to data workers comes back, in a sample or counted as dropped.
 
-Whatever goes wrong on the way, a row that is missing, doubled or in another's place ends the run, named.
+A row that is missing, doubled or in another's place ends the run with an error that names it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class LostSample(RuntimeError):
 
 
 def lost(keys: Sequence[Any], happened: str) -> LostSample:
-    """That this happened to the rows with `keys`."""
+    """The error that says what `happened` to the rows with `keys`."""
     shown = ", ".join(printable(key) for key in keys[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return LostSample(f"data: {shown}{more}: {happened}. {REMEDY}")
 
 
 class Ledger:
-    """A sampler: the `(place, rows)` of an order. It remembers those that are not back.
+    """A sampler: the `(place, rows)` of an order. It remembers those that have not come back.
 
-    key    of a row
+    key    a row's key
     """
 
     def __init__(self, order: Iterable[tuple[Any, Sequence]], key: Callable[[Any], str]) -> None:
@@ -45,8 +45,8 @@ class Ledger:
             yield place, rows
 
     def settled(self, items: Iterable[tuple[Any, Any, Sequence[int]]]) -> Iterator[tuple[Any, Any]]:
-        """(place, sample) of what `EncodedRows` gives for the order's entries. Raises LostSample where a row
-        is neither in the sample nor dropped, and where entries are left out or change places."""
+        """(place, sample) for each entry of the order, from what `EncodedRows` gave. Raises LostSample when a
+        row is neither in the sample nor dropped, and when entries are missing or out of order."""
         for place, sample, dropped in items:
             asked_at, keys = self._out.popleft() if self._out else (None, [])
             kept = [key for number, key in enumerate(keys) if number not in dropped]
@@ -61,7 +61,7 @@ class Ledger:
 
 
 def check_each_once(documents: ArrayLike, count: int, what: str) -> None:
-    """That `documents` are 0 … count - 1, in any order. Raises LostSample."""
+    """Raises LostSample unless `documents` are 0 … count - 1, in any order."""
     times = np.bincount(np.asarray(documents, int), minlength=count)
     if len(times) > count or (times != 1).any():
         raise lost(np.flatnonzero(times != 1).tolist(), f"of {count} {what}, not taken exactly once")

@@ -24,7 +24,7 @@ PROVIDERS = {
 def train_encoder(
     data: DataConfig, processor: ProcessorMixin, needs: DataNeeds, drops: DropReport | None = None
 ) -> VLMTaskEncoder:
-    """For packed rows if the configuration asks for them."""
+    """The training encoder: of packed rows if the configuration asks for them."""
     encoder = HFEncoderVLMTaskEncoder if data.packing == "none" else PackingVLMTaskEncoder
     return encoder(processor, data, needs, drops)
 
@@ -46,19 +46,19 @@ class RunData:
         valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
-        # why samples are encoded by the HF processor; None: they are not
+        # why the HF processor encodes the samples; None: it does not
         self.why_hf_processor = train.documents.why_hf_processor
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **reader)
         self.valid_loader = provider.valid_loader(valid, **reader)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Counts of this rank by reason, training and validation together."""
+        """This rank's drops by reason, training and validation together."""
         return self.drops.summary()["reasons"]
 
     @property
     def dropped_everywhere(self) -> int:
-        """Of all ranks, as of the last step."""
+        """The drops of all ranks, the others' as of the last step."""
         return self.drops.on_all_ranks()[1]
 
     def train_batches(self) -> Iterator[Batch]:

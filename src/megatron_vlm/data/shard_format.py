@@ -1,8 +1,8 @@
 """The stored formats: record of a webdataset shard → `ChatMLSample`, and a sample → the files of its record.
 
 Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
-`img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Likewise videos,
-`vid000.mp4`, ..., and `"videos"`, where an entry `{"frames": [part names], "fps": ...}` is a list of images.
+`img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Videos are stored
+likewise (`vid000.mp4`, ..., `"videos"`); an entry `{"frames": [part names], "fps": ...}` is a list of images.
 Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `videos`.
 
 Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
@@ -34,7 +34,7 @@ EXTENSIONS = {
     "JPEG2000": "jp2",
 }  # others: Pillow's format name in lower case
 
-SOURCE = "_source"  # subflavor of each of several paths: its name; fingerprints leave out what begins with _
+SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
 IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
     pickle.UnpicklingError,
@@ -52,9 +52,9 @@ VIDEO_PARTS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
 
 @stateless
 def cook_record(record: dict) -> ChatMLSample:
-    """Never fails on the record's content: what is wrong with it travels in `problem` to the encoder.
+    """A record as a sample. A bad record does not raise: `problem` tells the encoder what is wrong with it.
 
-    The key says which of several paths the record is from.
+    If there are several paths, the key says which one the record is from.
     """
     try:
         fields = _read_parts(record)
@@ -70,7 +70,7 @@ COOKERS = [Cooker(cook_record)]
 
 
 def _place(record: dict) -> str:
-    """The shard, where Energon tells it."""
+    """The record's shard, if Energon tells it."""
     shards = [source.shard_name for source in record.get("__sources__") or () if source.shard_name]
     return f"; in shard {shards[0]}" if shards else ""
 
@@ -86,7 +86,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def _check_names(record: dict) -> None:
-    """Energon reads samples of one key that follow one another as one, whose parts replace each other."""
+    """Energon joins neighbours of one key to one sample, in which parts of one name replace each other."""
     for source in record.get("__sources__") or ():
         times = Counter(source.file_names)
         if twice := [name for name, count in times.items() if count > 1]:
@@ -192,8 +192,8 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
 
 def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
-    """How the conversation names the video, whose files are added to `files`."""
-    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises what no setting can help
+    """The video's entry in the conversation; its files are added to `files`."""
+    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises if no setting can read it
     if isinstance(video, bytes):
         name = f"{name}.{file_extension(video)}"
         files[name] = video

@@ -1,8 +1,8 @@
-"""The last lines are the reason: whatever ends a command, on whatever rank, is said once, shortly and last.
+"""The last lines are the reason: whatever ends a command, on any rank, is said once, shortly and last.
 
-A rank that fails says in its file (`ranks`) why; its traceback goes to `<run_dir>/errors/rankN.txt`. Under
-`--nproc` the launcher speaks, when all have ended; else the first rank that failed for a reason of its own.
-One that only lost another rank is silent. MEGATRON_VLM_DEBUG=1 shows every traceback.
+A rank that fails writes why into its file (`ranks`); its traceback goes to `<run_dir>/errors/rankN.txt`.
+Under `--nproc` the launcher speaks when all have ended; otherwise the first rank that failed by itself does.
+A rank that only lost another one is silent. MEGATRON_VLM_DEBUG=1 shows every traceback.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron_vlm.job import ranks, watchdog
 from megatron_vlm.job.last_words import interrupted, say
 from megatron_vlm.messages import printable
 
-PATIENCE = 5.0  # seconds in which a rank that lost another waits for that one's reason
+PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason
 USERS_CODE, BUG_CODE, INTERRUPTED_CODE = 2, 1, 130
 
-# what torch, gloo and NCCL say of another rank's end
+# what torch, gloo and NCCL say if another rank has ended
 _OTHERS_END = re.compile(
     r"gloo|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|connectFullMesh|recvValue"
     r"|sendBytes|Watchdog caught collective|Failed to recv|Timed out waiting",
@@ -52,9 +52,9 @@ _REMEDIES = {
 
 
 class LastWords:
-    """A context manager around a command: what ends it is said, and the process ends with its code.
+    """A context manager around a command: it says what ended the command, and exits with the matching code.
 
-    The code is 2 for what a user can mend, 1 for a bug, 130 after Ctrl-C; under DEBUG the traceback is shown
+    The code is 2 for what a user can fix, 1 for a bug, 130 after Ctrl-C; under DEBUG the traceback is shown
     above the message.
     """
 
@@ -91,7 +91,7 @@ class LastWords:
 
 
 def explain(error: BaseException, file: Path) -> tuple[int, str]:
-    """(exit code, what to tell the user) of an error; `file` holds its traceback."""
+    """(exit code, message for the user) for an error; `file` holds its traceback."""
     notes = ["", *getattr(error, "__notes__", ())]
     text = without_traceback(str(error))
     if is_worker_death(error):
@@ -116,14 +116,14 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Whether its text was written for the user: a ConfigError, or what our own code raised by itself."""
+    """Whether the error's text was written for the user: it is a ConfigError, or our own code raised it."""
     if isinstance(error, ConfigError):
         return True
     return isinstance(error, ValueError | OSError | RuntimeError) and _raised_by_us(error)
 
 
 def is_anothers_end(error: BaseException) -> bool:
-    """Whether it says no more than that another rank has ended, or does not answer."""
+    """Whether the error only says that another rank has ended, or does not answer."""
     if isinstance(error, ranks.AnotherRankFailed):
         return True
     if ranks.world_size() == 1 or _raised_by_us(error):
@@ -133,12 +133,12 @@ def is_anothers_end(error: BaseException) -> bool:
 
 
 def is_worker_death(error: BaseException) -> bool:
-    """Whether torch says that a data worker was killed: from a signal's handler, whatever was under way."""
+    """Whether torch says that a data worker was killed; a signal handler raises this at any point."""
     return isinstance(error, RuntimeError) and bool(_WORKER_DEATH.search(str(error)))
 
 
 def worker_death(error: BaseException) -> str:
-    """What to say of data workers that something outside ended."""
+    """The message about data workers that something outside has ended."""
     found = _WORKER_DEATH.search(str(error))
     which = f" (pid {found[1]})" if found else ""
     return (
@@ -149,7 +149,7 @@ def worker_death(error: BaseException) -> str:
 
 
 def without_traceback(text: str) -> str:
-    """A message without the tracebacks in it: workers put theirs into the text of what they raise."""
+    """A message without tracebacks: workers put theirs into the text of their errors."""
     marker = "Traceback (most recent call last):"
     if marker not in text:
         return text
@@ -159,16 +159,16 @@ def without_traceback(text: str) -> str:
 
 
 def named(error: BaseException) -> str:
-    """The error's type and text, of our own types the text; of one that a worker raised, that one's."""
+    """The error's type and text; for our own types only the text; for a worker's error, what it raised."""
     text, kind = without_traceback(str(error)), type(error)
-    if kind.__module__.startswith("megatron_vlm."):  # written for users, to whom the class says nothing
+    if kind.__module__.startswith("megatron_vlm."):  # the text is for users, and the class tells them nothing
         return re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text)
     return text if text != str(error) else f"{kind.__name__}: {text}"
 
 
 @contextlib.contextmanager
 def closing(*parts: Any) -> Iterator[None]:
-    """Close the parts at the end; after an error, what then fails as well is not told in its stead."""
+    """Close the parts at the end. After an error, a part that fails to close does not hide that error."""
     failed = True
     try:
         yield
@@ -183,7 +183,7 @@ def closing(*parts: Any) -> Iterator[None]:
 
 
 def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
-    """Say it, here or to the launcher, and end this process."""
+    """Say the message, here or to the launcher, and end this process."""
     watched = watchdog.watch()
     record = watched.record if watched else ranks.RankFile(ranks.shared_folder())
     record.end(kind, message, code=code)
@@ -198,7 +198,7 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
 
 
 def _end_after_others(name: str, error: BaseException, file: Path) -> NoReturn:
-    """A rank that lost another: silent when that one, or any, says why; else it says what it knows."""
+    """Ends a rank that lost another: in silence if any rank says why, else with what this one knows."""
     watched = watchdog.watch()
     record = watched.record if watched else ranks.RankFile(ranks.shared_folder())
     deadline = time.monotonic() + PATIENCE
@@ -225,7 +225,7 @@ def _end_after_others(name: str, error: BaseException, file: Path) -> NoReturn:
 
 
 def _tell_torchrun(message: str) -> None:
-    """In the format of torch.distributed.elastic, whose report then shows it."""
+    """Writes the message in the format of torch.distributed.elastic, whose report then shows it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -233,7 +233,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _place() -> str:
-    """`rank 1, step 3: `, as far as it says anything."""
+    """`rank 1, step 3: `, without the parts that say nothing."""
     watched = watchdog.watch()
     if watched is None:
         return ""
@@ -269,7 +269,7 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def _keep_traceback(error: BaseException) -> Path:
-    """In the run folder's file of this rank, else in a file of its own; its path."""
+    """Writes the traceback to this rank's file in the run folder, else to a new file. Returns the path."""
     text = "".join(traceback.format_exception(error))
     watched = watchdog.watch()
     if watched is not None and (watched.owned or not is_for_users(error)):
@@ -280,7 +280,7 @@ def _keep_traceback(error: BaseException) -> Path:
         except OSError:  # the disk is full, for instance
             pass
     if is_for_users(error):
-        return Path(os.devnull)  # nobody is told of it
+        return Path(os.devnull)  # the message does not mention it
     with tempfile.NamedTemporaryFile("w", prefix="megatron-vlm-", suffix=".txt", delete=False) as file:
         file.write(text)
     return Path(file.name)
@@ -292,7 +292,7 @@ def _note_of_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _note(args: Any) -> None:
-    """What fails in a thread or while an object is deleted ends nothing: to the file, not to the screen."""
+    """Writes what fails in a thread, or while an object is deleted, to the file only: it ends nothing."""
     if os.environ.get("MEGATRON_VLM_DEBUG"):
         traceback.print_exception(args.exc_value)
     elif watchdog.watch() is not None:

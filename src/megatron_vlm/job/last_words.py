@@ -1,4 +1,4 @@
-"""What is said when a job has ended: one message, whose last line is the reason and the remedy."""
+"""The message when a job has ended; its last line is the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from megatron_vlm.messages import printable_lines
 
 LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # set for the ranks that --nproc starts
-HANG_CODE = 3  # what a process ends with when no rank comes further
+HANG_CODE = 3  # the exit code when no rank makes progress
 
 
 def say(message: str) -> None:
-    """On the screen, unless the launcher does it."""
+    """Print the message, unless the launcher does it."""
     if message and not os.environ.get(LAUNCHER_SPEAKS):
         print(printable_lines(message), file=sys.stderr, flush=True)
 
 
 def last_words(contents: dict[int, dict[str, Any]], codes: dict[int, int]) -> tuple[int, str]:
-    """(exit code, message) for a job of which `codes` are the ranks' codes that are not 0, as seen by the
-    process that started them, and `contents` what they said."""
+    """(exit code, message) for a job. `codes` are the ranks' exit codes other than 0, as their parent process
+    saw them; `contents` is what the ranks said."""
     ended = {rank: content["ended"] for rank, content in contents.items() if content["ended"]}
     for kind in ("hang", "cause", "interrupt"):
         said = sorted((e["time"], rank) for rank, e in ended.items() if e["kind"] == kind and e["message"])
@@ -38,7 +38,7 @@ def last_words(contents: dict[int, dict[str, Any]], codes: dict[int, int]) -> tu
     lost = sorted((e["time"], rank) for rank, e in ended.items() if e["kind"] == "lost")
     if lost:
         return ended[lost[0][1]]["code"], ended[lost[0][1]]["message"]
-    rank = min(codes, default=0)  # torchrun's SIGTERM to the others is a cause only where there is no other
+    rank = min(codes, default=0)  # torchrun sends SIGTERM to the others: it counts only without another cause
     return 128 + signal.SIGTERM, f"megatron-vlm: {_by_signal(rank, signal.SIGTERM, contents.get(rank))}"
 
 
@@ -53,7 +53,7 @@ def _by_signal(rank: int, number: int, content: dict[str, Any] | None) -> str:
 
 
 def interrupted(contents: list[dict[str, Any]], by: str = "Ctrl-C") -> str:
-    """The line after Ctrl-C; empty where there was no run under way."""
+    """The line after Ctrl-C; empty if no run was active."""
     if not contents:
         return ""
     step = max(content["step"] for content in contents)

@@ -1,7 +1,7 @@
-"""What the ranks of one job know of each other: a small file for each, which outlives its rank.
+"""What the ranks of one job know about each other: each has a small file, which outlives it.
 
-A rank's file says what it does (`doing`, `step`: the last one completed), how often it came further (`beats`)
-and how it ended (`ended`). The files lie in torchrun's own folder of this start, or, when the job has several
+A rank's file says what it does (`doing`; `step` is the last completed), how often it made progress (`beats`)
+and how it ended (`ended`). The files lie in torchrun's own folder of this start or, if the job has several
 machines, in the run folder, which all of them see.
 """
 
@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOM = 1 << 15  # bytes taken at the start, so that a rank can say its last word on a full disk
-LONGEST_WORD = 12_000  # characters of it
-STALE_SECONDS = 120  # older files than ours by more than this are of an earlier job
+ROOM = 1 << 15  # bytes reserved at the start, so that a rank can write its last word on a full disk
+LONGEST_WORD = 12_000  # characters of the last word
+STALE_SECONDS = 120  # a file that is older than ours by more than this is from an earlier job
 
 
 class AnotherRankFailed(RuntimeError):
-    """This rank ends because another does, which says why."""
+    """This rank ends because another one ends, and that one says why."""
 
 
 def rank() -> int:
@@ -39,7 +39,7 @@ def several_machines() -> bool:
 
 
 def shared_folder(run_dir: str | Path | None = None) -> Path | None:
-    """Where the files of this job's ranks lie; None when there is nobody to share with, or nowhere."""
+    """The folder of the files of this job's ranks; None if there are no other ranks, or no shared folder."""
     if world_size() == 1:
         return None
     if several_machines() and run_dir is not None:
@@ -49,7 +49,7 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
 
 
 class RankFile:
-    """This rank's file; without a folder it is kept in memory alone."""
+    """This rank's file; without a folder, its content is only kept in memory."""
 
     def __init__(self, folder: Path | None):
         self.folder, self._file = folder, None
@@ -75,26 +75,26 @@ class RankFile:
             self.write()
 
     def write(self, **news: Any) -> None:
-        """Change some of the content; a few microseconds, and others see it at once."""
+        """Change some of the content. It takes a few microseconds, and others see it at once."""
         with self._writing:  # the watchdog's thread writes, too
             self.content |= news
             if self._file is not None:
                 os.pwrite(self._file, json.dumps(self.content).encode() + b"\n", 0)
 
     def end(self, kind: str, message: str, **more: Any) -> None:
-        """The last word: nothing that is written later changes it."""
+        """Write the last word; nothing written later changes it."""
         if self.content["ended"] is None:
             ended = {"kind": kind, "message": message[:LONGEST_WORD], "time": time.time(), **more}
             self.write(ended=ended)
             self.flush()
 
     def flush(self) -> None:
-        """For the other machines' eyes."""
+        """Make the content visible to other machines."""
         if self._file is not None:
             os.fsync(self._file)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """The content of the other ranks' files, of those that have one."""
+        """The content of the other ranks' files, for those that have one."""
         if self.folder is None:
             return {}
         found = read_all(self.folder, world_size(), self._started - STALE_SECONDS)
@@ -105,14 +105,14 @@ class RankFile:
         }
 
     def forget_earlier_jobs(self) -> None:
-        """Once the run folder is this job's: what jobs before it left there."""
+        """Remove what earlier jobs left in the run folder; only after this job has claimed it."""
         if self.folder is not None and several_machines() and rank() == 0:
             for folder in self.folder.parent.iterdir():
                 if folder != self.folder:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def claim(self) -> bool:
-        """Whether this rank is the one that speaks for all: the first that asks, once a job."""
+        """Whether this rank speaks for all: True for the first rank that asks, once in a job."""
         if self.folder is None:
             return True
         try:
@@ -123,28 +123,28 @@ class RankFile:
 
 
 def read_all(folder: Path, count: int, not_before: float = 0.0) -> dict[int, dict[str, Any]]:
-    """Rank → content of its file in `folder`, of those that can be read now."""
+    """Rank → content of its file in `folder`, for files that can be read now."""
     found = {}
     for number in range(count):
         path = _path(folder, number)
         try:
             if path.stat().st_mtime >= not_before:
                 found[number] = json.loads(path.read_bytes().partition(b"\n")[0])
-        except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
+        except (FileNotFoundError, json.JSONDecodeError):  # does not exist yet, or is being written
             continue
     return found
 
 
 def state(content: dict[str, Any]) -> str:
-    """The kernel's letter for a rank on this machine: R, S, D, T (stopped), Z; empty when it is gone, and "?"
-    for one of another machine or where there is no /proc."""
+    """The kernel's letter for a rank on this machine: R, S, D, T (stopped), Z; empty if it is gone, "?" if it
+    is on another machine or there is no /proc."""
     if content["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return "?"
     return process_state(content["pid"])
 
 
 def process_state(pid: int) -> str:
-    """As `state`, of a process of this machine."""
+    """The letter of `state` for a process of this machine."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -153,7 +153,7 @@ def process_state(pid: int) -> str:
 
 
 def _job() -> str:
-    """The same for all ranks of a start, and for no two that live at once: they would share a port."""
+    """A name that all ranks of a start share, and no two live starts: those would share a port."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return hashlib.sha256("\n".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
 

@@ -1,11 +1,11 @@
-"""Nothing hangs: a job in which no rank comes further for `train.hang_seconds` ends, with its stacks.
+"""Nothing hangs: a job in which no rank makes progress for `train.hang_seconds` ends, with its stacks.
 
-Whoever does work that can take long says so with `beat`: each micro batch, each tensor that is imported, each
-phase of a run. A thread of every rank looks at the beats of all ranks. When none has come further, every rank
-writes the stacks of all its threads, and those of its data workers, to `<errors>/rankN.txt`, and says what it
-does; the first that has heard all others names the rank that hangs, and all end.
+Code that can take long reports progress with `beat`: each micro batch, each imported tensor, each phase of a
+run. A thread of every rank looks at the beats of all ranks. If no rank has made progress, every rank writes
+the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
+first rank that has heard all others names the rank that hangs, and all end.
 
-A rank that was stopped (SIGSTOP, Ctrl-Z) and goes on in time has missed nothing: it does not count the time
+A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
 in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
 """
 
@@ -28,53 +28,53 @@ from megatron_vlm.job.last_words import HANG_CODE, say
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
-MUCH_IO = 1 << 21  # bytes a second, read or written, that count as a beat where files are the work
+MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
 
 
 def start(errors: Path, hang_seconds: float, run_dir: Path | None = None) -> None:
-    """Begin to watch this rank, before anything heavy is imported; `finish` ends it."""
+    """Start watching this rank, before anything heavy is imported; `finish` stops it."""
     global _watch
     _watch = Watch(errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir)))
 
 
 @contextlib.contextmanager
 def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -> Iterator[None]:
-    """`start` for the time of a command; an error leaves it on, for `failures` to say where it happened."""
+    """`start` for the time of a command. After an error it stays on, so that `failures` can say where."""
     start(Path(run_dir) / errors, hang_seconds, Path(run_dir))
     yield
     finish()
 
 
 def own() -> None:
-    """The run folder is this run's: what earlier ones left of errors and of ranks goes."""
+    """Removes error and rank files of earlier runs; called when the run folder belongs to this run."""
     if _watch is not None:
         _watch.own()
 
 
 def watch() -> Watch | None:
-    """What `start` began; None where nothing is watched."""
+    """The watch that `start` began; None if nothing is watched."""
     return _watch
 
 
 def beat(doing: str | None = None, *, step: int | None = None, files: bool = False) -> None:
-    """This rank has come further. `doing` stays until it is said otherwise; `step` is one just completed.
+    """Reports that this rank made progress. `doing` stays until it changes; `step` is the one just completed.
 
-    `files`: until the next beat, bytes that this process reads and writes count as coming further.
+    `files`: until the next beat, bytes that this process reads and writes count as progress.
     """
     if _watch is not None:
         _watch.beat(doing, step, files)
 
 
 def also(progress: Callable[[], Any]) -> None:
-    """When what `progress` returns has changed, this rank has come further."""
+    """Counts a change of what `progress` returns as progress of this rank."""
     if _watch is not None:
         _watch.progress.append(progress)
 
 
 def finish() -> None:
-    """The work is done and nothing more is watched."""
+    """Stops watching: the work is done."""
     global _watch
     if _watch is not None:
         _watch.finish()
@@ -95,10 +95,10 @@ class Watch:
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{ranks.rank()}.txt"
-        descriptor, self.owned = _opened(self.path)  # not new: another run, that lives, may write it
+        descriptor, self.owned = _opened(self.path)  # if it is not new, another live run may write to it
         self.file = open(descriptor, "a", encoding="utf-8")
-        faulthandler.enable(self.file)  # a crash in compiled code leaves its stacks there
-        faulthandler.register(signal.SIGUSR2, self.file)  # also while compiled code holds the interpreter
+        faulthandler.enable(self.file)  # a crash in compiled code writes its stacks there
+        faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def beat(self, doing: str | None, step: int | None, files: bool) -> None:
@@ -126,12 +126,12 @@ class Watch:
         self.tidy()
 
     def tidy(self) -> None:
-        """Leave no empty file behind, but that of another run."""
+        """Remove this run's file if it is empty; never that of another run."""
         if self.owned and self.path.exists() and not self.path.stat().st_size:
             self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks' files may lie in it
                 self.errors.rmdir()
-                if self.errors.parent.name == "errors":  # an export's lies in its run's
+                if self.errors.parent.name == "errors":  # the folder of an export lies in that of its run
                     self.errors.parent.rmdir()
 
     # ---- the thread
@@ -144,7 +144,7 @@ class Watch:
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
             found = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
-            # a longer gap is time in which this process did not run
+            # this process did not run during the rest of a longer gap
             still = still + min(passed, 2 * self._period) if found == seen else 0.0
             seen = found
             if still > self.hang_seconds and not self._done.is_set():
@@ -174,7 +174,7 @@ class Watch:
             say(self.record.content["ended"]["message"])
         else:
             self.record.end("hang", "")
-        for content in others.values():  # SIGTERM, which torchrun sends, does not reach a stopped process
+        for content in others.values():  # torchrun sends SIGTERM, which does not reach a stopped process
             if ranks.state(content) == "T":
                 os.kill(content["pid"], signal.SIGKILL)
         end_now(HANG_CODE)
@@ -197,7 +197,7 @@ class Watch:
                 time.sleep(0.2)
 
     def _hear_others(self) -> dict[int, dict[str, Any]]:
-        """What the other ranks say, once all have; those that do not answer in time are asked for stacks."""
+        """What the other ranks say, when all have answered or time is up; late ones are asked for stacks."""
         asked, deadline = False, time.monotonic() + max(3.0, 6 * self._period)
         while True:
             others = self.record.others()
@@ -217,7 +217,7 @@ class Watch:
 
 
 def describe(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
-    """Which rank hangs, where, and what to do; `contents` of the ranks' files by rank."""
+    """Which rank hangs, where, and what to do; `contents` are those of the ranks' files, by rank."""
     stopped = {n: content for n, content in contents.items() if ranks.state(content) == "T"}
     gone = {n: content for n, content in contents.items() if ranks.state(content) in ("", "Z")}
     silent = {n: c for n, c in contents.items() if not c["hang"] and n not in stopped and n not in gone}
@@ -246,7 +246,7 @@ def _listed(contents: dict[int, dict[str, Any]], say: Callable[[dict], str]) -> 
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """A descriptor to append to it, and whether the file is new."""
+    """A descriptor that appends to the file, and whether the file is new."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
         return os.open(path, flags | os.O_EXCL, 0o666), True
@@ -261,12 +261,12 @@ def _outwards(frame) -> Iterable[Any]:
 
 
 def _waits(frame) -> bool:
-    """Whether it waits for other ranks."""
+    """Whether the frame waits for other ranks."""
     return any(place in frame.f_code.co_filename for place in WAITING)
 
 
 def _where(frames: list[Any]) -> str:
-    """The innermost frame, and the innermost of ours when it is another."""
+    """The innermost frame, and our innermost frame if that is another."""
     if not frames:
         return "compiled code"
     ours = [frame for frame in frames if "megatron_vlm" in frame.f_code.co_filename]
@@ -290,9 +290,9 @@ def _bytes_read_and_written() -> int:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process and its data workers, also stopped ones, which nothing else ends.
+    """End this process and its data workers, also stopped workers, which nothing else ends.
 
-    What torch's groups do at the interpreter's end would wait for ranks that are no more, or print.
+    At a normal exit, torch's groups would wait for ranks that have ended, or print.
     """
     for worker in multiprocessing.active_children():
         worker.kill()

@@ -1,7 +1,7 @@
-"""Floating-point operations of a model's parts: what balances the pipeline, and what `plan` reports.
+"""Floating-point operations of a model's parts. They balance the pipeline, and `plan` reports them.
 
-A multiplication and an addition count as two operations. Training costs one forward pass, another one for
-the gradients of what is below a trained parameter, another one for the trained parameters' own.
+A multiplication and an addition count as two operations. Training costs one forward pass, as much again for
+the gradients of activations after a trained parameter, and as much again for those of trained parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import DTYPES
 
-DEFAULT_IMAGE = 1024 * 1024  # pixels, where the run does not say how large images may be
+DEFAULT_IMAGE = 1024 * 1024  # pixels, if the run does not say how large images may be
 
 
 @dataclass(frozen=True)
 class ImageCost:
-    """One image: the features it becomes, and of a forward pass the operations and what is kept."""
+    """One image: the number of its features, and the operations and kept bytes of a forward pass."""
 
     tokens: int
     flops: float
@@ -33,14 +33,14 @@ class ImageCost:
     layer_inputs: tuple[float, ...]  # bytes that each layer keeps when it is recomputed
 
     def kept(self, recompute: bool, forwards: float) -> float:
-        """Bytes after so many forward passes, and while the backward pass of the first is under way."""
+        """Bytes kept after `forwards` forward passes, while the backward pass of the first runs."""
         if not recompute:
             return forwards * self.saved_bytes
         return forwards * sum(self.layer_inputs) + self.saved_bytes / len(self.layer_inputs)
 
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
-    """Forward pass of one token through layer `layer`, in a document of `seq_length` tokens."""
+    """Operations of a forward pass of one token through `layer`, in a document of `seq_length` tokens."""
     width, head = architecture["hidden_size"], architecture["kv_channels"]
     heads, groups = architecture["num_attention_heads"], architecture["num_query_groups"]
     windows = architecture.get("layer_windows")
@@ -50,7 +50,7 @@ def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
 
 
 def _keys_seen(seq_length: int, window: int | None) -> float:
-    """Mean number of keys that a token sees, itself included."""
+    """The mean number of keys that a token sees, itself included."""
     window = min(window or seq_length, seq_length)
     return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
 
@@ -65,14 +65,14 @@ def _feed_forward_flops(architecture: dict, layer: int) -> float:
 
 
 def output_flops(architecture: dict) -> float:
-    """Forward pass of one token through the output layer."""
+    """Operations of a forward pass of one token through the output layer."""
     return 2 * architecture["hidden_size"] * architecture["vocab_size"]
 
 
 def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
-    """Of an image of `data.max_pixels`: tower and projector run on its shapes alone, without numbers."""
+    """The cost of an image of `data.max_pixels`: tower and projector run on shapes alone, without numbers."""
     pixels, dtype = config.data.max_pixels or DEFAULT_IMAGE, DTYPES[config.model.dtype]
-    with torch.device("cpu"):  # also while a model is built on the meta device: the host reads the grids
+    with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
         image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
     with torch.device("meta"):
         vision = family.build_vision(hf_config).to(dtype)
@@ -97,7 +97,7 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as devices run it, whose matrix is never stored; `flops` counts its operations."""
+    """Attention as devices run it, without storing its matrix; `flops` counts its operations."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def images_per_row(config: RunConfig, image: ImageCost) -> float:
 
 
 def images_per_tower(config: RunConfig, image: ImageCost) -> float:
-    """Images of a row that one rank's tower looks at: all of them, unless spread over the tp ranks."""
+    """How many images of a row one rank's tower looks at: all, unless they are spread over the tp ranks."""
     images = images_per_row(config, image)
     if not config.parallel.images_spread:
         return images
@@ -135,7 +135,7 @@ def images_per_tower(config: RunConfig, image: ImageCost) -> float:
 
 
 def language_model_passes(config: RunConfig) -> int:
-    """How many forward passes a step through a layer costs."""
+    """The cost of a training step through a layer, in forward passes."""
     return 2 + ("language_model" not in config.model.freeze) + (config.model.recompute == "full")
 
 
@@ -148,7 +148,7 @@ def vision_passes(config: RunConfig) -> int:
 def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
     """(layers, the tower's work in layers, the output layer's work in layers) of a training step.
 
-    What `pipeline_layout` takes. The tower's is for a row of which `data.visual_share` are images.
+    `pipeline_layout` takes these. The tower's work is for a row of which `data.visual_share` are images.
     """
     layers, seq_length = architecture["num_layers"], config.data.seq_length
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers

@@ -1,4 +1,4 @@
-"""The one door to Hugging Face checkpoints: config, processor, model. Code of their own is never run."""
+"""The only way to Hugging Face checkpoints: config, processor, model. Code in a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that can be trained, and what its config.json and its weights say of the model."""
+    """A checkpoint that can be trained, and what its config.json and its weights say about the model."""
 
     folder: Path
     hf_config: Any
@@ -36,7 +36,7 @@ class Source:
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        """Raises FileNotFoundError where there is none."""
+        """The checkpoint's processor. Raises FileNotFoundError if there is none."""
         return load_processor(self.folder)
 
     @property
@@ -49,10 +49,10 @@ class Source:
 
 
 def open_source(path: str | Path, tied: bool | None = None) -> Source:
-    """A folder or a name of the hub, refused by config.json alone where it cannot be trained.
+    """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
-    `hf_config.tie_word_embeddings` then says what `models.weights.ties` found, or is `tied` where a run has
-    settled it. Raises ConfigError, ValueError or FileNotFoundError. A collective where processes have joined.
+    `hf_config.tie_word_embeddings` is what `models.weights.ties` found, or `tied` if a run has settled it.
+    Raises ConfigError, ValueError or FileNotFoundError. A collective if processes have joined.
     """
     hf_config = load_config(path)
     family = family_for(hf_config)
@@ -63,7 +63,7 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """What Transformers makes of a config.json that `supported.refuse` lets pass, and of no other file."""
+    """Transformers' config from a config.json that `supported.refuse` lets pass; no other file is read."""
     config = read_config(path)
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -76,7 +76,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def look_at(path: str | Path) -> tuple[Any, str | None]:
-    """(config, what was assumed of the weights) without fetching any: for `plan`."""
+    """(config, what was assumed about the weights), without fetching any weights; for `plan`."""
     hf_config = load_config(path)
     family = family_for(hf_config)
     if Path(path).is_dir() and has_weights(Path(path)):
@@ -91,7 +91,7 @@ def look_at(path: str | Path) -> tuple[Any, str | None]:
 
 
 def load_processor(folder: str | Path) -> ProcessorMixin:
-    """The checkpoint's processor, with its chat template; raises FileNotFoundError where there is none."""
+    """The checkpoint's processor, with its chat template. Raises FileNotFoundError if there is none."""
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -112,5 +112,5 @@ def _first_line(error: Exception) -> str:
 
 
 def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
-    """Transformers' own model with the checkpoint's weights, to evaluate; "auto": in the config's dtype."""
+    """Transformers' own model with the checkpoint's weights, in eval mode; "auto": in the config's dtype."""
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()

@@ -37,19 +37,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class LanguageModelConfig(TransformerConfig):
-    """Megatron's TransformerConfig and what it cannot say about our families."""
+    """Megatron's TransformerConfig, with the fields that our families need besides."""
 
     vocab_size: int = 0
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # text embeddings are multiplied by this; visual features are not
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
-    layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all the first
+    layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
-    pad_token: int | None = None  # its embedding has no gradient where it stands in the text
+    pad_token: int | None = None  # its embedding gets no gradient from its places in the text
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "sdpa"
-    images_spread: bool = False  # over the tensor-parallel ranks, see `models.vision_parallel`
+    images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
 
 def language_model_config(
@@ -57,7 +57,7 @@ def language_model_config(
 ) -> LanguageModelConfig:
     """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s."""
     heads, tp = architecture["num_attention_heads"], config.parallel.tp
-    if heads % tp:  # Megatron's config says so, too, but not what to do
+    if heads % tp:  # Megatron's config refuses it too, but does not say what to do
         raise ValueError(
             f"parallel: tp = {tp} does not divide the model's {heads} attention heads; change tp."
         )
@@ -70,7 +70,7 @@ def language_model_config(
     }[config.model.recompute]
     return LanguageModelConfig(
         **{
-            # our defaults; a family may overrule any of them
+            # our defaults; a family may replace any of them
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
             "add_bias_linear": False,
@@ -122,7 +122,7 @@ def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:
 
 
 def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
-    """Transformer layer number `layer` out of Megatron's parallel linears and our attention and norms."""
+    """Transformer layer number `layer`: Megatron's parallel linears with our attention and norms."""
     qk_norm = RMSNorm if megatron_config.qk_layernorm else None
     attention = ModuleSpec(
         module=RotarySelfAttention,
@@ -157,7 +157,7 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """For attention alone; Megatron's `add_bias_linear` would give feed-forwards biases too."""
+    """For attention only; Megatron's `add_bias_linear` would give feed-forwards biases, too."""
 
     def __init__(self, *args, bias: bool, **kwargs):
         super().__init__(*args, bias=True, **kwargs)
@@ -199,9 +199,9 @@ class LanguageModel(GPTModel):
     def embed(self, input_ids_BS: Tensor) -> Tensor:
         """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank.
 
-        Those of the padding token have no gradient, as in Transformers (`nn.Embedding` with padding_idx). A
-        checkpoint that pads with a token of its text, such as the end of a turn, keeps that token's embedding
-        as it is. As an output weight, where both are one, it is trained.
+        The padding token's embedding has no gradient, as in Transformers (`nn.Embedding` with padding_idx).
+        If a checkpoint pads with a token of its text, such as the end of a turn, that token's embedding does
+        not change. With tied weights it is still trained as an output weight.
         """
         hidden_BSD = self.embedding(input_ids=input_ids_BS, position_ids=None).transpose(0, 1)
         if self.config.pad_token is not None:

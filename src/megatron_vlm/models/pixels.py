@@ -13,18 +13,18 @@ from megatron_vlm.batch import is_raw
 class PixelNormalizer(nn.Module):
     """Raw pixels (see `megatron_vlm.batch`) → what the HF processor would have made, to the bit.
 
-    processor   of the checkpoint; raw pixels of what it has no image or video processor for, with
-                `image_mean`, `image_std` and `rescale_factor`, raise ValueError, as all do with None
+    processor   that of the checkpoint. Raw pixels raise ValueError if it is None, or if its image or video
+                processor lacks `image_mean`, `image_std` or `rescale_factor`
     """
 
     def __init__(self, processor: Any | None):
         super().__init__()
         images, videos = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
         self.images = _Normalizer(images, repeats=getattr(images, "temporal_patch_size", 1))
-        self.videos = _Normalizer(videos)  # whose raw patches hold all moments
+        self.videos = _Normalizer(videos)  # raw patches of videos hold all moments already
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same fields, raw pixels made ready in `dtype`; pixels that are ready stay as they are.
+        """The same fields, with raw pixels normalized to `dtype`; pixels that are not raw stay as they are.
 
         Starts work on the device and never waits for it.
         """
@@ -40,7 +40,7 @@ class PixelNormalizer(nn.Module):
 
 
 class _Normalizer(nn.Module):
-    """For raw pixels of one kind, patches of which are repeated so many times."""
+    """Normalizes raw pixels of one kind, and repeats the moment in each patch `repeats` times."""
 
     def __init__(self, part: Any | None, repeats: int = 1):
         super().__init__()
@@ -48,7 +48,7 @@ class _Normalizer(nn.Module):
         self.knows, self.repeats = None not in settings, repeats
         if self.knows:
             mean, std, factor = settings
-            # as transformers joins them: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
+            # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
             self.register_buffer("mean", torch.tensor(mean) * (1.0 / factor), persistent=False)
             self.register_buffer("std", torch.tensor(std) * (1.0 / factor), persistent=False)
 
@@ -58,7 +58,7 @@ class _Normalizer(nn.Module):
     def _images(self, pixels_NHWC: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
         ready = self._normalized(pixels_NHWC, dtype).permute(0, 3, 1, 2).contiguous()
         for image, (height, width) in zip(ready, () if sizes is None else sizes.tolist(), strict=False):
-            image[:, height:] = 0  # padding is black before, and zero after the processor's arithmetic
+            image[:, height:] = 0  # padding is black in raw pixels, but zero in what the processor returns
             image[:, :, width:] = 0
         return ready
 

@@ -1,4 +1,4 @@
-"""What the tokens of a document are, and where: kinds of placeholders and M-RoPE positions.
+"""Kinds and positions of a document's tokens: which are placeholders, and M-RoPE positions.
 
 Called by data workers on CPU, one document at a time, so that the model needs no position code.
 """
@@ -17,12 +17,12 @@ from megatron_vlm.batch import GenericVisualInputs
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
-# Token ids of any shape -> TEXT, IMAGE or VIDEO for each; both are tensors, or both numpy's arrays.
+# Token ids of any shape -> TEXT, IMAGE or VIDEO for each. Tensors give tensors, numpy arrays give arrays.
 Kinds = Callable[[Any], Any]
 
 
 def kinds_by_token(hf_config: Any) -> Kinds:
-    """For families whose image and video placeholders are tokens of their own."""
+    """The kinds function of families whose image and video placeholders are tokens of their own."""
     return partial(_kinds, image=hf_config.image_token_id, video=getattr(hf_config, "video_token_id", None))
 
 
@@ -42,19 +42,21 @@ def mrope_positions(
     """(3, T) int64: time, height and width of every token of one document (arXiv 2409.12191, section 2.1).
 
     Text counts up, equally on all axes. An image or video that starts at position p has height p + row and
-    width p + column in merged patches; time is p in an image, and grows in a video. Whatever follows starts
-    one after the largest position so far, on any axis.
+    width p + column in merged patches; time is p in an image, and grows in a video. What follows starts one
+    after the largest position so far on any axis.
 
     With `tokens_per_second` (Qwen2.5-VL) a video is one run of placeholders, and its time grows with
-    `second_per_grid_ts` (one second where absent). Without, the prompt tells the time in text, and each
-    frame is a run of its own, with the positions of an image.
+    `second_per_grid_ts` (one second if absent). Without it, the prompt tells the time in text, and each frame
+    is a run of its own, with the positions of an image.
 
-    Raises ValueError when placeholders and grids do not match.
+    Raises ValueError if placeholders and grids do not match.
     """
     items = _items(visual, merge_size, tokens_per_second)
-    kinds_T = kinds(input_ids_T.numpy())  # in the workers, a torch operation costs several of numpy's
+    kinds_T = kinds(input_ids_T.numpy())  # in workers, one torch operation costs as much as several of numpy
     where = np.flatnonzero(kinds_T)
     out, end, start, seen = np.empty((3, len(kinds_T)), np.int64), 0, 0, 0
+    # Each turn places the text up to the next item, then the item, which starts where that text ends. What
+    # follows starts behind the item's largest position.
     while seen < len(where):  # tokens done: end; next position: start; placeholders done: seen
         first = int(where[seen])
         item = _place(next(items[int(kinds_T[first])], None), kinds_T, first)
@@ -69,7 +71,7 @@ def mrope_positions(
 
 
 def _place(item: np.ndarray | None, kinds_T: np.ndarray, first: int) -> np.ndarray:
-    """The item's positions, checked to fill a run of placeholders from `first` on."""
+    """The item's positions. Raises ValueError unless they fill a run of placeholders from `first` on."""
     length = 1 if item is None else item.shape[1]
     run = kinds_T[first : first + length]
     if item is None or len(run) < length or not (run == run[0]).all():
@@ -84,7 +86,7 @@ def _place(item: np.ndarray | None, kinds_T: np.ndarray, first: int) -> np.ndarr
 def _items(
     visual: GenericVisualInputs | None, merge_size: int, tokens_per_second: float | None
 ) -> dict[int, Iterator[np.ndarray]]:
-    """For both kinds, the positions (3, M) of each item counted from 0."""
+    """For both kinds, the positions (3, M) of each item, counted from 0 inside the item."""
     images = [] if visual is None or visual.image_grid_thw is None else visual.image_grid_thw.tolist()
     videos = [] if visual is None or visual.video_grid_thw is None else visual.video_grid_thw.tolist()
     intervals = [1.0] * len(videos)

@@ -20,9 +20,9 @@ def spread_over_ranks(
 ) -> Tensor:
     """`vision(**visual)`, each item computed on one rank of the group and gathered on all.
 
-    `visual_tokens` is how many features each item has; `blank` what a rank without items looks at instead.
-    Gradients of the tower's weights come out so that their mean over the group is the whole gradient, as it
-    is when every rank looks at everything.
+    `visual_tokens` is how many features each item has. A rank without items computes `blank` instead.
+    The mean over the group of the gradients of the tower's weights is the whole gradient, just as if every
+    rank computed all items.
     """
     items, size, rank = visual.items(), group.size(), group.rank()
     shares = balanced_shares(visual_tokens, size)
@@ -37,7 +37,8 @@ def spread_over_ranks(
 
 
 def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
-    """The numbers of the items that each rank takes, ascending: the largest first, to the least loaded."""
+    """The indices of the items that each rank takes, ascending. The largest item is given out first, and each
+    goes to the rank with the least load."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -48,17 +49,15 @@ def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
 
 
 def _document_order(shares: list[list[int]], sizes: list[int]) -> Tensor:
-    """Indices into the ranks' features, one rank after the other, that put the items in their order."""
+    """Indices into the features of all ranks, joined in rank order, that put items in document order."""
     gathered = [i for share in shares for i in share]
     starts = dict(zip(gathered, torch.tensor([0, *(sizes[i] for i in gathered)]).cumsum(0), strict=False))
     return torch.cat([starts[i] + torch.arange(sizes[i]) for i in range(len(sizes))])
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks, `counts` of each. All ranks go on alike, so each has the whole gradient already.
-
-    Its own rows' part is multiplied by the number of ranks, because the tower's gradients are averaged.
-    """
+    """Gathers `counts` rows from each rank. Every rank gets the full gradient of the result; the backward
+    keeps this rank's rows, times the number of ranks, because the tower's gradients are averaged later."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:

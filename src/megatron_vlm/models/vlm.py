@@ -1,4 +1,4 @@
-"""VLMModel: HF tower and projector, then place, then Megatron's language model."""
+"""VLMModel: HF tower and projector, placement of their features, then Megatron's language model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VLMModel(MegatronModule):
     ):
         super().__init__(megatron_config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
+        self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules read it
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
         self.visual_kinds = family.visual_kinds(hf_config)
         self.bidirectional_images = family.bidirectional_images
@@ -68,9 +68,9 @@ class VLMModel(MegatronModule):
         visual_inputs: GenericVisualInputs | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Per-token loss (B, S) on the last stage when given labels, its logits (B, S, V / tp) otherwise.
+        """On the last stage, the loss of each token (B, S), or logits (B, S, V / tp) without labels.
 
-        Other stages return hidden states for the next. Placeholders and features must be equally many.
+        Other stages return hidden states for the next. There must be as many placeholders as features.
         """
         kinds_BS = self.visual_kinds(input_ids)
         hidden_SBD = self._embed(input_ids, kinds_BS, visual_inputs) if self.pre_process else None
@@ -139,16 +139,16 @@ class VLMModel(MegatronModule):
 
 
 def recompute_layers(vision: torch.nn.Module) -> None:
-    """The tower's layers keep only their inputs when training, and run again in the backward pass."""
+    """Makes the tower's layers keep only their inputs in training and run again in the backward pass."""
     for module in vision.modules():
         if isinstance(module, PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def placeholders(kinds_BS: Tensor, count: int) -> Tensor:
-    """(M,) indices into B * S of the first `count` placeholders, images' before videos', each in order.
+    """(M,) indices into B * S of the first `count` placeholders: those of images in order, then of videos.
 
-    Checked on the device, without waiting for it, to be all placeholders there are.
+    The device checks, without a wait, that there are no other placeholders.
     """
     kinds = kinds_BS.flatten()
     torch._assert_async((kinds > 0).sum() == count, "placeholders and visual features differ")
@@ -167,9 +167,9 @@ def build_model(
     device: torch.device,
     processor: Any | None = None,
 ) -> list[VLMModel]:
-    """This rank's model chunks, several with virtual pipeline stages; `model.freeze` applied.
+    """This rank's model chunks (several with virtual pipeline stages), with `model.freeze` applied.
 
-    The checkpoint's `processor` is needed for the data path's raw pixels, see `models.pixels`.
+    Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
     """
     architecture = family.architecture(hf_config)
     costs = architecture["num_layers"], 0.0, 0.0
@@ -192,14 +192,14 @@ def build_model(
 
 
 def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
-    """Parameters of the named groups stop requiring gradients."""
+    """Turns off the gradients of all parameters in the named groups."""
     prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(prefixes))
 
 
 def check_divisible(megatron_config: LanguageModelConfig) -> None:
-    """Raises ValueError when the layout does not divide the model, before anything is built."""
+    """Raises ValueError, before anything is built, if the layout does not divide the model."""
     tp, stages = megatron_config.tensor_model_parallel_size, megatron_config.pipeline_model_parallel_size
     stages *= megatron_config.virtual_pipeline_model_parallel_size or 1
     if megatron_config.num_moe_experts and tp > 1 and not megatron_config.sequence_parallel:

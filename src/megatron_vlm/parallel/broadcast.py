@@ -1,4 +1,4 @@
-"""Batches from the one rank that reads to all ranks of its TP x CP x PP group."""
+"""Sends batches from the one rank that reads to all ranks of its TP x CP x PP group."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HEADER_DEVICE = torch.device("cpu")
 
 
 class ReadFailed(RuntimeError):
-    """A rank could not read its data; the text says which and why, the same on every rank that raises it."""
+    """A rank could not read its data. The text says which rank and why; it is the same on every rank."""
 
 
 class SharedCounts(Protocol):
-    """Two numbers that all ranks add up: `data.drops.DropReport` is one."""
+    """Two counts that are added over all ranks, such as those of `data.drops.DropReport`."""
 
     def counted(self) -> list[int]: ...
 
@@ -31,10 +31,10 @@ class SharedCounts(Protocol):
 
 
 class BatchBroadcaster:
-    """Hands the batches of one reading rank to all ranks that share its data-parallel rank.
+    """Sends the batches of one reading rank to all ranks that share its data-parallel rank.
 
-    All ranks make one, as it makes process groups. All ranks of a group call `next` or `take` the same
-    number of times, outside Megatron's pipeline schedule, whose own order of calls differs between ranks.
+    All ranks create one, as it creates process groups. All ranks of a group call `next` or `take` the same
+    number of times, outside of Megatron's pipeline schedule, whose order of calls differs between ranks.
     """
 
     def __init__(self):
@@ -52,9 +52,9 @@ class BatchBroadcaster:
     def take(
         self, iterator: Iterator[Batch] | None, count: int, counts: SharedCounts | None = None
     ) -> list[Batch]:
-        """Up to `count` batches, fewer when the iterator ends; all ranks of the run call it together.
+        """Up to `count` batches, fewer if the iterator ends; all ranks of the run call it together.
 
-        When any of them could not read, all raise ReadFailed with the reason. A reading rank's `counts` are
+        If any rank could not read, all raise ReadFailed with the reason. The `counts` of a reading rank are
         told what the others have counted.
         """
         batches, failure = [], None
@@ -68,7 +68,7 @@ class BatchBroadcaster:
         return batches
 
     def _agree(self, failure: ReadFailed | None, counts: SharedCounts | None) -> None:
-        """Else the ranks that did read would wait in the model's collectives for those that did not."""
+        """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
         counted = counts.counted() if counts is not None else [0, 0]
         failures, *everywhere = _added([failure is not None, *counted])
         if counts is not None:
@@ -82,9 +82,9 @@ class BatchBroadcaster:
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch, on this rank's device; None on every rank when the iterator has ended.
 
-        The reading rank passes its iterator, the others None. All tensors and plain values arrive on all
-        ranks bit-equal, `visual_inputs` only on the first pipeline stage; it is None on the others. When the
-        iterator raises, every rank of the group raises ReadFailed with the same text.
+        The reading rank passes its iterator, the others None. All tensors and plain values arrive bit-equal
+        on all ranks, except `visual_inputs`, which is None beyond the first pipeline stage. If the iterator
+        raises, every rank of the group raises ReadFailed with the same text.
         """
         if self.reads:
             header, batch = self._read(iterator)
@@ -140,14 +140,14 @@ class BatchBroadcaster:
 
 
 def _added(numbers: list[int]) -> list[int]:
-    """Their sums over all ranks; on the CPU, so that no stream waits for it."""
+    """The sums of `numbers` over all ranks, on the CPU, so that no stream waits for them."""
     total = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(total)
     return total.tolist()
 
 
 def add_counts(counts: dict[str, int]) -> dict[str, int]:
-    """Counts by name, added over all ranks, which all call it."""
+    """Counts by name, added over all ranks. Every rank calls it."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, counts)
     return dict(sum(map(Counter, gathered), Counter()))
@@ -162,7 +162,7 @@ def _group_of_same_data() -> dist.ProcessGroup:
 
 
 def _header(batch: Batch) -> dict[str, Any]:
-    """What the others need to allocate: names, shapes and dtypes, and the values that are no tensors."""
+    """What the others need to allocate: names, shapes and dtypes; and the values that are not tensors."""
     visual = batch.get("visual_inputs")
     visual = visual.as_model_kwargs() if visual is not None else {}
     others = {name: value for name, value in batch.items() if name != "visual_inputs"}

@@ -1,7 +1,7 @@
 """Megatron-Core on a machine without CUDA: gloo, CPU tensors, no Transformer Engine, no Apex.
 
-Megatron-Core asks for CUDA by name in many places. `install()` answers each of them once, here: these are the
-package's only changes to Megatron. `models`, `training` and `parallel.setup` call it when they are imported.
+Megatron-Core asks for CUDA by name in many places. `install()` answers them all here; these are the package's
+only changes to Megatron. `models`, `training` and `parallel.setup` call it when they are imported.
 Checked against Megatron-Core 0.19 and torch 2.15.
 """
 
@@ -22,11 +22,11 @@ _installed = False
 
 
 def install() -> None:
-    """Let Megatron-Core run on CPU; does nothing where CUDA is present, or when called again.
+    """Let Megatron-Core run on CPU. Does nothing if CUDA is present, or when called again.
 
-    Imports Megatron-Core, about 5 s. Call it before anything else imports `megatron.core`: the import is
-    then twice as fast, since nothing pulls in torch's compiler. After such an import it works all the same,
-    but has to turn `torch.compile` off for the whole process.
+    Imports Megatron-Core, about 5 s. Call it before anything else imports `megatron.core`: then nothing
+    imports torch's compiler, and the import is twice as fast. After such an import it works too, but has to
+    turn `torch.compile` off for the whole process.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _import_megatron_without_compiler() -> None:
-    """Megatron's `jit_fuser` is `torch.compile`, which on CPU compiles C++ at the first call."""
+    """Imports Megatron with a `jit_fuser` other than `torch.compile`, which on CPU compiles C++ at a call."""
     if "megatron.core" in sys.modules:
         torch.compiler.set_stance("force_eager")
         return
@@ -56,7 +56,7 @@ def _import_megatron_without_compiler() -> None:
 
 
 def _is_cuda(device) -> bool:
-    """Whether `device` names CUDA in one of torch's spellings; a bare index does too."""
+    """Whether `device` names CUDA in one of torch's spellings; a bare index counts as CUDA."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -71,11 +71,11 @@ _FACTORIES = (
 
 
 def _redirect_factories() -> None:
-    """`torch.empty(..., device="cuda")` and the like allocate on the CPU.
+    """Makes `torch.empty(..., device="cuda")` and the like allocate on the CPU.
 
-    Wrapped functions and not a TorchFunctionMode: a mode is not active inside autograd's backward.
+    It wraps functions, because a TorchFunctionMode is not active inside autograd's backward.
     """
-    _device_constructors()  # caches the originals, by which `with torch.device(...)` knows a factory
+    _device_constructors()  # caches the originals; `with torch.device(...)` recognizes factories by them
     for name in _FACTORIES:
         setattr(torch, name, _with_cpu_device(getattr(torch, name)))
 
@@ -91,7 +91,7 @@ def _with_cpu_device(factory):
 
 
 class _TypeName(str):
-    """A CPU tensor's type name, equal to its CUDA name too."""
+    """A CPU tensor's type name, which also equals its CUDA name."""
 
     def __eq__(self, other):
         return str.__eq__(self, other) or str.__eq__(self.replace("torch.", "torch.cuda.", 1), other)
@@ -124,7 +124,7 @@ def _redirect_tensor_methods() -> None:
 
 
 class _Stream:
-    """Stands for a stream and for an event: work on the CPU is done when the call returns."""
+    """Stands in for a stream or an event: work on the CPU is done when the call returns."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -142,7 +142,8 @@ class _Stream:
 
 
 def _answer_cuda_module() -> None:
-    """One function per name: torch's compiler, which torch.optim imports, refuses a name for two."""
+    """Replaces functions of torch.cuda, each name with a function of its own: torch's compiler, which
+    torch.optim imports, refuses one function under two names."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # `device=torch.cuda.current_device()` everywhere
     cuda.set_device = lambda device: None
@@ -155,7 +156,7 @@ def _answer_cuda_module() -> None:
 
 
 def _keep_rng_on_cpu() -> None:
-    """Megatron's RNG tracker and activation recomputation save and restore the CUDA generator."""
+    """Gives Megatron's RNG tracker and activation recomputation the CPU generator instead of CUDA's."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
 
     def get_state(device=None, clone=False, graph_safe=False):
@@ -168,12 +169,12 @@ def _keep_rng_on_cpu() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.random.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.random.set_rng_state(state)
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
-    # The tracker warns when the CPU generator moved inside `fork`; here that is the generator it forks.
+    # The tracker warns if the CPU generator moved inside `fork`; here it is the generator that it forks.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
 
 
 def _split_sizes_as_ints() -> None:
-    """The MoE dispatcher turns split sizes into numpy only when they are CUDA tensors; gloo wants ints."""
+    """Turns split sizes into the ints that gloo needs: the MoE dispatcher only does so for CUDA tensors."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
@@ -184,9 +185,9 @@ def _split_sizes_as_ints() -> None:
 
 
 def _pad_uneven_collectives() -> None:
-    """gloo refuses lists of tensors of different lengths, which expert tokens under TP x EP are.
+    """Pads lists of tensors of different lengths, which gloo refuses: expert tokens under TP x EP.
 
-    Each tensor is padded along its first axis to the longest of the list; all ranks know all lengths.
+    Each tensor is padded along its first axis to the longest of its list; all ranks know all lengths.
     """
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 

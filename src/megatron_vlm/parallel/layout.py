@@ -1,4 +1,4 @@
-"""A layout in Megatron's words."""
+"""A run's parallel layout as Megatron's settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
-    """What a Megatron `TransformerConfig` must be told of this layout, as keyword arguments.
+    """The keyword arguments by which a Megatron `TransformerConfig` learns this layout.
 
     With interleaved stages the point-to-point messages are sent one by one: in a batch, two stages that
-    exchange activations and gradients with the same peer take one for the other (wrong losses, no error).
+    exchange activations and gradients with the same peer mix them up (wrong losses, no error).
     """
     interleaved = parallel.vpp > 1
     return {
@@ -31,11 +31,11 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
 
 
 def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelConfig) -> list[list[str]]:
-    """What each pipeline stage holds, in the order tokens pass them, as Megatron's config takes it.
+    """What each pipeline stage holds, in the order in which tokens pass them, for Megatron's config.
 
-    `first` is the work of the tower and `last` that of the output layer, in layers. Every stage gets a layer,
-    then each of the others goes to the rank that has least to do, there to the stage that has: the fullest
-    rank is as empty as layers of equal work allow.
+    `first` is the work of the tower and `last` that of the output layer, in layers. Each stage starts with
+    one layer. Each further layer goes to the rank with the least work, and there to its lightest stage. So
+    the busiest rank has as little work as layers of equal work allow.
     """
     stages = parallel.pp * parallel.vpp
     held, extra = [1] * stages, [first] + [0.0] * (stages - 2) + [last]

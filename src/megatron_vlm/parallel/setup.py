@@ -24,11 +24,11 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 
 def init_distributed(parallel: ParallelConfig, seed: int) -> None:
-    """Join the processes torchrun started, or be a single process without torchrun, and lay them out.
+    """Join the processes that torchrun started, or be a single process without it, and lay them out.
 
-    After it `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
-    the number of threads are set. Raises ConfigError for a layout that cannot run, before any process waits
-    for another.
+    Sets up `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
+    the number of threads. Raises ConfigError for a layout that cannot run, before any process waits for
+    another.
     """
     _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
@@ -42,7 +42,7 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
 
 
 def reset_layout(parallel: ParallelConfig, seed: int) -> None:
-    """Lay the running processes out again, as `init_distributed` would; models built before are void."""
+    """Lay the running processes out again, as `init_distributed` would; earlier models become unusable."""
     _check_layout(parallel, dist.get_world_size())
     _destroy_groups()
     _make_groups(parallel)
@@ -51,8 +51,8 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
 
 @contextmanager
 def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
-    """This process laid out as `rank` of many that are not there: enough to build on the meta device."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # also makes the backend known
+    """Lays this process out as `rank` of many that do not exist: enough to build on the meta device."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
     _check_layout(parallel, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
@@ -65,13 +65,13 @@ def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterat
 
 
 def shutdown() -> None:
-    """Leave all process groups; every process calls it, once its work is done."""
+    """Leave all process groups. Every process calls it when its work is done."""
     _destroy_groups()
     dist.destroy_process_group()
 
 
 def collective_timeout() -> timedelta:
-    """Longer than the watchdog waits, who knows better which rank hangs."""
+    """The timeout of collectives: longer than the watchdog waits, which knows better which rank hangs."""
     watched = watchdog.watch()
     return timedelta(seconds=max(1800, 2 * watched.hang_seconds if watched else 0))
 
@@ -86,9 +86,9 @@ def is_first_rank() -> bool:
 
 
 def on_first_rank(do: Callable, *arguments: Any) -> Any:
-    """What `do` returns on rank 0, on every rank; its ValueError or OSError as well. Every rank calls it.
+    """What `do` returns on rank 0, or the ValueError or OSError that it raises, on every rank.
 
-    So all go by what one of them sees, whatever a network file system shows to the others.
+    Every rank calls it. So all ranks act on what one sees, whatever a network file system shows the others.
     """
     answer = [None, None]
     if dist.get_rank() == 0:
@@ -112,7 +112,7 @@ def data_parallel_place() -> tuple[int, int]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed python, numpy, torch and Megatron's tracker: stages differ, data-parallel ranks do not."""
+    """Seed python, numpy, torch and Megatron's tracker: seeds differ by stage, not by data-parallel rank."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -142,12 +142,12 @@ def _make_groups(parallel: ParallelConfig) -> None:
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
-        create_gloo_process_groups=False,  # the default groups carry CPU tensors already
+        create_gloo_process_groups=False,  # the default groups can send CPU tensors already
     )
 
 
 def _destroy_groups() -> None:
-    """`destroy_model_parallel` only forgets the groups; their threads and sockets go here."""
+    """Ends the groups' threads and sockets; `destroy_model_parallel` only forgets the groups."""
     held = vars(parallel_state).values()
     groups = {group for group in held if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
     dist.barrier()
@@ -157,9 +157,9 @@ def _destroy_groups() -> None:
 
 
 def _cpu_threads() -> int:
-    """What the user set in OMP_NUM_THREADS, else this process's share of the cores.
+    """The number that the user set in OMP_NUM_THREADS, else this process's share of the cores.
 
-    torchrun itself sets OMP_NUM_THREADS to 1 when nobody did; that 1 is not the user's word.
+    torchrun itself sets OMP_NUM_THREADS to 1 if nobody did; that 1 is not the user's choice.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):

@@ -1,8 +1,8 @@
-"""What a run asks of its GPUs, found out without one: parameters, memory and work.
+"""What a run needs of its GPUs, computed without one: parameters, memory and work.
 
-Parameters are counted on modules built without numbers, in the run's own layout: they are exact. Memory is an
-estimate: weights, gradients and optimizer state are sums over those, activations what a layer saves for its
-backward pass, and temporary buffers and fragmentation are a fixed reserve.
+Parameters are counted on modules built without numbers, in the run's own layout, so their number is exact.
+Memory is an estimate: weights, gradients and optimizer state follow from the parameters, activations are what
+layers save for their backward pass, and a fixed reserve covers temporary buffers and fragmentation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fra
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank; experts apart, because other ranks hold their optimizer state."""
+    """The parameters of one rank; experts count separately, as other ranks hold their optimizer state."""
 
     dense: int = 0
     experts: int = 0
@@ -79,11 +79,11 @@ class Plan:
     image: ImageCost
     images_per_row: float
     language_model_flops: float  # per token of a row, forward and backward
-    tower_flops: float  # the same
+    tower_flops: float  # likewise
 
     @property
     def fullest(self) -> int:
-        """The stage whose ranks need most memory."""
+        """The stage whose ranks need the most memory."""
         return max(range(len(self.stages)), key=lambda i: self.stages[i].memory)
 
     @property
@@ -92,21 +92,21 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest stage over the mean."""
+        """The work of the busiest stage, divided by the mean."""
         work = [stage.flops for stage in self.stages]
         return max(work) * len(work) / sum(work)
 
     @property
     def bubble(self) -> float:
-        """Share of a step in which a stage waits for others, were all stages equal (arXiv 2104.04473)."""
+        """The share of a step in which a stage waits, if all stages were equal (arXiv 2104.04473)."""
         waiting = (self.config.parallel.pp - 1) / self.config.parallel.vpp
         return waiting / (waiting + derived(self.config, self.gpus)["micro_batches_per_step"])
 
 
 def make_plan(config: RunConfig, hf_config: Any, gpus: int, image: ImageCost | None = None) -> Plan:
-    """The plan of a valid configuration on `gpus` GPUs; `image` where its cost is known already.
+    """The plan of a valid configuration on `gpus` GPUs; `image` is the cost of an image, if known already.
 
-    Raises ConfigError or ValueError that says what to change where the layout divides neither GPUs nor model.
+    Raises ConfigError or ValueError that says what to change if the layout does not divide GPUs or model.
     """
     validate(config, gpus)
     family = family_for(hf_config)
@@ -161,7 +161,7 @@ class _Held:
         self._vision = _count_vision(family, hf_config, config.model.freeze)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
-        """Of the stage that holds these layers."""
+        """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
             total += self._layers[has_experts(self._config, i)]
@@ -203,7 +203,7 @@ def _stage(
         for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
     )
     parameters = held.stage(layers, first, last)
-    value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of Adam's for it
+    value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of its Adam state
     dense_ranks = expert_ranks = 1
     if parallel.distributed_optimizer:
         dense_ranks = gpus // parallel.model_size
@@ -233,7 +233,7 @@ def _activations(
     gpus: int,
     stage: int,
 ) -> float:
-    """Bytes that the stage's ranks keep at the moment when they keep most."""
+    """The most bytes that the stage's ranks keep at any time."""
     rows, seq_length, tp = config.train.micro_batch_size, config.data.seq_length, config.parallel.tp
     value = DTYPES[config.model.dtype].itemsize
     per_layer = [
@@ -258,7 +258,7 @@ def _activations(
 
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
-    """Micro batches whose activations a stage keeps at once, under Megatron's 1F1B schedules."""
+    """How many micro batches' activations a stage keeps at a time in Megatron's 1F1B schedules."""
     pp, vpp = config.parallel.pp, config.parallel.vpp
     if vpp == 1:
         return min(pp - stage, micro_batches)
@@ -266,9 +266,9 @@ def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
 
 
 def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
-    """Bytes that a layer saves for its backward pass, for each token; `value` is the size of a number.
+    """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
-    Norms save their input in fp32, its normalised values and their own output; projections their inputs;
+    Norms save their input in fp32, the normalised values and their output; projections save their inputs;
     attention its queries, keys, values and output; a gated feed-forward five times its channels.
     """
     tp = megatron_config.tensor_model_parallel_size

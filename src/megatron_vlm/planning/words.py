@@ -1,4 +1,4 @@
-"""A plan in words, and what to change where it does not fit or wastes time."""
+"""A plan in words, and what to change if it does not fit or wastes time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_vlm.models import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
 
-MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above which the plan says what to change
+MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to change
 
 # --- advice ----------------------------------------------------------------------------------------------
 
 
 def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, Plan]]:
-    """Changes under which the fullest rank fits into `capacity` bytes, and their plans.
+    """Changes with which the fullest rank fits into `capacity` bytes, and their plans.
 
-    Single ones, or where none is enough pairs; empty where no pair is either.
+    These are single changes; if no single one is enough, pairs; empty if no pair is enough.
     """
     changes = list(_changes(plan.config))
     for together in (1, 2):
@@ -44,7 +44,7 @@ def _changes(config: RunConfig) -> Iterator[str]:
 
 
 def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | None:
-    """The plan under other settings, on more GPUs where these need more; None where nothing divides."""
+    """The plan with other settings, on more GPUs if they need more; None if nothing divides."""
     config = apply_overrides(plan.config, settings)
     fewest = fewest_processes(config.parallel)
     try:
@@ -57,7 +57,7 @@ def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | No
 
 
 def describe(plan: Plan) -> str:
-    """The plan as text: a line for each stage, and what it rests on."""
+    """The plan as text: a line for each stage, and the assumptions."""
     config, parallel = plan.config, plan.config.parallel
     sizes = [("tp", parallel.tp), ("pp", parallel.pp), ("vpp", parallel.vpp), ("ep", parallel.ep)]
     layout = " · ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
@@ -114,7 +114,7 @@ def _flops(count: float) -> str:
 
 
 def advice(plan: Plan, hf_config: Any, capacity: float) -> Iterator[str]:
-    """What to change, a line each: first whether the fullest rank fits into `capacity` bytes."""
+    """First whether the fullest rank fits into `capacity` bytes, then what to change, a line each."""
     need = f"{plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
     if plan.memory <= capacity:
         yield f"It fits: the fullest rank, of stage {plan.fullest}, needs {need}."

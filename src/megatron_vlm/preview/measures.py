@@ -1,4 +1,4 @@
-"""Looking at a run's data without training on it: a page of its rows, and its measures."""
+"""Shows a run's data without training on it: a page of its rows, and its statistics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.page import RowReader, page
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1)
-ANY_LENGTH = 2**20  # tokens; as seq_length: no sample is too long
-GRANULARITY = 256  # tokens; a proposed seq_length is a multiple
+ANY_LENGTH = 2**20  # tokens; with this seq_length no sample is too long
+GRANULARITY = 256  # tokens; a proposed seq_length is a multiple of this
 
 
 def preview_page(config: RunConfig, rows: int, shown: int) -> str:
@@ -35,11 +35,11 @@ def preview_page(config: RunConfig, rows: int, shown: int) -> str:
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
-    """HTML that shows the rows of a step of the run, made again from what `run_folder.batch_log` kept of it.
+    """HTML that shows the rows of a step of the run, made again from what `run_folder.batch_log` kept.
 
-    Raises ValueError when the data no longer gives the samples that were trained.
+    Raises ValueError if the data no longer gives the samples that were trained.
     """
-    # what decides the order of rows is not needed, and may cost a pass over the dataset
+    # the order of rows is not needed, and to compute it may cost a pass over the dataset
     packing = "none" if config.data.packing == "none" else "stream"
     changes = {"data.packing": packing, "data.group_by_length": False, "data.max_drop_share": 1.0}
     with training_data(apply_overrides(config, changes)) as (data, read):
@@ -59,7 +59,7 @@ def stats_text(config: RunConfig, samples: int) -> str:
     """Tokens, images and patches of the first samples of the training data, and settings that fit them."""
     changes = {"data.packing": "none", "data.max_patches": None, "data.group_by_length": False}
     changes |= {"data.seq_length": ANY_LENGTH}
-    changes |= {"data.shuffle_buffer_size": 1}  # a greater one mixes the epochs of a small dataset
+    changes |= {"data.shuffle_buffer_size": 1}  # a larger one mixes the epochs of a small dataset
     with training_data(apply_overrides(config, changes)) as (data, _):
         measured = np.array([_measures(data, batch) for batch in _first(data, samples)])
         drops = Counter(drop["reason"] for drop in _drops(data))
@@ -74,7 +74,7 @@ def stats_text(config: RunConfig, samples: int) -> str:
 
 @contextmanager
 def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
-    """The run's training data on a single rank, one row a batch, read in this process; no run folder."""
+    """The run's training data on a single rank, one row per batch, read in this process; no run folder."""
     with tempfile.TemporaryDirectory() as folder:
         alone = {"run_dir": folder, "data.num_workers": 0, "train.micro_batch_size": 1}
         config = apply_overrides(config, alone)
@@ -89,9 +89,9 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
 
 
 def _first(data: RunData, count: int) -> Iterator[Batch]:
-    """The first batches, of which each has a sample that those before have not.
+    """The first batches that contain a sample not seen before.
 
-    Ends early when more of them have none than have: packed rows of a small dataset mix its epochs.
+    Stops when more batches repeat samples than bring new ones: packed rows of a small dataset mix its epochs.
     """
     seen: set[str] = set()
     fresh = known = 0
@@ -114,7 +114,7 @@ def _paths(config: RunConfig) -> str:
 
 
 def _drops(data: RunData) -> list[dict]:
-    """Each once, however often it was read."""
+    """The drops, each sample once, however often it was read."""
     return list({drop["key"]: drop for drop in data.drops.examples()}.values())
 
 
@@ -136,7 +136,8 @@ def _table(columns: dict[str, np.ndarray]) -> list[str]:
 
 
 def _proposal(tokens: np.ndarray, patches: np.ndarray) -> list[str]:
-    """A row that holds 99.9 % of the samples, and at least four of the mean; patches for it."""
+    """Proposes the smallest row length that holds 99.9 % of the samples and at least four average ones, and
+    a patch budget for it."""
     wanted = max(np.quantile(tokens, 0.999), 4 * tokens.mean())
     seq_length = int(-(-wanted // GRANULARITY) * GRANULARITY)
     fitting = tokens[tokens <= seq_length]

@@ -1,4 +1,4 @@
-"""Rows of a run's data as a page to look at."""
+"""An HTML page that shows rows of a run's data."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ READ, TRAINED, VISUAL = "read", "trained", "visual"
 
 @dataclass
 class TokenRun:
-    """Tokens of one kind that follow one another: READ or TRAINED text, or one VISUAL item's placeholders."""
+    """Adjacent tokens of one kind: READ or TRAINED text, or the placeholders of one VISUAL item."""
 
     kind: str
     tokens: int
     text: str = ""
-    pictures: tuple[str, ...] = ()  # data URLs: of an image, or of a video's frames
+    pictures: tuple[str, ...] = ()  # data URLs of an image, or of a video's frames
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RowReader:
         self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
 
     def __call__(self, batch: Batch) -> Row:
-        """Of a batch of one row."""
+        """What the page shows of a batch's only row."""
         (row,) = self.rows(batch)
         return row
 
@@ -84,7 +84,7 @@ class RowReader:
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
             first, stop = int(places[0]), int(places[-1]) + 1
-            # the loss on a token's label trains the token after it
+            # the mask of a label belongs to the token after it
             trained_S = torch.nn.functional.pad(batch["loss_mask"][row] > 0, (1, 0))
             inside = [item for item in items if first <= item[0] < stop]
             runs = list(self._runs(ids_S, trained_S, inside, first, stop))
@@ -94,7 +94,7 @@ class RowReader:
         return Row(documents, tokens, trained, len(ids_S))
 
     def _items(self, ids_S: Tensor, visual: GenericVisualInputs) -> list[tuple[int, int, tuple[str, ...]]]:
-        """(first token, stop, pictures) of every image and video, in the order of the text."""
+        """(first token, stop, pictures) of every image and video, in text order."""
         kinds_S = self._visual_kinds(ids_S)
         places = {kind: iter((kinds_S == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
         found = []
@@ -123,7 +123,7 @@ class RowReader:
 
 
 def _positions(position_ids: Tensor) -> str:
-    """`0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
+    """The range of positions: `0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
     axes = position_ids if position_ids.dim() == 2 else position_ids[None]
     ranges = [f"{int(axis.min())}–{int(axis.max())}" for axis in axes]
     return (
@@ -157,14 +157,14 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
 
 
 def _colours_first(raw: Tensor) -> Tensor:
-    """Raw pixels in the order of ready ones, see `megatron_vlm.batch`."""
+    """Raw pixels in the axis order of ready ones, see `megatron_vlm.batch`."""
     return (
         raw.permute(0, 3, 1, 2) if raw.dim() == 4 else raw.unflatten(-1, (-1, 3)).transpose(1, 2).flatten(1)
     )
 
 
 def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Tensor:
-    """(T, C, H, W) of patches that lie in merged squares, as Qwen2-VL's image processor orders them."""
+    """Images (T, C, H, W) from patches in merged squares, the order of Qwen2-VL's image processor."""
     merge, patch = image_processor.merge_size, image_processor.patch_size
     times, height, width = grid[0], grid[1] // merge, grid[2] // merge
     folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)
@@ -181,7 +181,7 @@ def _as_bytes(frames_TCHW: Tensor, image_processor: Any) -> Tensor:
 
 
 def data_url(picture: Image.Image) -> str:
-    """A JPEG inside an address, at most SHOWN_EDGE pixels wide and high."""
+    """A data URL of the picture as JPEG, at most SHOWN_EDGE pixels wide and high."""
     picture = picture.copy()
     picture.thumbnail((SHOWN_EDGE, SHOWN_EDGE))
     buffer = io.BytesIO()
@@ -209,7 +209,7 @@ def histogram(title: str, values: Iterable[float]) -> Histogram:
 
 
 def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dict]) -> str:
-    """One HTML document without references to others: measures of all rows, and the first `shown` of them.
+    """One HTML document without references to others: statistics of all rows, and the first `shown` of them.
 
     `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
     """

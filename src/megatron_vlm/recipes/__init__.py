@@ -20,7 +20,7 @@ from megatron_vlm.supported import SUPPORTED
 
 
 def _recipes() -> dict[str, str]:
-    """Recipe -> its module: the public functions of one file for each family, demos last."""
+    """Recipe -> its module: the public functions of each family's file, demos last."""
     found = {}
     for model_type in SUPPORTED:
         module = importlib.import_module(f"{__name__}.{model_type}")
@@ -30,7 +30,7 @@ def _recipes() -> dict[str, str]:
 
 
 def _is_recipe(value: Any, module: str) -> bool:
-    """Whether it is a public function of the module that takes the arguments of recipes."""
+    """Whether `value` is a public function of the module and takes the arguments of recipes."""
     return (
         inspect.isfunction(value)
         and value.__module__ == module
@@ -39,14 +39,14 @@ def _is_recipe(value: Any, module: str) -> bool:
     )
 
 
-DEMO = "_tiny_digits"  # what the names of demo recipes end with
+DEMO = "_tiny_digits"  # the end of a demo recipe's name
 RECIPES = _recipes()
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")
 
 
 def load_recipe(name: str) -> Callable[..., RunConfig]:
-    """The recipe function of that name. Raises ConfigError on an unknown one."""
+    """The recipe function of that name. Raises ConfigError on an unknown name."""
     if name not in RECIPES:
         raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
     return getattr(importlib.import_module(RECIPES[name]), name)
@@ -64,7 +64,7 @@ def compose(
     arguments: Mapping[str, Any] | None = None,
     assumed: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The configuration that a command line asks for; each of these goes over the ones before it.
+    """The configuration that a command line asks for. Each of these replaces what those before it set:
 
     1. the recipe, or the file's: `file` is YAML with `recipe`, `args` and `overrides`, or a run's own
        `config.yaml`;
@@ -73,7 +73,7 @@ def compose(
     4. `arguments` (the command's flags) and `settings`: `key=value` is a keyword argument of the recipe,
        `key.path=value` an override on what it returns.
 
-    A recipe sees the arguments it knows however they were written, `steps=10` or `train.steps=10`.
+    A recipe sees the arguments that it knows, whether written `steps=10` or `train.steps=10`.
     Raises ConfigError on an unknown recipe, argument or setting, on a value of the wrong type, and on a
     setting that is given under two names with two values.
     """
@@ -100,7 +100,7 @@ def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, 
 
 
 def _check_said_once(flags: Mapping[str, Any], bare: Mapping[str, Any], dotted: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting that a command line gives under two names, with two values."""
+    """Raises ConfigError if a command line gives a setting two values under two names."""
     written = [(f"--{name} {value}", as_settings({name: value})) for name, value in flags.items()]
     written += [(f"{name}={value}", as_settings({name: value})) for name, value in bare.items()]
     written += [(f"{key}={value}", {key: value}) for key, value in dotted.items()]

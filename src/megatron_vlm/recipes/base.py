@@ -61,16 +61,16 @@ def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings, by dotted key, that a recipe takes as arguments."""
+    """The settings (by dotted key) that a recipe takes as arguments, by argument name."""
     return {ARGUMENT_OF_SETTING[key]: value for key, value in settings.items() if key in ARGUMENT_OF_SETTING}
 
 
 def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
-    """A recipe's `defaults` with the caller's `changes` over them, over the defaults of `RunConfig`.
+    """The defaults of `RunConfig`, replaced by a recipe's `defaults`, replaced by the caller's `changes`.
 
-    A run without `run_dir` lives in `runs/<name>`, and a warm-up that the caller did not set takes at most a
-    tenth of the steps. Raises ConfigError on an unknown argument or a value of
-    the wrong type; text is converted, as it comes from a command line.
+    A run without `run_dir` gets `runs/<name>`. A warm-up that the caller did not set takes at most a tenth of
+    the steps. Raises ConfigError on an unknown argument or a value of the wrong type; text from a command
+    line is converted.
     """
     config = apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))
     if "warmup_steps" not in changes:

@@ -21,9 +21,9 @@ KEYS_SHOWN = 20
 
 
 class BatchLog:
-    """Written by each rank that reads, from `first_step` on.
+    """The log that each reading rank writes, from `first_step` on.
 
-    What an earlier, interrupted run wrote from there on is dropped, also of ranks that are no more.
+    Lines of that and later steps from an interrupted run are dropped, also for ranks that no longer exist.
     """
 
     def __init__(self, run_dir: str | Path, rank: int, world_size: int, first_step: int):
@@ -35,7 +35,7 @@ class BatchLog:
         self._file = (self.folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, micro_batches: list[dict[str, Any]]) -> None:
-        """Before the step is trained, so that the file names its samples however it ends."""
+        """Log a step before it is trained, so that the file names its samples however it ends."""
         for number, batch in enumerate(micro_batches):
             row = {"step": step, "micro_batch": number, "keys": batch["__key__"]}
             self._file.write(json.dumps(row | {"restore_key": batch["__restore_key__"]}) + "\n")
@@ -48,7 +48,7 @@ class BatchLog:
 def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     """The lines of one step, with their `rank`, in the order of ranks and micro batches.
 
-    Raises ValueError that says which steps there are when this one is not among them.
+    Raises ValueError that names the logged steps if this one is not among them.
     """
     paths = _files(Path(run_dir) / FOLDER)
     rows = [{"rank": _rank(path), **row} for path in paths for row in read_rows(path)]
@@ -62,8 +62,8 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
-    """What is raised inside also says the step, its samples on this rank, and how to look at them,
-    unless no sample can be its cause. An error with `micro_batches` says of which numbers the samples are."""
+    """Adds to an error from inside the step, its samples on this rank, and how to look at them, unless no
+    sample can be the cause. `micro_batches` of the error are the indices of those whose samples are named."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,7 @@ def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str,
 
 
 def _may_be_a_samples(error: Exception) -> bool:
-    """A full disk, another rank's end and a killed worker are no sample's fault."""
+    """Whether a sample may be the cause: not of a full disk, another rank's end or a killed worker."""
     return not (isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error))
 
 
@@ -90,7 +90,7 @@ def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]
 
 
 def _files(folder: Path) -> list[Path]:
-    """Of the ranks in order; a user's copies are left alone."""
+    """The ranks' files in order; copies that a user made are left alone."""
     return sorted((path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdecimal()), key=_rank)
 
 

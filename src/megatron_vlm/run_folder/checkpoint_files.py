@@ -18,19 +18,19 @@ _TYPES = {"step": int, "layout": dict, "schedule": dict, "extra": dict, "ranks":
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """{name: [bytes, XXH3 as hexadecimal]} of files that were just written, which are on disk afterwards."""
+    """{name: [bytes, XXH3 as hexadecimal]} of files that were just written; they are on disk afterwards."""
     return {name: _size_and_checksum(folder / name, sync=True) for name in names}
 
 
 def state_text(state: dict[str, Any]) -> str:
-    """What `read_state` reads, with a checksum of its own. `state["files"]` is what `checksums` said."""
+    """The text that `read_state` reads, with its own checksum. `state["files"]` comes from `checksums`."""
     return json.dumps({**state, "checksum": _checksum_of(json.dumps(state))})
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint. Raises ValueError that names the file and says what is wrong with it.
 
-    Checkpoints from before checksums have no "files" and no "checksum"; they get {} for "files".
+    Older checkpoints, without checksums, have neither "files" nor "checksum"; they get {} for "files".
     """
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -63,9 +63,9 @@ def _check_types(state: Any, step: int) -> None:
 
 
 def size_problems(path: Path, files: dict[str, list]) -> list[str]:
-    """What is missing, extra, or of another size than state.json says; the files are not read.
+    """Which files are missing, extra, or of another size than state.json says; they are not read.
 
-    Names with a dot in front are not looked at unless they were saved: file systems and editors leave them.
+    Names that begin with a dot only count if they were saved: file systems and editors create such files.
     """
     there = {entry.name: entry for entry in os.scandir(path)}
     problems = []

@@ -1,13 +1,13 @@
-"""The checkpoints of a run folder, without torch: which is the newest, how one becomes complete, how it goes.
+"""The checkpoints of a run folder, without torch: which is the newest, how one is completed and removed.
 
     <run_dir>/checkpoints/latest                 name of the newest complete checkpoint
-    <run_dir>/checkpoints/latest.tmp             name of the one that is just being made complete
+    <run_dir>/checkpoints/latest.tmp             name of the one that is being made complete now
     <run_dir>/checkpoints/step_00000100/         a complete checkpoint: it has a state.json
     <run_dir>/checkpoints/step_00000200.tmp/     being written
     <run_dir>/checkpoints/step_00000050.deleted/ being removed
 
 A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` names, and leftovers that
-`tidy` removes. After a power cut as well: every file is on disk before the step that relies on it.
+`tidy` removes. So does a power cut: every file is on disk before the step that relies on it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def checkpoints(run_dir: str | Path) -> Path:
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The folder of the newest complete checkpoint, the one to go on from; None when there is none.
+    """The folder of the newest complete checkpoint, from which a run goes on; None if there is none.
 
     It lies in the run's own folder: `latest` holds the name of a step and nothing else, and links do not
-    count. Raises ConfigError, with the command that mends it, where checkpoints are complete and `latest` is
-    missing or damaged, or where it names what is not complete.
+    count. Raises ConfigError, with the command that repairs it, if there are complete checkpoints and
+    `latest` is missing or damaged, or if it names one that is not complete.
     """
     folder = checkpoints(run_dir)
     complete = complete_checkpoints(run_dir)
@@ -57,7 +57,7 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def complete_checkpoints(run_dir: str | Path) -> list[str]:
-    """The names of all complete checkpoints, the oldest first. Raises ConfigError for what is no folder."""
+    """The names of all complete checkpoints, oldest first. Raises ConfigError if there is no folder."""
     folder = checkpoints(run_dir)
     if not folder.is_dir():
         if os.path.lexists(folder):
@@ -67,7 +67,7 @@ def complete_checkpoints(run_dir: str | Path) -> list[str]:
 
 
 def _what_lacks(folder: Path, name: str) -> str:
-    """Why a name is not that of a complete checkpoint, or ""."""
+    """Why this name does not belong to a complete checkpoint; "" if it does."""
     path = folder / name
     if not _STEP.fullmatch(name):
         return "is no step's name"
@@ -79,7 +79,7 @@ def _what_lacks(folder: Path, name: str) -> str:
 
 
 def _named(pointer: Path) -> str | None:
-    """The name of a step that a file holds; None when it is anything else."""
+    """The name of a step that a file holds; None if it holds anything else."""
     text = _text(pointer) if pointer.is_file() else ""
     return text if _STEP.fullmatch(text) else None
 
@@ -110,7 +110,7 @@ def _no_latest(folder: Path, complete: list[str]) -> str:
 
 
 def _choose(folder: Path, complete: list[str], before: str | None = None) -> str:
-    """The command that makes `latest` name the newest, of those before `before` where there are any."""
+    """The command that makes `latest` name the newest, if possible of those before `before`."""
     earlier = [name for name in complete if before is None or name < before]
     latest = folder / "latest"
     quoted = shlex.quote(printable(latest, 10_000))
@@ -122,10 +122,10 @@ def _choose(folder: Path, complete: list[str], before: str | None = None) -> str
 
 
 def check_start(run_dir: str | Path, hf_path: str) -> None:
-    """Raise ConfigError unless a run of the model `hf_path` may begin or go on in this folder now.
+    """Raise ConfigError unless a run of the model `hf_path` may begin or continue in this folder now.
 
-    Refused are a folder of another model's run, checkpoints without a valid `latest`, and a second run while
-    the first lives. Nothing is changed, and nothing heavy is imported.
+    It refuses a folder of another model's run, checkpoints without a valid `latest`, and a second run while
+    the first is active. It changes nothing and imports nothing heavy.
     """
     if os.path.lexists(run_dir) and not Path(run_dir).is_dir():
         raise ConfigError(f"run_dir: {printable(run_dir)} is not a folder; give another run_dir.")
@@ -136,7 +136,7 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
 
 
 def _check_owner(run_dir: Path, hf_path: str) -> None:
-    """A folder in which nothing was trained or imported yet is anybody's."""
+    """Raises ConfigError for the folder of another model's run; one without training or import is free."""
     file = run_dir / "config.yaml"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     if not text.strip():
@@ -166,16 +166,16 @@ def _absolute(path: str) -> str:
 
 
 def saved_last(run_dir: str | Path, step: int) -> Path | None:
-    """The folder of the checkpoint of `step` when `latest` names it, and nothing is left to write."""
+    """The folder of the checkpoint of `step`, if `latest` names it and nothing is left to write."""
     name = f"step_{step:08d}"
     is_last = _named(checkpoints(run_dir) / "latest") == name and name in complete_checkpoints(run_dir)
     return checkpoints(run_dir) / name if is_last else None
 
 
 def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
-    """A new folder to write the checkpoint of `step` into, which `complete` then makes one.
+    """A new folder for the files of the checkpoint of `step`; `complete` then makes it a checkpoint.
 
-    Raises OSError where it cannot be made, or where less than `needed` bytes are free.
+    Raises OSError if it cannot be created, or if fewer than `needed` bytes are free.
     """
     partial = checkpoints(run_dir) / f"step_{step:08d}.tmp"
     with naming(partial):
@@ -191,9 +191,9 @@ def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
 
 
 def complete(partial: Path, state: dict[str, Any]) -> Path:
-    """Add state.json to a folder that holds all else, on disk already, and let `latest` name it.
+    """Add state.json to a folder whose other files are on disk already, and let `latest` name it.
 
-    `state["files"]` is what `checksums` said of the other files. An older checkpoint of the same step goes.
+    `state["files"]` is what `checksums` returned for them. An older checkpoint of the same step is removed.
     """
     folder, final = partial.parent, partial.with_suffix("")
     with naming(partial):
@@ -201,7 +201,7 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
         _sync_folder(partial)
         if os.path.lexists(final):
             os.rename(final, final.with_suffix(".deleted"))
-        # From the rename on it is complete: latest.tmp says so to whoever starts after a kill in between.
+        # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
         _write_synced(folder / "latest.tmp", final.name + "\n")
         _sync_folder(folder)
         os.rename(partial, final)
@@ -214,7 +214,7 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
 def prune(run_dir: str | Path, newest: str, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints up to `newest`.
 
-    Later steps stay: they are there when somebody set `latest` back, and go when their step is saved again.
+    Later steps stay: they exist if somebody set `latest` back, and go when their step is saved again.
     """
     folder = checkpoints(run_dir)
     with naming(folder):
@@ -224,7 +224,7 @@ def prune(run_dir: str | Path, newest: str, keep: int) -> None:
 
 
 def tidy(run_dir: str | Path) -> None:
-    """Finish or remove what a kill left behind; only for the run that holds the lock."""
+    """Finish or remove what a kill left behind. Only the run that holds the lock may call it."""
     folder = checkpoints(run_dir)
     if not folder.is_dir():
         return
@@ -237,14 +237,14 @@ def tidy(run_dir: str | Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What cannot be removed now, because a file system keeps open files, is tried again at the next save."""
+    """Removes leftovers. One that a file system still keeps open is tried again at the next save."""
     for name in os.listdir(folder):
         if _LEFTOVER.fullmatch(name):
             remove(folder / name)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder as far as possible; of a link the link alone."""
+    """Remove a folder as far as possible; for a link, only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -252,7 +252,7 @@ def remove(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that holds all of the old text or all of the new, whenever this process is killed."""
+    """Write a file so that it holds all of the old or all of the new text if this process is killed."""
     part = path.with_suffix(".part")
     with naming(path):
         _write_synced(part, text)
@@ -276,11 +276,11 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError from inside says what could not be written, and how much room there is when that is why."""
+    """Makes an OSError from inside say what could not be written and, if that is why, how much is free."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # one of ours
+        if error.errno is None:  # our own error
             raise
         place = printable(error.filename or path)
         remedy = "give a run_dir that can be written"
@@ -290,7 +290,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written to the file system of a path, which need not exist."""
+    """Bytes that may still be written to the file system of a path; the path need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -300,7 +300,7 @@ def free_bytes(path: Path) -> int:
 
 
 def damaged(path: Path, problems: list[str]) -> str:
-    """The message about a checkpoint with these problems, and the way on."""
+    """The message about a checkpoint with these problems, and what to do."""
     if not path.exists():
         return (
             f"checkpoint: {printable(path)} was removed while it was read; start again, to read a newer one."
@@ -322,6 +322,6 @@ def _sizes_fit(path: Path) -> bool:
 
 
 def _unsized(path: Path) -> dict[str, list]:
-    """Of a checkpoint from before sizes were written, all that is there and all that must be."""
+    """Files and sizes of an older checkpoint, without sizes in state.json: those present, those required."""
     sizes = {name: [os.stat(path / name).st_size, ""] for name in os.listdir(path) if name != STATE}
     return {".metadata": [-1, ""], "metadata.json": [-1, ""]} | sizes

@@ -1,8 +1,8 @@
-"""One run at a time in a run folder: each of its processes holds its part of `<run_dir>/lock` while it lives.
+"""Allows one run at a time in a run folder: each process of it holds a part of `<run_dir>/lock` while alive.
 
 The parts are POSIX record locks. The kernel frees them when the process ends, however it ends, and processes
-forked from it (DataLoader workers) do not hold them. Other hosts see them where the file system carries locks
-(NFS, GPFS, Lustre mounted with `flock`); mounted with `nolock` or `localflock` it shows no other host.
+forked from it (DataLoader workers) do not hold them. Other hosts see them if the file system shares locks
+(NFS, GPFS, Lustre mounted with `flock`); mounted with `nolock` or `localflock`, it hides other hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 
 FILE = "lock"
-RECORD = 128  # bytes of a rank's part: who it is
+RECORD = 128  # bytes of a rank's part, which says who it is
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _TO_THE_END = 0
@@ -29,9 +29,9 @@ _TO_THE_END = 0
 def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
     """The lock of rank 0, held until it is closed or this process ends; the other ranks then `join`.
 
-    Raises ConfigError that names the processes of another run that still lives after `patience` seconds, the
-    time that the kernel may take to end a killed process. The run folder must exist. Do not open the lock
-    elsewhere in this process: closing any descriptor of the file frees it.
+    Raises ConfigError that names the processes of another run if that is still alive after `patience` seconds
+    (the kernel needs time to end a killed process). The run folder must exist. Do not open the lock elsewhere
+    in this process: closing any descriptor of the file frees it.
     """
     file = _opened(run_dir)
     _lock_all(file, run_dir, patience)
@@ -42,19 +42,19 @@ def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
 
 
 def join(run_dir: str | Path, rank: int) -> BinaryIO:
-    """The lock of another rank than 0, once rank 0 has its own. A run lives as long as one of its ranks."""
+    """The lock of a rank other than 0, taken after rank 0's. A run is alive as long as any of its ranks."""
     file = _opened(run_dir)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, RECORD, rank * RECORD)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # rank 0 has said so
+        if error.errno not in _NO_LOCKS:  # rank 0 has reported those
             raise
     _sign(file, rank)
     return file
 
 
 def check_free(run_dir: str | Path, patience: float = 1.0) -> None:
-    """Raise ConfigError as `take` does, and take nothing."""
+    """Raises ConfigError as `take` does, but takes no lock."""
     if (Path(run_dir) / FILE).is_file():
         with _opened(run_dir) as file:
             _lock_all(file, run_dir, patience)

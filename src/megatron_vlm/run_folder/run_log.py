@@ -27,15 +27,15 @@ from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder.folder import write_whole
 
-PLAIN_LINES = 20  # what a whole run prints where there is no terminal to draw a bar on
+PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 
 
 class RunLogger:
-    """Logs a run on the one rank where `is_writer`; does nothing on the others.
+    """Logs a run on the one rank with `is_writer`; does nothing on the others.
 
-    `start_step` is the first step that will be logged: 1, or one more than the checkpoint resumed from.
-    What an earlier, interrupted run logged from there on is dropped, so every step appears once.
-    `trained_tokens` is how many were trained before it; None: what the last row that is kept says.
+    `start_step` is the first step that will be logged: 1, or one more than the step of the loaded checkpoint.
+    Rows of that and later steps from an interrupted run are dropped, so every step appears once.
+    `trained_tokens` is the number of tokens trained before it; None: as the last kept row says.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunLogger:
         self.trained_tokens = logged if trained_tokens is None else trained_tokens
         self._file = (self.run_dir / "metrics.jsonl").open(
             "a", encoding="utf-8", buffering=1
-        )  # a line at a time
+        )  # line-buffered
         self._events = _tensorboard(self.run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = _wandb(config) if config.logging.wandb_project else None
         self._valid_loss: float | None = None
@@ -93,7 +93,7 @@ class RunLogger:
         )
 
     def log_eval(self, step: int, loss: float | None) -> None:
-        """Validation loss after `step`, the step last logged; None where there is no validation data."""
+        """Log the validation loss after `step`, the last logged step; None if there is no validation data."""
         if loss is None or not self.is_writer:
             return
         self._valid_loss = loss
@@ -101,7 +101,7 @@ class RunLogger:
         self.message(f"step {step}: validation loss {loss:.4f}")
 
     def message(self, text: str) -> None:
-        """A line for the reader, above the bar."""
+        """Print a line above the bar."""
         if self.is_writer:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -156,12 +156,12 @@ class RunLogger:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out. Raises ConfigError."""
+    """The rows of a metrics.jsonl, without a last line that a kill cut short. Raises ConfigError."""
     return list(read_rows(path))
 
 
 def draw_losses(metrics: str | Path, picture: str | Path) -> None:
-    """Training and validation loss over steps as PNG; nothing is drawn when there are no rows."""
+    """Draw training and validation loss over steps as PNG; nothing is drawn if there are no rows."""
     rows = read_metrics(metrics)
     figure = _figure(7, 4)
     axes = figure.subplots()
@@ -184,10 +184,10 @@ def contact_sheet(
     path: str | Path,
     columns: int = 6,
 ) -> None:
-    """A picture of samples with their captions, green where `correct` and red where not.
+    """Draw a picture of samples with their captions: green if `correct`, else red.
 
-    `images` holds for each sample its PIL images, shown side by side. Raises ValueError when the three
-    sequences differ in length or are empty.
+    `images` holds the PIL images of each sample, shown side by side. Raises ValueError if the three sequences
+    differ in length or are empty.
     """
     if not len(images) == len(captions) == len(correct) > 0:
         raise ValueError(

@@ -4,8 +4,8 @@
     <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders, and the
                                                  size and checksum of every other file
 
-`run_folder` says which checkpoint is the newest and how one becomes complete, `tensor_files` how tensors are
-written and read. Only the run's own folder is ever looked at.
+`run_folder` decides which checkpoint is the newest and when one is complete; `tensor_files` writes and reads
+tensors. Only the run's own folder is ever read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class CheckpointState:
 
     step: int
     path: Path
-    loader_states: list[Any]  # as the data-parallel ranks saved them, in order, however many they are now
-    rng_restored: bool  # only under the layout that saved
+    loader_states: list[Any]  # one per data-parallel rank that saved, in order; their number may differ now
+    rng_restored: bool  # only if the layout is the one that saved
     extra: dict[str, Any] = field(default_factory=dict)
     later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
 
 
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
-    """The right of this run to write into its folder; every rank calls it, first, and keeps what it returns.
+    """The lock that lets this run write into its folder. Every rank calls this first and keeps the result.
 
-    Held until that is closed or the process ends. Leftovers of a run that was killed are then removed. Raises
-    ConfigError on every rank as `run_folder.check_start` does: another run lives here, or this is the folder
-    of another model, or its newest checkpoint is not known.
+    The lock is held until it is closed or the process ends. Leftovers of a killed run are removed. Raises
+    ConfigError on every rank as `run_folder.check_start` does: another run is active here, the folder belongs
+    to another model, or its newest checkpoint is not known.
     """
     locks = []
 
@@ -77,10 +77,10 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step`; every rank calls it. Returns its folder.
 
-    `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere;
-    `extra` is JSON data, rank 0's is kept. `latest` changes only when everything is on disk, then all but
-    the `keep` newest checkpoints go. A step that `latest` already names is not written again. Raises OSError
-    that says where, how much is to be written and how much room there is; `latest` then stays as it was.
+    `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
+    is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
+    the `keep` newest checkpoints are removed. A step that `latest` already names is not written again. Raises
+    OSError with the place, the bytes to write and the bytes free; `latest` then stays as it was.
     """
     if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
@@ -110,9 +110,9 @@ def exists(run_dir: str | Path) -> bool:
 
 
 def saved_tied(run_dir: str | Path) -> bool | None:
-    """Whether the newest complete checkpoint's output layer is its embedding; None where nothing says so.
+    """Whether the newest complete checkpoint's output layer is its embedding; None if it is not known.
 
-    Asked before a model is built to load it: what the run's source says may have changed since. Collective.
+    Call it before a model is built to load it: the run's source may have changed since. Collective.
     """
 
     def read() -> bool | None:
@@ -125,13 +125,13 @@ def saved_tied(run_dir: str | Path) -> bool | None:
 def load_latest(
     run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None
 ) -> CheckpointState | None:
-    """Restore the newest complete checkpoint of `run_dir`, in place; None when there is none.
+    """Restore the newest complete checkpoint of `run_dir` in place; None if there is none.
 
-    Model, Adam's moments and step, and the schedule's step are restored exactly, under whatever layout saved
-    them; the learning rate, its schedule and weight decay stay as configured now. Generators are restored
-    when the layout is the same. Without an optimizer only the model is read. Raises ConfigError when the
-    newest is not known (see `run_folder.latest_checkpoint`), when a file of it is not what was saved, which
-    it names, when it is unsafe to read, or of another model.
+    Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
+    The learning rate, its schedule and weight decay stay as configured now. Generators are restored if the
+    layout is the same. Without an optimizer only the model is read. Raises ConfigError if the newest is not
+    known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names it), or if it
+    is unsafe to read or of another model.
     """
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:
@@ -151,14 +151,14 @@ def load_latest(
 
 
 def _files_of_rank(names: Iterable[str]) -> list[str]:
-    """The files that this rank wrote, or its share of those of another number of ranks: `__RANK_0.distcp`."""
+    """The files (`__RANK_0.distcp`) that this rank wrote, or its share of those that other ranks wrote."""
     world, rank = dist.get_world_size(), dist.get_rank()
     writers = {name: re.match(r"__(\d+)_", name) for name in names}
     return [name for name, found in writers.items() if (int(found[1]) if found else 0) % world == rank]
 
 
 def _checked_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint whose files are as saved: each file is read once, by one of the ranks."""
+    """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
     problems = on_first_rank(_problems_at_sight, path)
     state = {} if problems else read_state(path)
     if not problems:
@@ -171,7 +171,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _problems_at_sight(path: Path) -> list[str]:
     files = _state(path)["files"]
-    return size_problems(path, files) if files else []  # none were written down before there were checksums
+    return size_problems(path, files) if files else []  # checkpoints before checksums do not list their files
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _layout() -> dict[str, int]:
 
 
 def _rank_state(loader_state: Any) -> dict[str, Any]:
-    json.dumps(loader_state)  # a TypeError here names what is not data, before anything is written
+    json.dumps(loader_state)  # raises TypeError for what is not JSON data, before anything is written
     return {
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "rng": generator_states(),

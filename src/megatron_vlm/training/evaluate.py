@@ -15,8 +15,8 @@ from megatron_vlm.training.step import forward_backward, mean_loss
 def validation_loss(
     chunks: list[torch.nn.Module], take: Callable[[int], list[dict]], limit: int = 0
 ) -> float | None:
-    """Loss over the micro batches that `take(count)` gives (the first `limit` of them, 0: all); None when it
-    gives none. Collective: it gives every rank equally many.
+    """Loss over the micro batches that `take(count)` gives (the first `limit` of them; 0: all); None if it
+    gives none. Collective: `take` gives every rank equally many.
     """
     for chunk in chunks:
         chunk.eval()
@@ -27,7 +27,7 @@ def validation_loss(
         if not micro_batches:
             break
         seen += len(micro_batches)
-        while len(micro_batches) < at_once:  # the interleaved schedule wants a multiple of the stages
+        while len(micro_batches) < at_once:  # the interleaved schedule needs a multiple of the stages
             micro_batches.append(fully_masked(micro_batches[-1]))
         reports += forward_backward(chunks, micro_batches, forward_only=True)
     for chunk in chunks:

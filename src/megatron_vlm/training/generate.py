@@ -1,7 +1,7 @@
 """Greedy decoding on the Megatron model, under any layout.
 
-Every new token is one forward pass over the whole rows, without a key/value cache: right, simple, and quick
-enough for the short answers that an evaluation asks for. Serve long generations from the exported HF folder.
+Every new token is one forward pass over the whole rows, without a key/value cache: correct, simple, and fast
+enough for the short answers of an evaluation. For long generations, serve the exported HF folder.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def generate(
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, without its stop token; the same on every rank.
 
-    Collective over a model-parallel group, all of whose ranks pass the same prompts. The chunks are put into
-    eval mode.
+    Collective over a model-parallel group; all its ranks pass the same prompts. The chunks are put into eval
+    mode.
     """
     stop = set(stop_ids)
     lengths = torch.tensor([len(prompt["input_ids"]) for prompt in prompts])
@@ -71,7 +71,7 @@ def generate(
 
 
 def _rows(prompts: list[Prompt], length: int) -> dict[str, Any]:
-    """The prompts as rows of one micro batch, room for the answers behind them."""
+    """The prompts as rows of one micro batch, with room for the answers after them."""
     first = prompts[0]["input_ids"]
     input_ids = first.new_zeros(len(prompts), length)
     for row, prompt in zip(input_ids, prompts, strict=True):
@@ -85,13 +85,13 @@ def _rows(prompts: list[Prompt], length: int) -> dict[str, Any]:
 
 
 def _positions(prompt: Tensor, length: int) -> Tensor:
-    """The prompt's (..., T) and behind them, on every axis, what text after the prompt counts on with."""
+    """The prompt's positions (..., T), continued on every axis as for text after the prompt."""
     answer = prompt.max() + 1 + torch.arange(length - prompt.shape[-1], device=prompt.device)
     return torch.cat((prompt, answer.expand(*prompt.shape[:-1], -1)), dim=-1)
 
 
 def _next_token(reports: list[dict[str, Tensor]], lengths_B: Tensor) -> Tensor:
-    """(B,) token ids, from the last stage to all."""
+    """(B,) token ids, sent from the last stage to all."""
     token_B = torch.zeros_like(lengths_B)
     if reports:
         token_B = reports[0]["logits"][:, 0].argmax(-1)

@@ -12,7 +12,7 @@ from megatron.core import tensor_parallel
 
 
 def generator_states() -> dict[str, Any]:
-    """Of python, numpy, torch, the device and Megatron's tracker, as JSON data."""
+    """The states of python, numpy, torch, the device and Megatron's tracker, as JSON data."""
     version, keys, gauss = random.getstate()
     name, np_keys, *np_rest = np.random.get_state()
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -26,7 +26,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(rng: dict[str, Any]) -> None:
-    """What `generator_states` returned holds again."""
+    """Set all generators to the states that `generator_states` returned."""
     version, keys, gauss = rng["python"]
     random.setstate((version, tuple(keys), gauss))
     name, np_keys, *np_rest = rng["numpy"]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint without running what its pickles name."""
+"""Reads a checkpoint without running what its pickles name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-# what pickles of other things, and damaged ones, make the unpickler raise
+# what the unpickler raises on damaged pickles, and on pickles of other things
 _NOT_A_PICKLE_OF_OURS = (
     *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, IndexError, KeyError, TypeError),
     *(ValueError, OverflowError, MemoryError, RecursionError, OSError),
@@ -46,9 +46,9 @@ _NOT_A_PICKLE_OF_OURS = (
 
 
 def check_metadata(path: Path) -> None:
-    """Raise ValueError when `.metadata`, which torch unpickles, is not just what torch writes there.
+    """Raises ValueError if `.metadata`, which torch unpickles, holds anything but what torch writes there.
 
-    Nothing that it names is run, and the files that it refers to lie beside it.
+    Nothing that it names is run. The files that it refers to must lie beside it.
     """
     try:
         with open(path, "rb") as file:
@@ -66,7 +66,7 @@ def check_metadata(path: Path) -> None:
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """torch's checkpoint planner calls `torch.load(weights_only=False)`; this variable overrules it."""
+    """Sets the variable that overrules the `torch.load(weights_only=False)` of torch's checkpoint planner."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -25,11 +25,11 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW over all trainable parameters of `model_chunks`, and its schedule, counted in steps.
 
-    Weight decay spares biases and all other one-dimensional parameters, such as norms. Adam's moments and
-    the parameters it updates are fp32 whatever the model's dtype. After each `optimizer.step()` call
+    Biases and all other one-dimensional parameters, such as norms, have no weight decay. Adam's moments and
+    the parameters it updates are fp32, whatever the model's dtype. After each `optimizer.step()` call
     `scheduler.step(increment=1)`. The learning rate rises linearly over `warmup_steps` steps, is `lr` at
-    the step after them and falls as a cosine to `min_lr` at the last. Raises ValueError when nothing is
-    trainable or the warm-up does not end before the run.
+    the next step and falls as a cosine to `min_lr` at the last. Raises ValueError if nothing is trainable or
+    the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
     _check_schedule(config)
@@ -46,12 +46,12 @@ def build_optimizer(
         )
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
-            part.__class__ = _TorchAdamDistributedOptimizer  # Megatron offers no place to name the class
+            part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
     return optimizer, _scheduler(optimizer, config)
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """torch's own Adams inside `optimizer`; none where Transformer Engine or Apex brings its Adam."""
+    """torch's own Adams inside `optimizer`; none if the Adam is that of Transformer Engine or Apex."""
     for part in _parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             yield part.optimizer
@@ -107,20 +107,20 @@ def _scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerPara
         wd_incr_steps=steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its config, the checkpoint its step
+        override_opt_param_scheduler=True,  # a resumed run takes only the step from the checkpoint
     )
 
 
 class _TorchAdamDistributedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with what its checkpoints lack for torch's own Adam (0.19).
 
-    torch keeps `step` as a tensor per parameter; Megatron saves one number for all.
+    torch keeps one `step` tensor per parameter; Megatron saves one number for all.
     """
 
     def state_dict(self):
-        """As Megatron's; also on a rank whose share holds no parameter, where Megatron finds no step.
+        """Megatron's state, also on a rank whose share has no parameter, where Megatron finds no step.
 
-        The step of such a rank is never saved: rank 0 always has parameters.
+        The step of such a rank is never saved, because rank 0 always has parameters.
         """
         if self.optimizer.state:
             return super().state_dict()
@@ -128,5 +128,5 @@ class _TorchAdamDistributedOptimizer(DistributedOptimizer):
         return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in groups]}}
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        """Megatron looks for `step` among the loaded tensors; None means it comes from elsewhere."""
+        """Adds the `step` that Megatron looks for among the tensors; None means it comes from elsewhere."""
         super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})

@@ -30,7 +30,7 @@ from megatron_vlm.parallel import setup
 
 
 class NotFinite(ValueError):
-    """A loss or gradient is NaN or infinite. `micro_batches`: the numbers of those whose losses are, here."""
+    """A loss or gradient is NaN or infinite. `micro_batches`: the indices of those with such a loss, here."""
 
     def __init__(self, message: str, micro_batches: list[int]):
         super().__init__(message)
@@ -54,7 +54,7 @@ def vlm_step(data_iterator: Iterator[Batch], model: VLMModel):
 def token_loss(mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum over trained tokens, their number, report); Megatron divides once, by the global number.
 
-    That is `calculate_per_token_loss`: without it the loss would be a mean of micro-batch means.
+    This is `calculate_per_token_loss`; without it the loss would be a mean of micro-batch means.
     """
     total = (losses_BS.float() * mask_BS).sum()
     count = mask_BS.sum()
@@ -77,7 +77,7 @@ def forward_backward(
     forward_step=vlm_step,
     forward_only: bool = False,
 ) -> list:
-    """Run Megatron's schedule for the layout; what the loss function reported, on the last stage."""
+    """Run Megatron's schedule for the layout. Returns what the loss function reported, on the last stage."""
     micro_batches = _padded_for_layout(micro_batches)
     iterators = list(tee(micro_batches, len(chunks)))
     rows = micro_batches[0]["input_ids"].shape[0]
@@ -93,7 +93,7 @@ def forward_backward(
 
 
 def _padded_for_layout(micro_batches: list[Batch]) -> list[Batch]:
-    """Rows that sequence parallelism can cut; under pipeline parallelism all micro batches of one shape."""
+    """The micro batches, padded so that sequence parallelism can cut rows; of one shape for pipelines."""
     shapes = [batch["input_ids"].shape for batch in micro_batches]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
@@ -107,8 +107,8 @@ def _padded_for_layout(micro_batches: list[Batch]) -> list[Batch]:
 def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[Batch]):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    When loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights
-    are then of no use.
+    If loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights
+    are then unusable.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -125,7 +125,7 @@ def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micr
 
 
 def _raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
-    """The first rank that has such losses says so; rank 0 when only gradients are not finite. Collective."""
+    """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
     guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
     ranks = dist.get_world_size()
     first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
@@ -141,9 +141,9 @@ def _raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
 
 
 def mean_loss(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
-    """Mean loss over all trained tokens of all ranks, and their number; NaN when there are none.
+    """Mean loss over all trained tokens of all ranks, and their number; NaN if there are none.
 
-    Collective: the last stage's reports are summed over data-parallel ranks and made known to all.
+    Collective: the last stage's reports are summed over data-parallel ranks and sent to all ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=setup.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:

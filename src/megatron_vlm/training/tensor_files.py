@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, written and read by Megatron's dist_checkpointing: by one layout, for any.
+"""Writes and reads a checkpoint's tensors with Megatron's dist_checkpointing: any layout can read them.
 
-Nothing is loaded that could run code: Megatron's objects are read with `weights_only`, torch's pickled
-`.metadata` only after a look at what it names.
+Nothing is loaded that could run code: Megatron's objects are read with `weights_only`, and torch's pickled
+`.metadata` only after a check of the names in it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _OPTIMIZER_FORMAT = {
 
 
 def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
-    """A collective. `needed`: bytes of all ranks, for the error: OSError where they could not be written."""
-    # Megatron asks a manager process for a queue even when it writes in this one; it costs seconds to start.
+    """Collective. Raises OSError if they cannot be written; its text has `needed`, the bytes of all ranks."""
+    # Megatron starts a manager process for a queue even if it writes in this process; that costs seconds.
     filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy(),
@@ -60,15 +60,15 @@ def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
 
 
 def bytes_to_write(state: Any) -> int:
-    """Of the tensors that this rank has to write, or gives to another to write."""
+    """The bytes of the tensors that this rank writes, or gives to another rank to write."""
     parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
     return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
 
 
 def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer, scheduler) -> None:
-    """Model and, where given, optimizer in place; learning rates and weight decay stay as configured.
+    """Restore model and, if given, optimizer in place; learning rates and weight decay stay as configured.
 
-    Raises ConfigError for files that are unsafe, of another model, or, unless `known_intact`, damaged.
+    Raises ConfigError for files that are unsafe, of another model or, unless `known_intact`, damaged.
     """
     try:
         check_metadata(path / ".metadata")
@@ -99,13 +99,13 @@ def _reasons(error: BaseException) -> str:
 
 
 def named_models(model_chunks: list) -> list[tuple[str, torch.nn.Module]]:
-    """Megatron's optimizers expect "model", or "model0", "model1", ... under virtual stages."""
+    """(name, chunk), named as Megatron's optimizers expect: "model", or "model0", ... with virtual stages."""
     models = [unwrap_model(chunk) for chunk in model_chunks]
     return [("model", models[0])] if len(models) == 1 else [(f"model{i}", m) for i, m in enumerate(models)]
 
 
 def sharded_state(model_chunks: list, optimizer, loading: bool) -> dict[str, Any]:
-    """What of model and optimizer is saved, in Megatron's words."""
+    """Megatron's sharded state of model and optimizer."""
     state = {name: model.sharded_state_dict() for name, model in named_models(model_chunks)}
     if optimizer is not None:
         for adam in torch_adams(optimizer):
@@ -118,7 +118,7 @@ def sharded_state(model_chunks: list, optimizer, loading: bool) -> dict[str, Any
 
 
 def _give_state(adam: torch.optim.Adam) -> None:
-    """torch allocates Adam's state at the first step; Megatron wants it there to save or load."""
+    """Allocates Adam's state, which torch does at the first step; Megatron needs it to save or load."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             if not adam.state[parameter]:
@@ -134,12 +134,12 @@ def _load_optimizer(optimizer, loaded, scheduler) -> None:
         _follow_config(loaded, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr})
     optimizer.load_state_dict(loaded)
     for adam in torch_adams(optimizer):
-        for state in adam.state.values():  # Megatron gives all parameters one tensor, which all count up
+        for state in adam.state.values():  # Megatron gives all parameters one tensor; each would add to it
             state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
 
 
 def _follow_config(loaded, current: dict[str, float]) -> None:
-    """Megatron finds saved parameter groups by their learning rates too, and would fail on a new one."""
+    """Puts the current learning rates into saved groups: Megatron finds groups by them and would fail."""
     if isinstance(loaded, dict):
         for group in loaded.get("param_groups", ()):
             group.update(current)

@@ -1,4 +1,4 @@
-"""A conversation through its chat template, rendered once: where replies, images and videos lie in the text.
+"""Renders a conversation with its chat template and tells where replies, images and videos lie in the text.
 
 The template's `{% generation %}` blocks say where replies lie. For a template without them, the lengths of
 the rendered beginnings of the conversation do.
@@ -26,14 +26,14 @@ PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the
 
 
 class ChatTemplate:
-    """The template of a processor, or one given instead.
+    """The chat template of a processor, or one given instead.
 
     Special tokens typed in record text are broken by a word joiner after their first character, so that no
     record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
 
-    A reply of which the template writes no more than of an empty one is no reply, nor is its end.
+    If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
 
-    Raises ValueError when the template marks no replies and they cannot be found by rendering beginnings of
+    Raises ValueError if the template marks no replies and they cannot be found by rendering beginnings of
     the conversation.
     """
 
@@ -55,7 +55,7 @@ class ChatTemplate:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
         text, replies = self.render(messages, tools)
-        bos = self._tokenizer.bos_token  # one of them, as in HF's own templates
+        bos = self._tokenizer.bos_token  # a text that begins with it gets no second one
         return RenderedChat(
             text,
             replies,
@@ -83,8 +83,8 @@ class ChatTemplate:
         return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
 
     def _with_content(self, prompt: str, replies: list[Span], turns: int) -> list[Span]:
-        """Without those that are as the template writes an empty reply. Where it marks more blocks than there
-        are `turns` of the assistant, those that touch are one reply."""
+        """The replies that say more than the template writes for an empty one. If the template marks more
+        blocks than there are `turns` of the assistant, blocks that touch are one reply."""
         whole: list[Span] = []
         for start, stop in replies:
             if len(replies) != turns and whole and whole[-1][1] == start:
@@ -93,8 +93,8 @@ class ChatTemplate:
         return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
-        """Control tokens, what cannot be seen, and what the template writes into an empty reply by itself,
-        such as `<think></think>`."""
+        """Matches control tokens, invisible characters, and what the template itself writes into an empty
+        reply, such as `<think></think>`."""
         one = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
         self._no_content = re.compile(f"{one}*+")
         empty = [_text_message("user", "a"), _text_message("assistant", "")]
@@ -107,10 +107,8 @@ class ChatTemplate:
         return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
 
     def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
-        """Replies that only the next turn's marker ends, and it with them: the model learns to stop by it.
-
-        After a reply that ends the conversation it is added.
-        """
+        """Text and replies of a template that ends a reply only with the next turn's marker. The marker is
+        trained with the reply, so the model learns to stop; after a final reply it is appended."""
         if replies and replies[-1][1] == len(prompt):
             prompt += self._next_turn
         ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
@@ -119,7 +117,7 @@ class ChatTemplate:
         ]
 
     def _token_that_ends_replies(self) -> str | None:
-        """The control token that follows a reply without one of its own, as GLM's <|user|>; else None."""
+        """The control token after a reply that has none of its own, such as GLM's <|user|>; else None."""
         conversation = [
             _text_message("user", "a"),
             _text_message("assistant", "b"),
@@ -127,7 +125,7 @@ class ChatTemplate:
         ]
         try:
             prompt, ((start, stop), *_) = self.render(conversation)
-        except (BadSample, ValueError):  # a template that wants more than this; its replies stay as they are
+        except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
             return None
         follows = self._control_tokens.match(prompt, stop)
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
@@ -142,7 +140,7 @@ class ChatTemplate:
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
     def _render_beginnings(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
-        """A reply is what the conversation ending in it has more than the one that prompts for it."""
+        """The text and its replies. A reply is what the conversation up to it adds to the prompt for it."""
         prompt, _ = self._render(messages, tools)
         spans = []
         for index, message in enumerate(messages):
@@ -156,7 +154,7 @@ class ChatTemplate:
         return prompt, spans
 
     def _reply_length(self, reply: str) -> int:
-        """Without the whitespace that templates put between an end-of-turn token and the next turn."""
+        """The reply's length without the whitespace that templates put after an end-of-turn token."""
         ends = [match.end() for match in self._control_tokens.finditer(reply)]
         return ends[-1] if ends and not reply[ends[-1] :].strip() else len(reply)
 
@@ -187,7 +185,7 @@ class ChatTemplate:
         return DocumentText(lambda messages: self._render(messages, None)[0], self._tokenizer.eos_token)
 
     def _placeholders(self, prompt: str, count: int) -> list[Span]:
-        """Where the template put the images; record text is harmless, so every match is its own."""
+        """Where the template put the images. Record text is harmless, so the template wrote every match."""
         seen = 0
         for token in self._placeholder_tokens if count else ():
             found = [match.span() for match in re.finditer(re.escape(token), prompt)]
@@ -199,7 +197,8 @@ class ChatTemplate:
         return []
 
     def _video_placeholders(self, prompt: str, count: int) -> list[Span]:
-        """With the control tokens right before and after, so that no cut leaves a video without its end."""
+        """Where the template put the videos, with the control tokens right before and after each: so no cut
+        leaves a video without its end."""
         if not count:
             return []
         control, token = self._control_tokens.pattern, re.escape(self._video_token)

@@ -29,7 +29,7 @@ TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 @edataclass
 class HFEncoderTaskSample(Sample):
-    """A row's worth of tokens, unpadded: one document, or several joined by `join_documents`."""
+    """The tokens of a row, unpadded: one document, or several joined by `join_documents`."""
 
     input_ids: Tensor  # (T,) int64
     labels: Tensor  # (T,) int64
@@ -51,9 +51,9 @@ class Measured:
 
 
 class DocumentEncoder:
-    """Both methods raise BadSample for a sample that cannot be trained on.
+    """Measures and encodes samples; both methods raise BadSample for one that cannot be trained on.
 
-    `why_hf_processor` says why samples go through the HF processor, which is slower; None where they do not.
+    `why_hf_processor` says why samples go through the HF processor, which is slower; None if they do not.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class DocumentEncoder:
         if fast:
             self.processing, self.why_hf_processor = processor_for(processor, text)
         self._most_characters = math.inf
-        if data.over_length == "drop":  # text of many megabytes is not tokenized first
+        if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
         self._in_time = functools.partial(in_time, data.decode_seconds)
 
     def measure(self, sample: ChatMLSample) -> Measured:
-        """From the text and the headers of media; of a video one frame is decoded.
+        """Measures a sample from its text and the headers of its media; of a video, one frame is decoded.
 
-        Raises ValueError for a processor that cannot tell an image's tokens from its size.
+        Raises ValueError if the processor cannot tell an image's number of tokens from its size.
         """
         prompt = self._prompt(sample)
         limits = self._data.max_pixels, self._data.min_pixels
@@ -94,7 +94,7 @@ class DocumentEncoder:
         return Measured(prompt, text, length, patches)
 
     def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
-        """`measured` spares reading the text again."""
+        """The encoded document. `measured` saves reading the text again."""
         prompt = measured.prompt if measured else self._prompt(sample)
         decode, limits = self.processing.decode, (self._data.max_pixels, self._data.min_pixels)
         images = (self._in_time(decode, data, *limits) for data in sample.imgs or [])
@@ -124,7 +124,7 @@ class DocumentEncoder:
 
     @functools.cached_property
     def video_rules(self) -> VideoRules | None:
-        """None for a model that takes no videos."""
+        """Which frames of a video to take; None if the model takes no videos."""
         if not self._needs.videos:
             return None
         data = self._data

@@ -1,4 +1,4 @@
-"""The task encoder: `ChatMLSample` → row → micro batch, of one document a row; in `packed`, of several."""
+"""The task encoder: `ChatMLSample` → row → micro batch. A row is one document; in `packed`, several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_vlm.data.shard_format import COOKERS
 
 @edataclass
 class HFEncoderTaskBatch(EnergonBatch):
-    """Padded rows; fields as in the batch contract, `document_keys` becomes its `__key__`."""
+    """Padded rows with the fields of the batch contract; `document_keys` becomes its `__key__`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -36,15 +36,15 @@ class HFEncoderTaskBatch(EnergonBatch):
 
 
 class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEncoderTaskBatch, dict]):
-    """What the task encoders share. They use nothing of Energon's loader, so any source may call them.
+    """What the task encoders share. They need nothing from Energon's loader, so any source may call them.
 
-    processor      a Hugging Face processor; called once per sample unless its work is known, see `fast`
-    data           how long rows are, how large images, which frames of a video, when a sample is dropped
-    needs          what the model wants; an output of the processor that is neither among its visual keys nor
-                   about the text raises ValueError
-    drops          where samples that cannot be trained on are counted
-    chat_template  instead of the processor's own
-    fast           do the work of a processor that `data.encode.known` knows
+    processor      a Hugging Face processor; called once per sample unless `fast` replaces it
+    data           the length of rows, the size of images, the frames of a video, when a sample is dropped
+    needs          what the model wants; an output of the processor that is neither among the model's visual
+                   keys nor about the text raises ValueError
+    drops          counts the samples that cannot be trained on
+    chat_template  used instead of the processor's own
+    fast           `data.encode.known` does the processor's work if it knows the processor
     """
 
     decoder = None  # images stay encoded until they are needed; Energon's own decoder executes pickles
@@ -89,7 +89,8 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         return check(fields | {"__key__": fields.pop("document_keys")})
 
     def measure(self, sample: ChatMLSample) -> Measured:
-        """Raises SkipSample, after counting the drop, for all that text and headers show to be unfit."""
+        """What text and headers of media tell. Raises SkipSample, after counting the drop, if they show that
+        the sample cannot be trained on."""
         with self._counting_drops(sample):
             return self.documents.measure(sample)
 
@@ -128,7 +129,7 @@ class HFEncoderVLMTaskEncoder(VLMTaskEncoder):
 
     @stateless
     def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        """As `encode_document`."""
+        """Energon's name for `encode_document`."""
         with self._counting_drops(sample):
             encoded = self.documents.encode(sample)
         self.drops.keep()
@@ -143,12 +144,12 @@ class HFEncoderVLMTaskEncoder(VLMTaskEncoder):
 
     @stateless
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
-        """Rows as long as the longest."""
+        """The samples as rows, padded to the longest."""
         return self._batch_rows(samples, max(len(sample.input_ids) for sample in samples))
 
 
 def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:
-    """(B, ..., length) of rows (..., T); an axis before T, as of M-RoPE positions, goes first."""
+    """Rows (..., T) padded and stacked to (B, length); M-RoPE's axis before T goes first."""
     stacked = torch.stack([pad(row, (0, length - row.shape[-1]), value=value) for row in rows])
     return stacked.transpose(0, 1) if stacked.dim() == 3 else stacked
 

@@ -1,4 +1,4 @@
-"""Interleaved documents as text: no chat template, images as the processor's placeholders, the end marked."""
+"""Interleaved documents as text without chat template: an image is the processor's placeholder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BEFORE, AFTER = "before the image", "after the image"
 
 
 class DocumentText:
-    """Called with the one turn of a document → its text and the spans of it that are trained: all of its own
-    texts, and the end-of-text token.
+    """Called with a document's only turn: its text, and the trained spans in it (all of the document's own
+    texts, and the end-of-text token).
 
-    render   a conversation → its text by the chat template, from which the placeholder of an image is taken
-    eos      the tokenizer's end-of-text token; None: documents end without
+    render   a conversation → its text by the chat template; shows how an image's placeholder is written
+    eos      the tokenizer's end-of-text token; None: documents end without one
 
     Raises ValueError when the template does not write an image between the texts around it.
     """

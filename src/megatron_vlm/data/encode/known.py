@@ -1,11 +1,11 @@
 """What the known HF processors make of a conversation, without their detours.
 
-Images and frames of videos stay bytes: decoded, resized by the same kernel as theirs, cut into patches once.
-`models.pixels` does the rest, on the device, and the result is theirs to the bit. Ids come from
-`data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
+Images and frames of videos stay bytes: they are decoded, resized by the kernel that the processors use, and
+cut into patches once. `models.pixels` does the rest on the device; the result equals theirs to the bit. Ids
+come from `data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
 
-A known processor is a line in KNOWN. Any other, and a known one with settings whose effect is not known here,
-is called itself (`processors`).
+A known processor is a line in KNOWN. Any other processor, or a known one with settings whose effect is not
+known here, is called itself (`processors`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_vlm.data.media.videos import VideoPlan
 
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
 NEEDED = ("do_resize", "do_rescale", "do_normalize")
-# images are RGB, and padded in any case; frames of videos are chosen before
+# images are RGB already and padded in any case; frames of videos are chosen before
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 
 ImageArray = np.ndarray  # (H, W, 3) uint8
@@ -43,19 +43,19 @@ ImageArray = np.ndarray  # (H, W, 3) uint8
 class Known:
     """What one processor class of transformers does to images and videos."""
 
-    image_processor: str  # the class
-    size_keys: tuple[str, ...]  # of its `size`
-    target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → after resizing
-    image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height, width after resizing)
+    image_processor: str  # its class
+    size_keys: tuple[str, ...]  # the keys of its `size`
+    target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → both after resizing
+    image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height and width after resizing) → ids
     tensors: Callable[[Any, ImageArray], dict[str, Tensor]]  # (processor, a resized image) → what is batched
-    video_processor: str | None = None  # the class
-    # (processor, a video) → what is batched besides its pixels and grid
+    video_processor: str | None = None  # its class
+    # (processor, a video) → what is batched besides the video's pixels and grid
     video_fields: Callable[[Any, VideoPlan], dict[str, Tensor]] = lambda processor, plan: {}
 
 
 class KnownProcessor:
-    """A `Processor` that does the work itself: equal ids, masks and spans, and uint8 pixels that a
-    `PixelNormalizer` makes equal to the HF processor's."""
+    """A `Processor` that does the work itself: ids, masks and spans equal the HF processor's, and so do the
+    uint8 pixels once a `PixelNormalizer` has normalized them."""
 
     decode = staticmethod(decode_pixels)
 
@@ -77,7 +77,7 @@ class KnownProcessor:
         text: EncodedText | None = None,
     ) -> tuple[EncodedText, dict[str, Tensor]]:
         tensors, sizes = [], []
-        for image in images:  # each cut right after it was decoded: its pixels are still in the caches
+        for image in images:  # cut each image right after it is decoded: its pixels are still in the caches
             tensors.append(self._known.tensors(self._processor, self._resized(image)))
             sizes.append(image.shape[1::-1])
         if text is None:
@@ -111,7 +111,7 @@ class KnownProcessor:
 
 
 def why_unknown(processor: ProcessorMixin) -> str | None:
-    """Why a processor's work cannot be done here; None where it can."""
+    """Why a processor's work cannot be done here; None if it can."""
     name = type(processor).__name__
     known = KNOWN.get(name)
     if known is None or not _is_transformers(processor):
@@ -142,10 +142,10 @@ def _is_transformers(part: Any) -> bool:
 
 
 def _resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
-    """An image or frames, (..., H, W, 3) uint8."""
+    """An image or frames, (..., H, W, 3) uint8, resized to `size`."""
     if size == pixels.shape[-3:-1]:
         return pixels
-    # colours last in memory: more than twice as fast as colour by colour, and equal
+    # colours stay last in memory: more than twice as fast as colour by colour, with equal results
     colours_first = torch.from_numpy(pixels).movedim(-1, -3)
     resized = tv.resize(colours_first, list(size), RESAMPLE[int(resample)], antialias=True)
     return resized.movedim(-3, -1).numpy()
@@ -169,7 +169,7 @@ def _grid_ids(processor: Any, height: int, width: int) -> np.ndarray:
 
 
 def _pixtral_ids(processor: Any, height: int, width: int) -> np.ndarray:
-    """Rows of image tokens, each closed by a break token, the last by the end token."""
+    """Rows of image tokens. A break token closes each row, the end token the last one."""
     merged = processor.patch_size * processor.spatial_merge_size
     ids = np.full((height // merged, width // merged + 1), processor.image_token_id)
     ids[:, -1] = processor.image_break_token_id
@@ -207,15 +207,18 @@ def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
 
 
 def _patches(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
-    """Of frames (T, H, W, 3), so many together, in the order in which the tower merges patches.
+    """The patches of frames (T, H, W, 3), one per row, in the order in which the tower merges patches.
 
-    Copied by whole lines of a patch, as one opaque value each.
+    A patch spans `moments` frames.
     """
     side, merge = part.patch_size, part.merge_size
     times, height, width, _ = frames.shape
+    # a line of a patch is copied as one opaque value, not colour by colour
     lines = np.ascontiguousarray(frames).reshape(times, height, width * 3).view(f"V{3 * side}")
     across = width // side // merge
     cut = lines.reshape(times // moments, moments, height // side // merge, merge, side, across, merge)
+    # The tower merges squares of merge x merge patches, so the patches of a square follow one another: time,
+    # row and column of the square, row and column of the patch in it, then its moments and lines.
     merged = np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 1, 4))
     return torch.from_numpy(merged.view(np.uint8).reshape(-1, moments * side * side * 3))
 

@@ -1,4 +1,4 @@
-"""Where things lie in a rendered conversation: in its characters, through a processor, in its tokens."""
+"""Where things lie in a rendered conversation: in characters, then through a processor, then in tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
 )
 MARK_PAIRS = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
 MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
-# Ours, and the two characters with which transformers >= 5.23 marks control tokens.
+# Our marks, and the two characters with which transformers >= 5.23 marks control tokens.
 RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}\U000f0000\U000f0001]")
 
 Span = tuple[int, int]
@@ -24,16 +24,16 @@ Span = tuple[int, int]
 
 @dataclass
 class RenderedChat:
-    """A rendered conversation and where things lie in it, in characters; spans may touch, none overlap."""
+    """A rendered conversation and the character spans of what lies in it; spans may touch but not overlap."""
 
     text: str
     replies: list[Span]
     images: list[Span]
     videos: list[Span]
-    add_special_tokens: bool = True  # False where the template wrote the BOS token
+    add_special_tokens: bool = True  # False if the template wrote the BOS token
 
     def with_media(self, texts: list[str]) -> RenderedChat:
-        """`texts` in the places of the images and then of the videos."""
+        """The conversation with `texts` in place of the images, then of the videos."""
         pieces, read, stops, shifts = [], 0, [], [0]
         for (start, stop), text in sorted(zip([*self.images, *self.videos], texts, strict=True)):
             pieces += [self.text[read:start], text]
@@ -57,7 +57,7 @@ class MarkedTokenizer:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_tokenizer":  # asked for before __init__ ran, as when copied
+        if name.startswith("__") or name == "_tokenizer":  # copying asks for these before __init__ has run
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
@@ -90,7 +90,7 @@ def with_marks(prompt: RenderedChat) -> str:
 
 
 def without_marks(text: str) -> RenderedChat:
-    """What `with_marks` marked, and what a processor wrote between its marks."""
+    """The inverse of `with_marks`, also after a processor has changed what is between the marks."""
     found: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
     for removed, match in enumerate(MARKS.finditer(text)):
         found[match[0]].append(match.start() - removed)
@@ -101,17 +101,17 @@ def without_marks(text: str) -> RenderedChat:
 
 
 def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
-    """The mask of the replies' tokens, the spans of images and of videos, from the characters of each token.
+    """(mask of the replies' tokens, token spans of images, of videos), from the characters of each token.
 
-    A token that straddles a reply's edge is of the reply. One that straddles a placeholder's is not of it: a
-    newline token may reach from one image's end into the next's start.
+    A token across a reply's edge belongs to the reply. A token across a placeholder's edge does not belong to
+    the placeholder: a newline token may reach from the end of one image into the start of the next.
     """
     edges = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
     starts, stops = edges.T
     trained = np.zeros(len(prompt.text) + 1, np.int64)
     for start, stop in prompt.replies:
         trained[start + 1 : stop + 1] = 1
-    trained = trained.cumsum()  # characters of replies before each character
+    trained = trained.cumsum()  # at each character, how many characters before it are of replies
 
     def tokens(span: Span) -> Span:
         inside = np.flatnonzero((starts >= span[0]) & (stops <= span[1]) & (stops > starts))

@@ -1,4 +1,4 @@
-"""The task encoder of packed rows: measures samples first, and joins several to a row."""
+"""The task encoder of packed rows, which measures samples first and joins several to a row."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class MeasuredSample(Sample):
 
 
 class PackingVLMTaskEncoder(VLMTaskEncoder):
-    """Encodes in two halves, so that a buffer of samples is packed before their images are decoded:
-    `preencode_sample` reads text and the headers of media, `postencode_sample` decodes them.
+    """Encodes in two steps, so that a buffer of samples is packed before their images are decoded:
+    `preencode_sample` reads text and the headers of media, `postencode_sample` decodes the media.
 
     Rows hold several documents and are padded to `seq_length`.
 
-    Raises ValueError for a processor that cannot tell an image's tokens from its size.
+    Raises ValueError if the processor cannot tell an image's number of tokens from its size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.documents.processing.sizes  # noqa: B018  raises here, not in a worker
+        self.documents.processing.sizes  # noqa: B018  so it raises here, not in a worker
 
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
-        """Raises as `measure`."""
+        """A measured sample. Raises as `measure`."""
         return MeasuredSample.derive_from(sample, conversation=sample, measured=self.measure(sample))
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> HFEncoderTaskSample:
-        """One document. Raises SkipSample, after counting the drop, for images that cannot be decoded."""
+        """One document. Raises SkipSample, after counting the drop, if its images cannot be decoded."""
         measured = sample.measured
         with self._counting_drops(sample):
             encoded = self.documents.encode(sample.conversation, measured)
@@ -51,7 +51,7 @@ class PackingVLMTaskEncoder(VLMTaskEncoder):
                 f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
                 "please report this, and use data.packing=none meanwhile."
             )
-        encoded.__restore_key__ = sample.__restore_key__  # of this stage, not of the conversation's
+        encoded.__restore_key__ = sample.__restore_key__  # that of this stage, not of the conversation
         self.drops.keep()
         return encoded
 
@@ -62,13 +62,13 @@ class PackingVLMTaskEncoder(VLMTaskEncoder):
         return self.pack_selected_samples(documents)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
-        """Each sample in exactly one row; decided by the samples' lengths and patches alone."""
+        """Rows, with each sample in exactly one; only the samples' lengths and patches decide which."""
         sizes = [sample.measured for sample in samples]
         rows = self.select_rows([size.length for size in sizes], [size.patches for size in sizes])
         return [[samples[index] for index in row] for row in rows]
 
     def select_rows(self, lengths: list[int], patches: list[int]) -> list[list[int]]:
-        """As `select_samples_to_pack`, of samples by their place in the lists."""
+        """`select_samples_to_pack` for samples given as indices into the lists."""
         return pack_buffer(lengths, self.data.seq_length, patches, self.data.max_patches)
 
     @stateless
@@ -87,12 +87,12 @@ class PackingVLMTaskEncoder(VLMTaskEncoder):
 
     @stateless
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
-        """Rows of `seq_length`."""
+        """The samples as rows, padded to `seq_length`."""
         return self._batch_rows(samples, self.data.seq_length)
 
 
 def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
-    """One packed row: the samples' documents one after another, numbered through, positions restarting."""
+    """One packed row: the samples' documents in sequence, numbered from 1; positions restart in each."""
     numbers, count = [], 0
     for sample in samples:
         numbers.append(sample.attention_mask + count)

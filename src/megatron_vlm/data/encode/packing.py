@@ -1,8 +1,8 @@
-"""Which documents share a row: packing of exact lengths under a token and a patch budget, balanced order.
+"""Which documents share a row, under a token and a patch budget, and in which balanced order rows come.
 
-Pure numpy; nothing here knows what a sample is. A document is an index into the arrays of its costs, and
-every document given is in exactly one row that comes back. One over a budget raises ValueError: the caller
-drops and counts it before.
+Pure numpy; nothing here knows what a sample is. A document is an index into the arrays of costs, and every
+document given is in exactly one returned row. A document over a budget raises ValueError: the caller drops
+and counts it before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 
 from megatron_vlm.data.ledger import check_each_once
 
-STRIPS_PER_ROOT = 3  # strips of equal patches for each root of the number of groups
-TRIES = 16  # lengths looked at one by one before all at once
+STRIPS_PER_ROOT = 3  # strips of equal patches = this times the square root of the number of groups
+TRIES = 16  # lengths that are tried one by one, before the rest at once
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Rows:
         return (self[row] for row in range(len(self)))
 
     def sums(self, costs: ndarray) -> ndarray:
-        """What each row costs, where `costs` says it of each document."""
+        """The cost of each row, given the cost of each document."""
         return np.add.reduceat(costs[self.documents], self.starts[:-1]) if len(self) else costs[:0]
 
 
@@ -50,14 +50,14 @@ def pack(
     patch_capacity: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> Rows:
-    """First-fit decreasing: few rows of at most `capacity` tokens and `patch_capacity` patches each.
+    """Few rows of at most `capacity` tokens and `patch_capacity` patches each, by first-fit decreasing.
 
-    `rng` decides which of several documents of one length goes where and the order of documents in a row;
-    None: the first comes first, longest first. Rows come in no useful order (see `balanced_order`).
+    `rng` decides which of several documents of equal length goes where, and the order of documents in a row;
+    None: the first comes first, longer before shorter. The order of rows has no use (see `balanced_order`).
 
-    First fit of sorted lengths fills one row after the other with the longest document that still fits, so a
-    row is found once per combination of lengths and repeated while there are enough documents: at most one
-    combination per distinct length. Where that breaks the patch budget, documents are placed one by one.
+    First fit of sorted lengths fills one row after the other with the longest document that still fits. So a
+    combination of lengths is found once and repeated while there are enough documents: there is at most one
+    combination per distinct length. If that breaks the patch budget, documents are placed one by one.
     """
     lengths = np.asarray(lengths, int)
     _check_fits(lengths, capacity, "tokens")
@@ -75,7 +75,7 @@ def pack(
 def pack_buffer(
     lengths: list[int], capacity: int, patches: list[int], patch_capacity: int | None
 ) -> list[list[int]]:
-    """The documents of each row, rows in a random order that follows from the lengths alone.
+    """The documents of each row; rows are in a random order for which the lengths are the only seed.
 
     So equal buffers give equal rows, wherever and whenever they are packed.
     """
@@ -95,11 +95,11 @@ def balanced_order(
 ) -> ndarray:
     """A random order of rows in which every `group` neighbours cost about the same in attention and patches.
 
-    Rows are sorted by patches into strips and within a strip by attention, cut into groups, and the groups
-    put in random order, as the rows within each. The first `unbalanced` rows are any (they complete a group
-    that an earlier epoch began); so are the last ones when the rest is no multiple of `group`.
+    Rows are sorted by patches into strips, and within a strip by attention. They are cut into groups, and the
+    groups, and the rows in each group, are put in random order. The first `unbalanced` rows are random (they
+    complete a group that an earlier epoch began), and so are the last if the rest does not fill a group.
     """
-    order = rng.permutation(len(attention))  # also decides between equals below
+    order = rng.permutation(len(attention))  # decides the order of equal rows below, too
     first, rest = order[:unbalanced], order[unbalanced:]
     whole = len(rest) // group * group
     last, rest = rest[whole:], rest[:whole]
@@ -142,7 +142,7 @@ def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
 
 
 def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int]]:
-    """(lengths of a row, number of such rows), until `counts` documents of each length are used up."""
+    """(lengths in a row, number of such rows), until `counts` documents of each length are used up."""
     lengths = _Lengths(counts)
     while (length := lengths.longest(capacity)) > 0:
         pattern, left, repeat = [], capacity, counts[length]
@@ -158,14 +158,14 @@ def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int
 
 
 class _Lengths:
-    """Of which lengths anything is left in `waiting`, a list by length; what is gone does not come back."""
+    """Finds lengths of which `waiting`, a list by length, still has documents; a used-up length stays so."""
 
     def __init__(self, waiting: list) -> None:
         self._waiting = waiting
-        self._shorter = list(range(-1, len(waiting) - 1))  # a step towards the next length that is left
+        self._shorter = list(range(-1, len(waiting) - 1))  # for each length, a step down to one that is left
 
     def longest(self, most: int) -> int:
-        """The greatest length up to `most`; 0 or less when there is none."""
+        """The greatest length left, up to `most`; 0 or less if there is none."""
         waiting, shorter = self._waiting, self._shorter
         while most > 0 and not waiting[most]:
             if (step := shorter[most]) > 0 and not waiting[step]:
@@ -177,8 +177,8 @@ class _Lengths:
 def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, order: ndarray) -> Rows:
     """First-fit decreasing under both budgets, row by row: the longest document that fits in both.
 
-    Of documents of one length the one with the most patches that fit goes first, so that text is left to fill
-    rows whose patches are used up.
+    Among documents of one length, the one with the most patches that fit goes first. So documents without
+    images are left for rows whose patches are used up.
     """
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
     by_patches = order[np.argsort(-patches[order], kind="stable")]
@@ -201,7 +201,7 @@ def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, ord
 
 
 def _longest_within(longest: Callable, waiting: list, fewest: ndarray, left: int, patches_left: int) -> int:
-    """The greatest length up to `left` with a document of at most `patches_left` patches; 0 for none."""
+    """The greatest length up to `left` with a document of at most `patches_left` patches; 0 if none."""
     length = left
     for _ in range(TRIES):
         length = longest(length)

@@ -1,4 +1,4 @@
-"""From a conversation and its media to ids and pixels, as a known or as any HF processor makes them."""
+"""Ids and pixels of a conversation and its media, from a known HF processor or from any other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron_vlm.data.media.videos import VideoPlan
 
 
 class Processor(Protocol):
-    """All give equal results, once the device has normalized raw pixels."""
+    """Ids and pixels of a conversation; all give equal results once the device has normalized raw pixels."""
 
-    sizes: SizeEncoder  # raises ValueError where an image's tokens cannot be told from its size
-    decode: Callable[..., Any]  # (an image file, most pixels, fewest pixels) → what a call takes as image
+    sizes: SizeEncoder  # raises ValueError if an image's size does not tell its number of tokens
+    decode: Callable[..., Any]  # (image file, most pixels, fewest pixels) → an image as `__call__` takes it
 
     def measure(
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
     ) -> EncodedText:
-        """The text, from images' (width, height) and without the frames of videos: equal to a call's, or of
-        equal length."""
+        """The text, from the (width, height) of images and the plans of videos. It equals the text of a call,
+        or has equal length."""
 
     def __call__(
         self,
@@ -39,14 +39,14 @@ class Processor(Protocol):
         videos: list[tuple[np.ndarray, VideoPlan]],
         text: EncodedText | None = None,
     ) -> tuple[EncodedText, dict[str, Tensor]]:
-        """The text, and the processor's other outputs by name. `text` is what `measure` gave, where it did.
+        """The text, and the processor's other outputs by name. `text` is what `measure` gave, if called.
 
         Raises BadSample when the processor refuses what it gets.
         """
 
 
 class HFProcessor:
-    """Any Hugging Face processor, called once for a conversation."""
+    """Any Hugging Face processor, called once per conversation."""
 
     decode = staticmethod(decode_image)
 
@@ -65,7 +65,7 @@ class HFProcessor:
 
 
 def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Processor, str | None]:
-    """The fastest that is right, and why it is not a known processor's; None where it is."""
+    """The fastest correct one, and why the HF processor itself is called; None if it is not."""
     theirs = HFProcessor(processor, text)
     if reason := why_unknown(processor):
         return theirs, reason

@@ -1,8 +1,8 @@
 """A sample's token ids from its text and the sizes of its images, without their pixels.
 
-The processor is asked once, with a small image, what it writes for an image and how many of the tokens it
-counts; from then on a text in which every image is written as short as possible is tokenized, and each image
-grown to the processor's own count of tokens for its size (`_get_num_multimodal_tokens`).
+The processor is asked once, with a small image, what it writes for an image and how many of those tokens it
+counts. From then on, a text with every image as short as possible is tokenized, and each image then grows to
+the processor's own count of tokens for its size (`_get_num_multimodal_tokens`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
 
-# Pixels along the side of a tower's patch where the processor does not say: that of SigLIP, Gemma3's tower.
+# Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
-ImageTokens = tuple[np.ndarray, int]  # an image's ids without what frames them, and its raw patches
+ImageTokens = tuple[np.ndarray, int]  # an image's ids without its begin and end tokens, and its raw patches
 
 
 class SizeEncoder:
-    """Called as a `TextEncoder`, with the tokens of images and the plans of videos instead of their pixels.
+    """A `TextEncoder` that takes the tokens of images and the plans of videos instead of their pixels.
 
-    Raises ValueError when the processor cannot tell how many tokens an image of a given size becomes.
+    Raises ValueError if the processor cannot tell how many tokens an image of a given size becomes.
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
@@ -58,7 +58,7 @@ class SizeEncoder:
     def __call__(
         self, prompt: RenderedChat, images: list[ImageTokens], plans: list[VideoPlan]
     ) -> EncodedText:
-        """Raises BadSample when the processor refuses a video."""
+        """The text in tokens. Raises BadSample if the processor refuses a video."""
         videos = [self._video(plan) for plan in plans]
         texts = [self._short_image] * len(images)
         texts += [
@@ -80,13 +80,13 @@ class SizeEncoder:
         return EncodedText(ids, mask, spans[:count], spans[count:], patches, grids)
 
     def counted(self, size: tuple[int, int]) -> ImageTokens:
-        """What an image of (width, height) becomes, by the processor's own count of its tokens. The count is
-        exact, the order is not: row breaks are not placed."""
+        """The tokens of an image of (width, height), by the processor's own count. The count is exact, the
+        order is not: row breaks are not placed."""
         tokens, patches = self._count(size)
         return np.full(tokens, self._image_id), patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
-        """The raw patches in the tensors of an encoded sample, padding aside."""
+        """The number of raw patches in the tensors of an encoded sample, without padding."""
         if visual_inputs is None:
             return 0
         grids = (visual_inputs.image_grid_thw, visual_inputs.video_grid_thw)
@@ -99,8 +99,8 @@ class SizeEncoder:
         return images * (height // self.patch_size) * (width // self.patch_size)
 
     def _probe(self) -> tuple[str, int, int]:
-        """The shortest text of an image, the id of the image token, and how many tokens of the text the
-        processor counts, that id's the first."""
+        """The shortest text of an image, the id of the image token, and how many tokens of that text the
+        processor counts; the first of these is the image token."""
         prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
@@ -113,8 +113,8 @@ class SizeEncoder:
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
-        """What the tokenizer or the processor calls so, or else the most frequent of the added tokens among
-        `ids`: there may be more newlines around a small image than tokens in it."""
+        """The image token that the tokenizer or the processor names; else the most frequent added token among
+        `ids`: a small image may have more newlines around it than tokens in it."""
         counts, tokenizer = (
             dict(zip(*np.unique(ids, return_counts=True), strict=True)),
             self._processor.tokenizer,
@@ -130,9 +130,9 @@ class SizeEncoder:
         return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
 
     def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
-        """(its text with one token for each run of placeholders, the lengths of these runs, its grid).
+        """(the video's text with one token per run of placeholders, the lengths of the runs, its grid).
 
-        The video processor works on frames without memory, and so applies its own rules to their shape.
+        The video processor gets frames without memory, so its own rules apply to their shape.
         """
         width, height = plan.size
         frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
@@ -161,11 +161,11 @@ class SizeEncoder:
         return np.repeat(short_ids, repeats)
 
     def _count(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Tokens, by the processor's own count, and raw patches."""
+        """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
         has_grids = hasattr(self._processor.image_processor, "merge_size")
         if not has_grids and height in (1, 3):
-            height = 4  # Pixtral's takes 1 or 3 rows for channels; as 4 rows, they are one row of patches
+            height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         try:
             told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
@@ -183,7 +183,7 @@ class SizeEncoder:
 def _grown(
     ids: np.ndarray, mask: np.ndarray, spans: list[Span], grown: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, list[Span]]:
-    """Ids, mask and spans with other ids in each span; none of a span is of a reply."""
+    """Ids, mask and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
     new_ids, new_mask, new_spans, read, written = [], [], list(spans), 0, 0
     for index in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[index]
@@ -197,14 +197,14 @@ def _grown(
 
 
 def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is resized to one size for all, as for Gemma3."""
+    """(height, width) of an image that is resized to one size for all images, as for Gemma3."""
     size = processor.image_processor.size
     return size["height"], size["width"]
 
 
 def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is resized into a square and up to whole image tokens."""
+    """(height, width) of an image that is scaled to fit a square and rounded up to whole image tokens."""
     longest = processor.image_processor.size["longest_edge"]
     merged = processor.patch_size * processor.spatial_merge_size
-    image = np.broadcast_to(np.uint8(0), (3, height, width))  # an image is wanted, its shape looked at
+    image = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
     return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))

@@ -3,13 +3,13 @@
 1. The chat template is rendered once (`chat_template`).
 2. Marks (private-use characters, removed from all record text before) are put around every reply and every
    image or video placeholder, and the processor is called once on the marked text.
-3. The processor expands placeholders and calls its tokenizer: here a stand-in that takes the marks out,
-   notes where they were, and tokenizes the clean text with offsets.
+3. The processor expands placeholders and calls its tokenizer. Here that is a stand-in, which takes the marks
+   out, notes where they were, and tokenizes the clean text with offsets.
 
-Where the expanded text is known without the processor, 2 and 3 are a call of the tokenizer (`tokenize`).
+If the expanded text is known without the processor, 2 and 3 are one call of the tokenizer (`tokenize`).
 
-So ids are the ones the processor makes without us, and spans are exact at any expansion, without searching
-ids for text. (Transformers' own assistant mask is wrong with images up to 5.17.)
+So the ids are those that the processor alone would make, and spans are exact however placeholders expand; no
+ids are searched for text. (Up to Transformers 5.17, its own assistant mask is wrong with images.)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 
 @dataclass
 class EncodedText:
-    """A conversation in tokens. What stands for media is known from their sizes, without their pixels."""
+    """A conversation in tokens. Those that stand for media depend on the media's sizes, not on pixels."""
 
     input_ids: np.ndarray  # (T,) int64
     reply_mask: np.ndarray  # (T,) bool: tokens of the assistant's replies
     images: list[Span]  # the tokens that stand for each image, its markers included
-    videos: list[Span]  # likewise, with the begin and end of a video around them
-    image_patches: list[int] = field(default_factory=list)  # raw patches of each image, where measured
-    video_grids: list[Grid] = field(default_factory=list)  # likewise
+    videos: list[Span]  # likewise, with the begin and end tokens around a video
+    image_patches: list[int] = field(default_factory=list)  # raw patches of each image, if measured
+    video_grids: list[Grid] = field(default_factory=list)  # the grid of each video, if measured
 
     def __len__(self) -> int:
         return len(self.reply_mask)
@@ -48,7 +48,7 @@ class EncodedText:
 class TextEncoder:
     """Calls a Hugging Face processor once per conversation; see the module's docstring.
 
-    Raises ValueError when the tokenizer has no offsets (only fast tokenizers do), and as `ChatTemplate`.
+    Raises ValueError if the tokenizer gives no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
     def __init__(self, processor: ProcessorMixin, chat_template: str | None = None):
@@ -70,7 +70,7 @@ class TextEncoder:
 
         The prompt has a place for each of `images` and `videos`. The arguments are not changed.
 
-        Raises BadSample when the processor refuses them.
+        Raises BadSample if the processor refuses them.
         """
         options = {}
         if videos:
@@ -94,7 +94,7 @@ class TextEncoder:
         return EncodedText(input_ids, mask, *media), outputs
 
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
-        """The prompt as it stands, in the ids that a call of the tokenizer gives."""
+        """The prompt as it stands, with the ids that a call of the tokenizer would give."""
         tokenizer, text, special = self.tokenizer, prompt.text, prompt.add_special_tokens
         if _only_wraps(tokenizer):
             encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
@@ -106,8 +106,8 @@ class TextEncoder:
 
 
 def _only_wraps(tokenizer: Any) -> bool:
-    """Whether a call is one of the Rust tokenizer, as that is now, and nothing else; a call makes it so again
-    after one that padded or cut."""
+    """Whether calling this tokenizer is exactly one call of the Rust tokenizer in its present state. A call
+    that pads or truncates changes that state; the next plain call resets it."""
     base, cls, backend = PreTrainedTokenizerFast, type(tokenizer), tokenizer.backend_tokenizer
     return (
         (cls.__call__, cls._encode_plus) == (base.__call__, base._encode_plus)
@@ -117,7 +117,7 @@ def _only_wraps(tokenizer: Any) -> bool:
 
 
 def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
-    """What tells a processor that frames are chosen and when each is shown."""
+    """The options that tell a processor that frames are already chosen, and when each is shown."""
     return {
         "do_sample_frames": False,
         "video_metadata": [plan.metadata for plan in plans],
@@ -126,5 +126,6 @@ def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
 
 
 def most_characters(tokenizer: Any, tokens: int) -> int:
-    """No text with more can become so few tokens: normalizers compose at most four characters to one."""
+    """A number of characters: any longer text has more than `tokens` tokens, as normalizers compose at most
+    four characters to one."""
     return 4 * tokens * max(map(len, tokenizer.get_vocab()))

@@ -11,7 +11,7 @@ from megatron_vlm.data.encode.text import EncodedText
 def truncated(
     text: EncodedText, visual: GenericVisualInputs | None, length: int, images: int, videos: int
 ) -> tuple[EncodedText, GenericVisualInputs | None]:
-    """The first `length` tokens, `images` and `videos`, as `cut` says where."""
+    """Text and visual inputs cut to the first `length` tokens, `images` and `videos` (see `cut`)."""
     kept_text = EncodedText(
         text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos]
     )
@@ -22,8 +22,7 @@ def truncated(
 
 
 def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:
-    """Where to cut to at most `length` tokens without going through an image or a video, and how many images
-    and videos remain."""
+    """(tokens, images, videos) that remain of at most `length` tokens without cutting an image or a video."""
     for start, stop in [*images, *videos]:
         if start < length < stop:
             length = start
@@ -33,8 +32,8 @@ def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, 
 def first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> GenericVisualInputs | None:
     """The tensors of the first `keep` of `images` images.
 
-    Every tensor must have one entry per image, or be patches that `image_grid_thw` counts; raises BadSample
-    `over_length` for any other layout (such as crops of images).
+    Every tensor must have one entry per image, or hold the patches that `image_grid_thw` counts. Raises
+    BadSample `over_length` for any other layout (such as crops of images).
     """
     if visual is None or keep == 0:
         return None

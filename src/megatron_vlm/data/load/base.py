@@ -1,6 +1,6 @@
 """What the Energon and the Hugging Face loaders share.
 
-Equal lengths over ranks, and what of encoder and processor a loader's fingerprint holds.
+Validation has equal length on every rank; a fingerprint holds the settings of encoder and processor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrainLoader(ABC):
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._make_batches()
-        batches, self._batches = self._batches, iter(())  # for good when there is an error
+        batches, self._batches = self._batches, iter(())  # stays empty after an error
         batch = next_or_too_many_drops(batches, self._drops)
         if batch is None:
             raise RuntimeError("loader: an earlier error ended it; load the last saved state into a new one.")
@@ -49,27 +49,27 @@ class TrainLoader(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict:
-        """JSON data."""
+        """The state as JSON data."""
 
     @abstractmethod
     def load_state_dict(self, state: dict) -> None:
-        """Continue after the batch that `state` was saved behind; only before the first batch.
+        """Continue after the batch at which `state` was saved. Call it before the first batch.
 
-        Raises ValueError that names the difference when the state is of another dataset, rank or setting.
+        Raises ValueError that names the difference if the state is of another dataset, rank or setting.
         """
 
     @abstractmethod
     def load_states(self, states: list[dict]) -> None:
-        """Continue where the ranks of a run stopped, given their states in order, however many there are now.
+        """Continue where the ranks of a run stopped, given their states in order. Their number may change.
 
-        Raises ValueError as `load_state_dict`, also where a source cannot go on with another number of ranks.
+        Raises ValueError as `load_state_dict`, and for a source that needs the same number of ranks.
         """
 
     @abstractmethod
     def replay(self, restore_key: Any) -> Batch:
-        """The batch whose `__restore_key__` this is, from this dataset, in this or a later process.
+        """The batch with this `__restore_key__`, of this dataset, in this or a later process.
 
-        It may come from any rank and any number of workers.
+        Any rank with any number of workers may have made it.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class TrainLoader(ABC):
         return {"format": FORMAT, "fingerprint": self.fingerprint, **content}
 
     def _check(self, state: dict, **instead: Any) -> None:
-        """That `state`, with some of its fingerprint replaced, fits this loader."""
+        """Raises ValueError unless `state` fits this loader; `instead` replaces fields of its fingerprint."""
         if self._batches is not None:
             raise RuntimeError("loader: load_state_dict after the first batch; load it into a new loader.")
         if state.get("format") != FORMAT:
@@ -89,17 +89,17 @@ class TrainLoader(ABC):
 
 
 class ValidLoader(ABC):
-    """Each `for` is one pass, with workers of its own that end with it.
+    """Iterates over the validation split. Each `for` is one pass, with its own workers, which end with it.
 
-    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys), so that
-    every rank yields `len(self)` batches, takes part in every collective and adds nothing to a token mean.
-    One without any batch of its own repeats the first of all.
+    A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys). So each
+    rank yields `len(self)` batches and takes part in all collectives; the copies add nothing to a token mean.
+    A rank without any batch of its own copies the first batch of the whole split.
     """
 
     name: str  # what is read, for messages
-    _mine: Any  # what `_open` takes for this rank's share, and for all of it
-    _all: Any
-    _loader: DataLoader | None = None  # of the pass under way
+    _mine: Any  # this rank's share, as `_open` takes it
+    _all: Any  # the whole split, likewise
+    _loader: DataLoader | None = None  # of the current pass
 
     def __init__(self, drops: LimitedDrops, length: int) -> None:
         self._drops, self._length = drops, length
@@ -119,7 +119,7 @@ class ValidLoader(ABC):
             yielded += 1
 
     def close(self) -> None:
-        """End the workers of a pass under way at once."""
+        """End the workers of the current pass at once."""
         if self._loader is not None:
             close_loader(self._loader)
 
@@ -145,12 +145,12 @@ class ValidLoader(ABC):
 
 
 def encoder_settings(encoder) -> dict:
-    """What of the encoder and its processor decides a sample's tokens and pixels, as JSON data."""
+    """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
     names += ("video_fps", "video_max_frames", "video_max_pixels")
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
-    of_calls = ("padding", "truncation")  # as the latest call left them
+    of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
     return {name: getattr(encoder.data, name) for name in names} | {
         "images_or_videos": encoder.needs.images_or_videos,
         "chat_template": digest(encoder.documents.chat.text),
@@ -160,17 +160,17 @@ def encoder_settings(encoder) -> dict:
 
 
 def _image_settings(processor: Any | None) -> dict:
-    """Those that matter: a later version of Transformers may have more."""
+    """The settings that matter; a later version of Transformers may have more."""
     found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
     size = dict(getattr(processor, "size", None) or {})
     return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}
 
 
 def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Batch | None:
-    """The next batch, None after the last; why a worker gave up or was killed comes without traceback."""
+    """The next batch; None after the last. If a worker gave up or was killed, the error says why in short."""
     try:
         batch = next(batches, None)
-    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: ended while handing over
+    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: it died while sending a batch
         drops.check()
         if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
             raise RuntimeError(worker_death(error)) from error
@@ -180,8 +180,8 @@ def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Bat
 
 
 def close_loader(loader: DataLoader) -> None:
-    """End the workers at once; left to garbage collection, Energon's take 5 s each."""
+    """End the workers at once; garbage collection would take 5 s for each worker of Energon."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:
-        with contextlib.suppress(RuntimeError):  # torch reports here, too, a worker that was killed
+        with contextlib.suppress(RuntimeError):  # torch reports a killed worker here, too
             iterator._shutdown_workers()

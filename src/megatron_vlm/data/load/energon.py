@@ -51,7 +51,7 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 class EnergonProvider:
     """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
 
-    Of several paths, an epoch has every sample of each as often as `repetitions` says, once by default.
+    With several paths, `repetitions` says how often an epoch has every sample of each path; default: once.
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
     """
 
@@ -61,11 +61,10 @@ class EnergonProvider:
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
     ) -> EnergonTrainLoader:
-        """Shuffled, endless and savable; `rank` and `world_size` are those of data parallelism.
+        """A shuffled, endless, savable loader; `rank` and `world_size` are those of data parallelism.
 
-        Raises ValueError for a dataset description that names code, a shard that is truncated, fewer samples
-        than data workers, or an encoder whose buffers could not be restored; FileNotFoundError for a shard
-        that is missing.
+        Raises ValueError for a dataset description that names code, a truncated shard, fewer samples than
+        workers, or an encoder whose buffers could not be restored; FileNotFoundError for a missing shard.
         """
         data, paths = self._data, paths_of(self._data.train_data_path)
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
@@ -99,9 +98,9 @@ class EnergonProvider:
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> EnergonValidLoader | None:
-        """Finite, in stored order, each sample on exactly one rank, the same number of batches on every rank.
+        """A finite loader in stored order: each sample on exactly one rank, as many batches on every rank.
 
-        None when no validation path is set and the training dataset has no `val` split.
+        None if no validation path is set and the training dataset has no `val` split.
         """
         data = self._data
         paths = paths_of(data.valid_data_path or data.train_data_path)
@@ -132,7 +131,7 @@ class EnergonProvider:
 
 
 class EnergonTrainLoader(TrainLoader):
-    """See the base. What a worker reads depends on the number of ranks and of workers."""
+    """The base's loader over Energon. What a worker reads depends on the number of ranks and of workers."""
 
     def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
         _guard_readers(dataset)
@@ -159,8 +158,8 @@ class EnergonTrainLoader(TrainLoader):
         saved = from_json_data(state["energon"])
         self._loader.restore_state_rank(saved)
         if saved is not None and self._loader.num_workers > 0:
-            # Energon 7.4.1 forgets the offset into a worker's checkpoint here, so that saving again before
-            # every worker has yielded would repeat samples.
+            # Energon 7.4.1 forgets the offset into a worker's checkpoint here: a state saved before every
+            # worker has yielded would repeat samples.
             self._loader._worker_sample_counters = [
                 (0 if worker.state is None else worker.state.sample_index) - 1 + worker.offset
                 for worker in saved.worker_states
@@ -178,7 +177,7 @@ class EnergonTrainLoader(TrainLoader):
 
 
 class EnergonValidLoader(ValidLoader):
-    """See the base; a share is the workers that read it."""
+    """The base's loader over Energon; a share is the worker configuration that reads it."""
 
     def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
         self.name = f"the 'val' split of {', '.join(paths)}"
@@ -205,7 +204,7 @@ class EnergonValidLoader(ValidLoader):
         return dataset
 
     def _most_batches_of_a_rank(self) -> int:
-        """One rank of world_size x num_workers workers is cut the same way and shows all lengths."""
+        """The most batches that any rank has: Energon cuts data for one rank with all workers alike."""
         per_rank, world_size = max(1, self._mine.num_workers), self._mine.world_size
         dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
@@ -213,7 +212,7 @@ class EnergonValidLoader(ValidLoader):
 
 
 def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = ()) -> str | dict:
-    """What Energon takes for the paths: the only one, or a metadataset of all that names them in keys."""
+    """What Energon opens: the only path, or a metadataset of all paths that names each in its keys."""
     for path in paths:
         check_dataset(path)
         if (names := split_names(path)) and split not in names:
@@ -248,13 +247,13 @@ def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
 
 
 def _largest_share(dataset, workers: WorkerConfig) -> int:
-    """Most samples that one of this rank's workers has in an epoch."""
+    """The most samples that any of this rank's workers has in an epoch."""
     parts = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
     return max(sum(part.len_worker(n) for part in parts) for n in range(max(1, workers.num_workers)))
 
 
 def _check_restorable(dataset) -> None:
-    """Energon notices only on resume or replay that an encoder function lacks `@stateless`."""
+    """Raises ValueError if an encoder function lacks `@stateless`: Energon would only notice on resume."""
     try:
         dataset.assert_can_restore()
     except AssertionError as error:
@@ -262,8 +261,8 @@ def _check_restorable(dataset) -> None:
 
 
 def _checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:
-    """Energon 7.4.1 counts one sample too many for a worker that is asked before it began, as a slow one may
-    be when a state is saved within a few batches of the start: it is where it was restored to."""
+    """A worker's checkpoint; before its first sample, the point it was restored to. Energon 7.4.1 counts one
+    sample too many then (a slow worker, a state saved within a few batches of the start)."""
     if worker._last_checkpoints[-1].sample_index >= 0:
         return SavableDatasetWrapper.get_checkpoint(worker, last_sample_indexes)
     number = worker._worker_id
@@ -272,7 +271,7 @@ def _checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: li
 
 
 def _as_restored(restore_key: Any) -> Any:
-    """Energon 7.4.1 reads twice the part of a document's key that `postencode_sample` adds: it is doubled."""
+    """The key with the part that `postencode_sample` adds doubled: Energon 7.4.1 reads that part twice."""
     if not isinstance(restore_key, list | tuple):
         return restore_key
     parts = [_as_restored(part) for part in restore_key]
@@ -291,7 +290,7 @@ def _walk(dataset) -> Iterator[Any]:
 
 
 def _guard_readers(dataset) -> None:
-    """Readers of shards name the one that cannot be read, and forget the members they have read."""
+    """Makes shard readers name a shard that cannot be read, and forget the members they have read."""
     for inner in _walk(dataset):
         for reader in getattr(inner, "join_readers", ()):
             if isinstance(reader, ITarReader):
@@ -309,7 +308,7 @@ def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -
         ) from error
     finally:
         for tar in reader.itar_files_cache.values():
-            tar.members.clear()  # tarfile keeps each member it passes: 1 KB a sample as long as a tar is open
+            tar.members.clear()  # while a tar is open, tarfile keeps each member it passed: 1 KB a sample
 
 
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
@@ -324,13 +323,13 @@ def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
 
 
 def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:
-    """One rank that reads everything; Energon's cut depends on the number of all workers alone."""
+    """One rank that reads everything; only the total number of workers decides how Energon cuts the data."""
     same = {"seed_offset": workers.seed_offset, "global_error_handler": workers.global_error_handler}
     return WorkerConfig(rank=0, world_size=1, num_workers=num_workers, **same)
 
 
 def _undisturbing(loader):
-    """Starting it leaves the run's random numbers alone and does not warn where nothing can be pinned."""
+    """The loader, which no longer draws from the run's random numbers or warns that it cannot pin memory."""
     loader.generator = torch.Generator()
     loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
     return through_arenas(loader)

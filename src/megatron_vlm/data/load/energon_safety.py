@@ -1,4 +1,4 @@
-"""What describes an Energon dataset on disk, read as data before Energon may act on it."""
+"""The description files of an Energon dataset, read as data before Energon may act on them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def check_dataset(path: str | EPath) -> None:
     """Raises ValueError unless everything that Energon would load for `path` is plain data.
 
     A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
-    function to call. Here it may name CrudeWebdataset and metadatasets of such, and nothing else. Local
-    shards are checked to be there and as long as their index says.
+    function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
+    and be as long as their index says.
     """
     _check_path(EPath(path), ())
 
 
 def split_names(path: str | EPath) -> list[str]:
-    """The splits of a dataset or metadataset; empty for a JSONL file, which is whole whatever the split."""
+    """The splits of a dataset or metadataset; empty for a JSONL file, which is read whole for every split."""
     path = EPath(path)
     if path.name.endswith(".jsonl"):
         return []
@@ -69,7 +69,7 @@ def _check_path(path: EPath, within: tuple[str, ...]) -> None:
 
 
 def blends_by_weight(path: str | EPath) -> bool:
-    """Whether it is a metadataset that draws by weights, so that it has no epochs, or holds such a one."""
+    """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
     path = EPath(path)
     if not path.name.endswith(".yaml"):
         return False
@@ -153,7 +153,7 @@ def _check_folder(path: EPath) -> None:
 
 
 def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
-    """Whatever is in `folder` under such a name, be it no file."""
+    """Everything in `folder` whose name ends in `suffix`, also what is not a file."""
     if not folder.is_local():
         yield from folder.glob(f"*{suffix}")
     else:
@@ -165,7 +165,8 @@ def _is_there(file: EPath) -> bool:
 
 
 def _read_description(file: EPath) -> dict:
-    """With Energon's own YAML parser, which only makes plain data: what is checked is what it will see."""
+    """The file's mapping, by Energon's own YAML parser: so the check sees what Energon will see. The parser
+    makes plain data only."""
     return read_mapping(file, json.loads if file.name.endswith(".json") else _parse_yaml)
 
 
@@ -201,7 +202,7 @@ def _check_plain(value: Any, file: EPath) -> None:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Every `path` of a metadataset, and the auxiliary datasets."""
+    """Every `path` in a metadataset, those of auxiliary datasets included."""
     if isinstance(value, list):
         for item in value:
             yield from _references(item)

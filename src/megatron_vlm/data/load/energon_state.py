@@ -108,7 +108,7 @@ def _to_base64(raw: bytes) -> str:
 
 
 def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:
-    """JSON data; says which dataset in a way that does not change when its folder moves."""
+    """JSON data that identifies the dataset; it stays the same if the dataset's folder moves."""
     shards = sorted(_shards(config))
     config = _without_paths(config)
     counts, indices = [shard[:2] for shard in shards], [shard[2] for shard in shards]
@@ -123,14 +123,14 @@ def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:
 
 
 def _without_paths(config: Any) -> Any:
-    """Energon marks with a leading underscore what may change between runs."""
+    """The config without keys that begin with `_`: Energon marks so what may change between runs."""
     if isinstance(config, dict):
         return {key: _without_paths(item) for key, item in config.items() if not key.startswith("_")}
     return [_without_paths(item) for item in config] if isinstance(config, list | tuple) else config
 
 
 def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
-    """(name, samples, digest of where they begin) of every shard."""
+    """(name, number of samples, digest of where they begin) of every shard."""
     if isinstance(config, dict):
         for shard in config.get("shards", ()):
             yield shard["name"], shard["count"], _index_digest(Path(str(shard["_path"]) + ".idx"))
@@ -140,5 +140,5 @@ def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def _index_digest(index: Path) -> str:
-    """Of a shard's index, which holds where each sample begins; an object store's is not fetched for this."""
+    """The digest of a shard's index (where each sample begins); UNKNOWN for a shard in an object store."""
     return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN

@@ -1,8 +1,8 @@
-"""Hugging Face `datasets`, JSON(L) and meta files as sources, through the very encoder that Energon uses.
+"""Hugging Face `datasets`, JSON(L) and meta files as sources, through the same encoder that Energon uses.
 
 Rows stay on disk (Arrow, memory-mapped; JSON, read by position) or come from a stream, and images stay
-encoded until a worker encodes the sample. The order of rows and what is packed together depend on seed,
-epoch, rank and world size alone, so the state is a few numbers and fits any number of workers.
+encoded until a worker encodes the sample. Only seed, epoch, rank and world size decide the order of rows and
+what is packed together, so the state is a few numbers and fits any number of workers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 class HFProvider:
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
-    Of several paths, an epoch has the rows of each as often as `repetitions` says, once by default; of 1.5
-    times the rows, each row comes once or twice, and as often as the others over all epochs.
+    With several paths, `repetitions` says how often an epoch has the rows of each path; default: once.
+    With 1.5, a row comes once or twice in an epoch, and over all epochs as often as the path's others.
 
-    With `streaming`, training rows come as `StreamOrder` says, shuffled within `shuffle_buffer_size`.
-    With `packing` the training loader's encoder must be a PackingVLMTaskEncoder. For "global" packing and
-    `group_by_length` the whole dataset is measured when the training loader is built, once for all runs that
+    With `streaming`, `StreamOrder` says how training rows come, shuffled within `shuffle_buffer_size`.
+    With `packing` the training loader's encoder must be a PackingVLMTaskEncoder. "global" packing and
+    `group_by_length` measure the whole dataset when the training loader is built, once for all runs that
     share `lengths_cache`.
     """
 
@@ -60,9 +60,8 @@ class HFProvider:
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
     ) -> HFTrainLoader:
-        """Endless, each epoch in a new order, savable; `rank` and `world_size` are those of data parallelism.
-
-        Raises ValueError for fewer rows than ranks.
+        """An endless, savable loader; each epoch has a new order. `rank` and `world_size` are those of data
+        parallelism. Raises ValueError if there are fewer rows than ranks.
         """
         data = self._data
         rows = self._stream(encoder) if data.streaming else self.train_rows(encoder)
@@ -115,10 +114,10 @@ class HFProvider:
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
-        """Finite, in stored order, each row on exactly one rank, the same number of batches on every rank.
-        Never streamed; of a meta file, the rows of its first epoch.
+        """A finite loader in stored order: each row on exactly one rank, as many batches on every rank.
+        It never streams; of a meta file it reads the rows of the first epoch.
 
-        None when no validation path is set and the training dataset has no validation split, or is streamed.
+        None if no validation path is set and the training dataset has no validation split, or is streamed.
         """
         data = self._data
         if data.streaming and data.valid_data_path is None:
@@ -163,7 +162,7 @@ def _validation_split(path: str) -> str | None:
 
 
 class _Measuring(Dataset):
-    """Called with an order, what its rows cost, measured by workers up to a buffer ahead."""
+    """Called with an order: what each of its rows costs. Workers measure up to a buffer ahead."""
 
     def __init__(self, rows: EncodedRows, buffer_size: int, num_workers: int) -> None:
         self._rows, self._num_workers = rows, num_workers
@@ -177,7 +176,7 @@ class _Measuring(Dataset):
         return self._settled(asked)
 
     def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
-        """Raises LostSample where workers give anything but what they were asked for."""
+        """What the workers measured. Raises LostSample if it is not for the rows that they were asked for."""
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
             due = [(place, key(row)) for place, [row] in piece]
@@ -194,8 +193,8 @@ class _Measuring(Dataset):
 
 
 class HFTrainLoader(TrainLoader):
-    """See the base; with another number of ranks, these share what the others had left of their epochs. Only
-    a stream cannot."""
+    """The base's loader over a table or stream. A new number of ranks shares what the old ranks had left of
+    their epochs; only a stream needs the same number."""
 
     def __init__(
         self, rows: EncodedRows, order, micro_batch_size: int, num_workers: int, settings: dict
@@ -248,7 +247,7 @@ class HFTrainLoader(TrainLoader):
 
 
 class HFValidLoader(ValidLoader):
-    """See the base; a share is the numbers of its rows."""
+    """The base's loader over a table; a share is a list of row numbers."""
 
     name = "the validation data"
 

@@ -1,7 +1,7 @@
 """Tokens and patches of every row of a dataset, measured once and kept on disk.
 
-They lie in a folder named after the data and all settings that decide them, in parts that are written whole:
-what is interrupted goes on where it was, and several processes on one folder share the work.
+They lie in a folder named after the data and all settings that decide them, in parts that are written whole.
+So an interrupted measurement continues where it was, and several processes on one folder share the work.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ DROPPED = -1
 
 
 def default_folder() -> Path:
-    """In the user's cache."""
+    """The folder in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_vlm" / "lengths"
 
 
 def measure_dataset(
     rows, folder: str | Path | None = None, num_workers: int = 0, rank: int = 0, world_size: int = 1
 ) -> tuple[ndarray, ndarray]:
-    """(tokens, patches) of each row of an `EncodedRows`; DROPPED where dropped.
+    """(tokens, patches) of each row of an `EncodedRows`; DROPPED for a row that is dropped.
 
-    Reads from `folder` what is there and measures the rest, with a progress bar on rank 0. Ranks begin with
-    different parts; one that finds the others' missing measures them too, so none waits for another.
+    Reads the parts that `folder` has and measures the rest, with a progress bar on rank 0. Ranks begin with
+    different parts; a rank measures the parts of others too if they are missing, so no rank waits.
     """
     folder = Path(folder or default_folder()) / _key(rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,12 +68,12 @@ def measure_dataset(
 
 
 class _Parts(Dataset):
-    """Number of a part → how many rows it has, once its file is written."""
+    """Number of a part → how many rows it has. Writes the part's file if it is missing."""
 
     def __init__(self, rows, paths: list[Path]) -> None:
         self._rows, self._paths = copy.copy(rows), paths
         self._rows.encoder = copy.copy(rows.encoder)
-        self._rows.encoder.drops = DropReport()  # the run counts a drop when it comes to the sample
+        self._rows.encoder.drops = DropReport()  # the run counts a drop when it reaches the sample
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -1,4 +1,4 @@
-"""A dataset that drops too much ends the run, also where it gives no batch at all."""
+"""Ends the run if a dataset drops too much, also if it gives no batch at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PATIENCE = 30  # see `LimitedDrops.set_share`
 
 
 class LimitedDrops:
-    """A DropReport that ends the run from inside a worker, where a dataset of which every sample is dropped
-    would otherwise be read without end and without a batch."""
+    """A DropReport that ends the run from inside a worker. Without it, a worker would read a dataset without
+    end, and without a batch, if every sample is dropped."""
 
     def __init__(self, report: DropReport, max_share: float) -> None:
         self._report, self._max_share = report, max_share
-        self.epoch: int | None = None  # samples in an epoch of all ranks, where these come in exact epochs
-        self._most_in_a_row: int | None = None  # dropped by one process that reads a share of its own
-        self._in_a_row: Counter[str] = Counter()  # by stage
+        self.epoch: int | None = None  # samples in an epoch of all ranks; None if epochs are not exact
+        self._most_in_a_row: int | None = None  # as many drops of one process end the run, see `set_share`
+        self._in_a_row: Counter[str] = Counter()  # drops in a row, by stage
         self.keep = report.keep
 
     def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
@@ -40,8 +40,8 @@ class LimitedDrops:
         self._in_a_row[stage] = 0
 
     def set_share(self, samples: int, held: int) -> None:
-        """For workers that each read a share of their own, of at most `samples`, and draw at random from
-        `held` in their buffers: one waits for PATIENCE times as many others with a chance of e^-PATIENCE."""
+        """For workers that each read their own share, of at most `samples`, and draw at random from `held` in
+        their buffers: a sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
         if samples:
             self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
 
@@ -54,20 +54,20 @@ class LimitedDrops:
 
 
 class EpochWatch:
-    """Raises TooManyDrops when a whole epoch of this rank had nothing to train on, and at least MIN_SAMPLES
-    were dropped: a rank that goes on without a batch, and all others that wait for it, would never end.
+    """Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
+    were dropped. Otherwise the rank would read on without a batch, and all others would wait without end.
 
-    `place`, where the reading begins, is an epoch and what of it is done.
+    `place` is where the reading begins: an epoch, and how much of it is done.
     """
 
     def __init__(self, report: DropReport, place: Sequence[int]) -> None:
         self._report = report
         self._epoch, begins = place[0], not any(place[1:])
-        self._ends = int(begins)  # ends of epochs since the last sample, the one before the beginning too
+        self._ends = int(begins)  # epoch ends since the last sample; the beginning of the first epoch counts
         self._kept, self._dropped_before = False, report.counted()[1]
 
     def see(self, place: Sequence[int], kept: bool) -> None:
-        """The reading has come to `place`; `kept`: with a sample since it was last seen."""
+        """Notes that the reading has reached `place`, and whether a sample was `kept` since the last call."""
         self._kept |= kept
         if place[0] == self._epoch:
             return
@@ -83,7 +83,7 @@ class EpochWatch:
 
 
 def with_limited_drops(encoder, data: DataConfig):
-    """A copy of `encoder` that counts in the same report and raises TooManyDrops by itself."""
+    """A copy of `encoder` that counts in the same report and itself raises TooManyDrops."""
     limited = copy.copy(encoder)
     limited.drops = LimitedDrops(encoder.drops, data.max_drop_share)
     return limited

@@ -15,19 +15,19 @@ from megatron_vlm.data.fingerprint import digest
 from megatron_vlm.data.ledger import check_each_once
 from megatron_vlm.data.load.orders import Move, Order, Place, RandomOrder
 
-Measured = tuple[Place, int, tuple[int, int] | None]  # place after it, row, (tokens, patches)
+Measured = tuple[Place, int, tuple[int, int] | None]  # place after the row, row, (tokens, patches)
 
 
 @dataclass
 class BufferedPacking(Order):
-    """Rows packed out of a buffer: `buffer_size` dataset rows in `order` at a time.
+    """Packs rows from a buffer of `buffer_size` dataset rows at a time, taken in `order`.
 
-    measure      gives for each of an order's rows the place after it, its index, and tokens and patches
+    measure      for each row of an order: the place after it, its index, and its tokens and patches
     select_rows  (tokens, patches) of a buffer -> the documents of each row; depends on nothing else
-    watch        given the place of the beginning, has a method `see(place, kept)`, called after each buffer
-                 with whether it has documents; may raise
+    watch        takes the place of the beginning; its `see(place, kept)` is called after each buffer, `kept`
+                 says whether the buffer has documents; may raise
 
-    A place is that of the buffer's beginning in `order`, and how many of the buffer's rows are done.
+    A place is the place in `order` at which the buffer begins, and how many of the buffer's rows are done.
     """
 
     order: RandomOrder  # or a StreamOrder
@@ -53,13 +53,13 @@ class BufferedPacking(Order):
         self.measure.close()
 
     def move(self, places: Sequence[Place]) -> None:
-        """Measures the buffers in which the ranks stopped."""
+        """See `orders`. Measures the buffers in which the ranks stopped."""
         of_ranks = [self._rest(rank, len(places), place) for rank, place in enumerate(places)]
         self.order.move(*zip(*of_ranks, strict=True))
         self.place = (*self.order.place, 0)
 
     def _rest(self, rank: int, world_size: int, place: Place) -> tuple[Place, list[Place]]:
-        """Where a rank's buffer ended, and the places after those of its documents in rows still to come."""
+        """Where a rank's buffer ended, and the places after its documents that are in rows not yet done."""
         *begin, done = place
         if done == 0:
             return tuple(begin), []
@@ -91,14 +91,15 @@ class BufferedPacking(Order):
 
 @dataclass
 class BalancedRows(Order):
-    """Rows of documents of known cost, packed again every epoch or single, in random groups of equal cost.
+    """Rows of documents of known cost, in random groups of equal cost. Rows are packed again every epoch, or
+    hold one document each.
 
     A group is what all ranks take at a time: `micro_batch_size` rows each. Every group is full on all ranks:
     rows left at an epoch's end start a group that the next epoch fills. Dataset rows known to be dropped
     (tokens < 0) come with the rows of their epoch, for the encoder to count.
 
-    A place is an epoch, how many of its rows are done by all ranks together, and how many rows these ranks
-    had before the epoch.
+    A place is an epoch, how many of its rows all ranks together have done, and how many rows these ranks had
+    before the epoch.
     """
 
     rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows
@@ -108,7 +109,7 @@ class BalancedRows(Order):
     world_size: int
     micro_batch_size: int
     seed: int
-    capacity: int | None  # tokens in a row; None: single documents, those of about one length in a group
+    capacity: int | None  # tokens in a row; None: one document a row, a group has documents of similar length
     patch_capacity: int | None = None
     place: Place = (0, 0, 0)
     moves: Sequence[Move] = ()
@@ -126,7 +127,7 @@ class BalancedRows(Order):
         return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
 
     def move(self, places: Sequence[Place]) -> None:
-        """What is left of an epoch stays packed and in its order."""
+        """See `orders`. The rows left of an epoch stay packed as they were, in their order."""
         self.moves = [*self.moves, places]
         self.place = min(places)[0], 0, 0
 
@@ -136,6 +137,8 @@ class BalancedRows(Order):
     def _rows(self, epoch: int, begun: int) -> list[list[int]]:
         if epoch > max((max(places)[0] for places in self.moves), default=-1):
             return self._epoch(epoch, begun)
+        # Ranks stopped in this epoch, or later. Deal it to them again, with the `begun` that was theirs, and
+        # keep the rows that the rank that got them had not reached.
         places = self.moves[-1]
         before = replace(self, world_size=len(places), moves=self.moves[:-1])
         at, _, begun = min(places)
@@ -160,7 +163,7 @@ class BalancedRows(Order):
             order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), group, rng, unbalanced)
         check_each_once(rows.documents, len(kept), "documents to be packed")
         check_each_once(order, len(rows), "packed rows")
-        # the dropped spread over the epoch; where nothing is left to train on, they make a row
+        # spread the dropped over the epoch's rows; if no row is left to train on, they make one of their own
         dropped = np.array_split(rng.permutation(dropped), max(1, len(rows)))
         if len(rows) == 0:
             return [indices.tolist() for indices in dropped]

@@ -22,7 +22,7 @@ from megatron_vlm.data.records.streams import StreamedRows
 class EncodedRows(Dataset):
     """(place, rows) → (place, their documents as one encoded sample or None, which of the rows were dropped).
 
-    A row is its number in the table, or, of a stream, what the stream gave.
+    A row is its number in the table, or what the stream gave.
     """
 
     def __init__(self, table: Table | StreamedRows, encoder) -> None:
@@ -61,7 +61,7 @@ class EncodedRows(Dataset):
             ) from error
 
     def sample(self, index: int) -> ChatMLSample:
-        """As Energon's cooker gives it; what is wrong with the row travels in `problem` to the encoder."""
+        """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
         try:
             record, root = self.table.record(index)
             fields = {

@@ -1,9 +1,9 @@
-"""Tensors from data workers to the main process through memory that is used again.
+"""Sends tensors from data workers to the main process through memory that is reused.
 
-PyTorch sends each tensor in a new piece of shared memory, and the kernel hands that out page by page: for the
-pixels of a few images this takes longer than to write them several times. Here a worker has places of its own
-that it fills again when the main process has let go of the tensor in them; where none is free, and for small
-tensors, it sends the tensor as PyTorch does or by value.
+PyTorch sends each tensor in a new piece of shared memory, which the kernel hands out page by page: for the
+pixels of a few images this takes longer than to write them several times. Here a worker has its own places.
+It fills a place again when the main process has let go of the tensor in it. If no place is free, it sends the
+tensor as PyTorch does; small tensors it sends by value.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 
 from megatron_vlm.data.ledger import REMEDY, LostSample
 
-PLACES = 16  # of a worker; those that were never needed take no memory
-PLACE = 1 << 27  # most bytes of a tensor in one
-SMALL = 1 << 14  # bytes; sent by value
-MAP_NORESERVE = 0x4000  # of Linux; Python 3.12 has no name for it
+PLACES = 16  # of a worker; a place that was never needed takes no memory
+PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit
+SMALL = 1 << 14  # bytes; tensors up to this are sent by value
+MAP_NORESERVE = 0x4000  # Linux's value; Python 3.12 has no name for it
 
 _numbers = itertools.count()
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -45,7 +45,7 @@ class Arena:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = np.frombuffer(mmap.mmap(-1, PLACES * PLACE, flags=flags), np.uint8)
         self._taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)
-        self._written = np.frombuffer(mmap.mmap(-1, 8 * PLACES), np.int64)  # how often, by the worker alone
+        self._written = np.frombuffer(mmap.mmap(-1, 8 * PLACES), np.int64)  # how often; the worker counts
         self._overwritten = False
         self._choosing = threading.Lock()
         self._number = next(_numbers)
@@ -78,10 +78,10 @@ class Arena:
     def tensor(
         self, place: int, number: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Tensor:
-        """In the main process: the tensor at a place, which is free again when nothing refers to it.
+        """In the main process: the tensor at a place, which is free again once nothing refers to the tensor.
 
-        `number` is how often the place was written for it. Raises LostSample when it was written again since,
-        or one of the tensors before this was, while it was used.
+        `number` is the place's count of writes at that time. Raises LostSample if the place was written again
+        since, or if an earlier tensor was written over while in use.
         """
         if self._overwritten or self._written[place] != number:
             raise LostSample(f"data: the memory of a batch was written over while in use. {REMEDY}")
@@ -90,9 +90,9 @@ class Arena:
         return torch.from_numpy(data).view(dtype).view(shape)
 
     def _let_go(self, place: int, number: int, process: int) -> None:
-        """A process forked meanwhile lets go of a copy of its own: this one may still read."""
+        """Frees a place. A process forked meanwhile only lets go of its own copy: this one may still read."""
         if os.getpid() == process:
-            self._overwritten |= bool(self._written[place] != number)  # errors end here: `tensor` raises it
+            self._overwritten |= bool(self._written[place] != number)  # errors end here: `tensor` raises one
             self._taken[place] = 0
 
     def _bytes(self, place: int, size: int) -> np.ndarray:
@@ -100,7 +100,7 @@ class Arena:
 
 
 def through_arenas(loader: DataLoader) -> DataLoader:
-    """The loader; its workers will send their tensors so, unless the system counts memory before its use."""
+    """The loader, whose workers now send tensors through arenas, unless the system refuses so much memory."""
     if loader.num_workers:
         arenas: list[Arena] = []
         with contextlib.suppress(OSError):
@@ -118,8 +118,8 @@ def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int)
 
 
 def _end(error: Exception, item: Any) -> None:
-    """End a worker that cannot send a result (no shared memory is left): Python leaves out the result, and
-    the main process would wait for it and never end."""
+    """End a worker that cannot send a result (no shared memory is left). Python would leave the result out,
+    and the main process would wait for it without end."""
     traceback.print_exception(error)
     os._exit(1)
 

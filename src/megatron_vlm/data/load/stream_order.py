@@ -1,7 +1,7 @@
 """The order of a stream: each rank reads its part in a fixed order, so a state is a few numbers.
 
-One process per rank reads, in blocks that are shuffled whole; workers encode. What a state remembers is where
-a block began, so resuming reads the shard again up to there.
+One process per rank reads, in blocks that are shuffled whole; workers encode. A state remembers where a block
+began, so resuming reads the shard again up to there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_vlm.data.records.streams import Row
 
 @dataclass
 class StreamOrder(Order):
-    """Iterates without end over `(place, [row])`, each row of an epoch on one rank.
+    """Iterates without end over `(place, [row])`; each row of an epoch is on one rank.
 
-    Shards come in a new order each epoch. If their number divides by the ranks', each rank reads shards of
-    its own; else every rank reads all and keeps its share of each one's rows. `buffer_size` rows at a time
-    are shuffled; a block ends with its epoch.
+    Shards come in a new order each epoch. If the number of shards is a multiple of the number of ranks, each
+    rank reads its own shards; else every rank reads all shards and keeps its share of the rows of each. A
+    block of `buffer_size` rows is shuffled at a time; a block ends with its epoch.
 
-    A place is where its block began, as epoch, shards done by the rank and rows done of the next, and how
-    many of the block's rows are done. Raises ValueError when a shard ends before a place in it: the source
+    A place is where its block began (epoch, shards that the rank has done, rows done of the next shard) and
+    how many of the block's rows are done. Raises ValueError if a shard ends before a place in it: the source
     changed.
     """
 
@@ -38,7 +38,7 @@ class StreamOrder(Order):
     place: Place = (0, 0, 0, 0)
     moves: Sequence = ()
 
-    other_ranks_go_on = False  # what is read of a shard depends on their number
+    other_ranks_go_on = False  # which rows a rank reads depends on the number of ranks
 
     def __iter__(self) -> Iterator[tuple[Place, list[Row]]]:
         *begin, done = self.place

@@ -16,8 +16,8 @@ LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 def read_media(name: str, root: Path) -> bytes:
     """A file under `root`, a value of an LMDB under `root` (`db.lmdb::key`), or a base64 `data:` address.
 
-    Raises BadSample `missing_media` for what is not there, leads out of `root`, or is no regular file or a
-    file of over 2 GiB, and ImportError for an LMDB without the package `lmdb`.
+    Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
+    over 2 GiB, and ImportError for an LMDB if the package `lmdb` is not installed.
     """
     if name.startswith("data:"):
         return _inline(name)
@@ -70,7 +70,8 @@ def _from_lmdb(database: Path, key: str) -> bytes | None:
 
 @functools.lru_cache(maxsize=16)
 def _open_lmdb(database: Path):
-    """Once: lmdb refuses a second time. Read-only and without locks, forked workers may use it as well."""
+    """The open LMDB, cached, as lmdb refuses to open it twice. Read-only and without locks, so that forked
+    workers may use it too."""
     import lmdb
 
     return lmdb.open(

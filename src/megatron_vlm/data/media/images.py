@@ -1,7 +1,7 @@
 """Encoded bytes → an RGB picture, by our own rules.
 
-The image processors of different transformers versions treat alpha, 16-bit and rotation differently, so none
-of these reaches them.
+The image processors of different transformers versions treat alpha, 16-bit and rotation differently, so these
+are resolved before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_vlm.data.chatml import BadSample
 
 MAX_DECODED_PIXELS = 80_000_000  # below Pillow's own bomb warning; 80 megapixels decode to 240 MB
 MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
-# No format that runs an interpreter (EPS) or that no camera, browser or scanner writes.
+# Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
-# Of these, the header gives the size of the decoded image; TIFF is turned by its decoder.
+# Formats whose header gives the size of the decoded image; TIFF's decoder may turn the image.
 HEADER_FORMATS = {"JPEG", "MPO", "PNG", "WEBP"}
-# Chunks and keys of a PNG that may tell a rotation, and may follow its pixels.
+# Chunks and keys of a PNG that may hold a rotation, and that may follow the pixels.
 PNG_ROTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-# JFIF and Adobe headers, comments, frames and tables; not APP1, where EXIF and XMP data are, nor any other.
+# JFIF and Adobe headers, comments, frames and tables only: no APP1, which holds EXIF and XMP data.
 BARE_SEGMENTS = {bytes([0xFF, kind]) for kind in (0xE0, 0xEE, 0xFE, 0xC0, 0xC2, 0xC4, 0xDB, 0xDD)}
 # What Pillow's decoders raise on damaged files.
 DECODE_ERRORS = (
@@ -49,12 +49,12 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
     """An RGB image with between `min_pixels` and `max_pixels` pixels, its aspect kept.
 
     Transparency is composited on white; the EXIF rotation is applied; 16-bit and float grey is scaled to 8
-    bits (see `_to_8_bit`); of an animation the first frame is taken; colour profiles are ignored.
+    bits (see `_to_8_bit`); an animation gives its first frame; colour profiles are ignored.
     Raises BadSample; the size is checked before anything is decoded.
     """
     with _bad_samples(data):
         image, size = _opened(data, max_pixels, min_pixels)
-        image.draft(None, size)  # JPEG decodes at 1/2, 1/4 or 1/8 for the price of that size
+        image.draft(None, size)  # a JPEG can be decoded at 1/2, 1/4 or 1/8, at the cost of that size
         image.load()
         if _swaps_axes(image):
             size = size[::-1]
@@ -64,19 +64,19 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
 
 def decode_pixels(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> np.ndarray:
     """`decode_image` as (height, width, 3) uint8."""
-    with contextlib.suppress(ValueError):  # damaged, or no JPEG: what can be read of it, Pillow knows
+    with contextlib.suppress(ValueError):  # damaged, or not a JPEG: left to Pillow
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         _check_size((width, height))
         usual = colours in ("YCbCr", "RGB") and target_size((width, height), max_pixels, min_pixels)
         if usual == (width, height) and (_is_bare(data) or _is_upright(data)):
-            return simplejpeg.decode_jpeg(data)  # Pillow's bits in three quarters of its time
+            return simplejpeg.decode_jpeg(data)  # the same bits as Pillow in three quarters of its time
     return np.array(decode_image(data, max_pixels, min_pixels))
 
 
 def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> tuple[int, int]:
-    """(width, height) of what `decode_image` would return, from the header alone where the format has it.
+    """(width, height) of what `decode_image` would return, from the header alone if the format allows it.
 
-    Raises BadSample as `decode_image`, but for what only the pixels show.
+    Raises BadSample as `decode_image`, except for damage that only the pixels show.
     """
     with _bad_samples(data):
         image, size = _opened(data, max_pixels, min_pixels)
@@ -89,7 +89,7 @@ def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | Non
 def _opened(
     data: bytes, max_pixels: int | None, min_pixels: int | None
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """The image, its header read and its size checked, and the size it is to have."""
+    """The image, with its header read and its size checked, and the size that it is to get."""
     image = Image.open(io.BytesIO(data), formats=_readable_formats())
     _check_size(image.size)
     return image, target_size(image.size, max_pixels, min_pixels)
@@ -97,7 +97,7 @@ def _opened(
 
 @contextlib.contextmanager
 def _bad_samples(data: bytes) -> Iterator[None]:
-    """What Pillow raises on damaged files becomes BadSample."""
+    """Turns what Pillow raises on damaged files into BadSample."""
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -110,7 +110,7 @@ def _bad_samples(data: bytes) -> Iterator[None]:
 
 
 def _is_bare(jpeg: bytes) -> bool:
-    """Whether there is nothing before the pixels that could tell a rotation, or of a second picture."""
+    """Whether nothing before the pixels could hold a rotation or name a second picture."""
     at = 2
     while jpeg[at : at + 2] in BARE_SEGMENTS:
         at += 2 + int.from_bytes(jpeg[at + 2 : at + 4])
@@ -142,7 +142,7 @@ def _check_size(size: tuple[int, int]) -> None:
 
 
 def target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int | None) -> tuple[int, int]:
-    """`size`, or its multiple within the limits."""
+    """`size`, scaled to be within the limits if it is not."""
     pixels = size[0] * size[1]
     if max_pixels and pixels > max_pixels:
         scale = math.sqrt(max_pixels / pixels)
@@ -163,8 +163,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits: integers up to 65535 are 16-bit, floats up to 1 span black to white, floats
-    up to 255 are 8-bit values; anything beyond is stretched from its own least to its greatest value."""
+    """Grey of more than 8 bits as 8 bits. Integers up to 65535 are 16-bit; floats up to 1 go from black to
+    white; floats up to 255 are 8-bit values; anything else is stretched from its least to its greatest."""
     values = np.asarray(image, dtype=np.float64)
     low, high = float(values.min()), float(values.max())
     if not math.isfinite(low) or not math.isfinite(high):

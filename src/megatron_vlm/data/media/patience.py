@@ -1,8 +1,8 @@
-"""A medium is decoded within a set time or its sample is dropped: a damaged clip can cost FFmpeg hours.
+"""Decodes a medium within a set time, or its sample is dropped: a damaged clip can cost FFmpeg hours.
 
-Decoding happens in a thread that is left behind when it is late, and the worker goes on with another. A check
-between frames alone would not do: the time may pass within one call of FFmpeg or Pillow, which let other
-threads run meanwhile.
+Decoding happens in a thread. If it is late, the worker abandons it and goes on with another. A check between
+frames would not be enough: the time may pass within one call of FFmpeg or Pillow. These let other threads run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 
-# Seconds of one wait. A process that was stopped meanwhile has waited for one of these, however long it was.
+# Seconds of one wait. However long a process was stopped, it loses at most one of these.
 SLICE = 1.0
 
 _late: set[int] = set()  # hashes of files that were late
-_of_caller = threading.local()  # its decoding thread
+_of_caller = threading.local()  # holds the decoding thread of the calling thread
 
 
 def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
-    """`decode(medium, *args)` of a file or a list of frames. Raises what that raises, and BadSample
+    """`decode(medium, *args)` for a file or a list of frames. Raises what that call raises, and BadSample
     `decode_timeout` after `seconds`.
 
     A file that was late is refused at once when this process sees it again.
@@ -44,7 +44,7 @@ def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
 
 
 def leave_if_late() -> None:
-    """For the loops of decoders: ends a thread that nobody waits for any more."""
+    """Ends the calling thread if nobody waits for it any more. Decoders call this in their loops."""
     if getattr(threading.current_thread(), "is_late", False):
         raise _Late
 
@@ -54,7 +54,7 @@ class _Late(Exception):
 
 
 class _DecodingThread(threading.Thread):
-    """Makes the calls it is handed, one at a time, until it is left behind."""
+    """Makes the calls that it is given, one at a time, until it is abandoned."""
 
     def __init__(self) -> None:
         super().__init__(name="decode", daemon=True)
@@ -65,7 +65,7 @@ class _DecodingThread(threading.Thread):
         self.start()
 
     def call(self, seconds: float, function: Callable, *args: Any) -> Any:
-        """Raises _Late, and what the function raises."""
+        """The function's result. Raises _Late, and what the function raises."""
         self._call = function, args
         self._called.release()
         returned = False
@@ -97,7 +97,7 @@ class _DecodingThread(threading.Thread):
 
 
 def _forget_thread() -> None:
-    """A forked process has none."""
+    """Threads do not survive a fork: the new process must start its own."""
     global _of_caller
     _of_caller = threading.local()
 

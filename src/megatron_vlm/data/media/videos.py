@@ -1,7 +1,7 @@
 """A video, as a file or as a list of encoded frames → the frames that the model sees and when each was shown.
 
-Which frames are chosen depends on the times at which frames are shown, and those come from the packets of the
-file, which are read and not decoded; so `plan_video` knows what `decode_video` will return.
+Which frames are chosen depends on the times at which frames are shown. These times come from the file's
+packets, which are read but not decoded; so `plan_video` knows what `decode_video` will return.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
 
-# Containers that hold one video each: no playlist, which would open other files, and no single image.
+# Containers of one video each: no playlists, which would open other files, and no single images.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 MAX_FRAME_PIXELS = 40_000_000  # of a frame, before it is scaled; 8K has 33 million
 MAX_VIDEO_PIXELS = 400_000_000  # of all chosen frames, after; as RGB 1.2 GB
 MAX_PACKETS = 1_000_000  # 9 hours at 30 frames a second
-MOST_SECONDS = 10_000_000  # before or after 0, of the frames of a list: 115 days
-MIN_SIDE = 4  # processors take 3 rows or columns for colours
-# A file that ends this much before its header says was cut.
+MOST_SECONDS = 10_000_000  # from 0, for the timestamps of a list of frames: 115 days
+MIN_SIDE = 4  # processors would take 3 rows or columns for colours
+# A file that ends this long before the time in its header was cut.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.05
 SAME_TIME = 1e-6  # seconds; times of containers are rounded
 
@@ -40,10 +40,10 @@ SAME_TIME = 1e-6  # seconds; times of containers are rounded
 class VideoRules:
     """Which frames of a video are taken.
 
-    fps          frames for each second of the video, where it has as many
-    min_frames, max_frames   of a video; one with fewer than `min_frames` gives all it has
+    fps          frames for each second of the video, if it has as many
+    min_frames, max_frames   of a video; a video with fewer than `min_frames` gives all its frames
     max_pixels   larger frames are scaled, aspect kept, before the processor sees them
-    multiple     the last frame is repeated until their number is one of this: the tower's temporal patch
+    multiple     the tower's temporal patch: the last frame is repeated until it divides the number of frames
     """
 
     fps: float = DataConfig.video_fps
@@ -63,18 +63,18 @@ class VideoPlan:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """For the HF processors, so that their frame i is shown at `times[i]`: they count in seconds.
+        """The metadata with which HF processors place frame i at `times[i]` seconds.
 
-        Their `frames_indices / fps` is a frame's time, and `total_num_frames / fps / len(frames_indices)` the
-        time between frames.
+        They take `frames_indices / fps` as a frame's time, and `total_num_frames / fps / len(frames_indices)`
+        as the time between frames.
         """
         seconds = self.interval * len(self.times)
         return {"fps": 1.0, "frames_indices": list(self.times), "total_num_frames": seconds}
 
 
 def plan_video(video: Any, rules: VideoRules) -> VideoPlan:
-    """Times and size of the frames that `decode_video` returns. Raises BadSample as it does, but for what
-    only the pixels show."""
+    """Times and size of the frames that `decode_video` returns. Raises BadSample as that does, except for
+    damage that only the pixels show."""
     return _plan(_open(video, rules), rules)[1]
 
 
@@ -82,9 +82,9 @@ def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
     """The chosen frames, (T, H, W, 3) uint8 RGB, and their times.
 
     `video` is an encoded file, a list of encoded images, or `{"frames": [...]}` with such a list and either
-    `fps` or `timestamps` in seconds; frames of which neither is known are `rules.fps` apart. Files are turned
-    as their display matrix says. Of `n` frames, the i-th is the one on screen at i/n of the duration.
-    Raises BadSample; the size is checked before any but the first frame is decoded.
+    `fps` or `timestamps` in seconds; with neither, the list is taken to be shown at `rules.fps`. Frames of a
+    file are turned as its display matrix says. The i-th of `n` chosen frames is on screen at i/n of the
+    duration. Raises BadSample; the size is checked before any but the first frame is decoded.
     """
     source = _open(video, rules)
     chosen, plan = _plan(source, rules)
@@ -99,14 +99,14 @@ def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
 
 
 def file_extension(data: bytes) -> str:
-    """Of an encoded video, as its first bytes tell: mp4, mkv (WebM too) or avi."""
+    """The extension of an encoded video, from its first bytes: mp4, mkv (also for WebM) or avi."""
     if data.startswith(b"\x1aE\xdf\xa3"):
         return "mkv"
     return "avi" if data.startswith(b"RIFF") else "mp4"
 
 
 def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
-    """Which of the frames shown at `times`, in order; the first one always."""
+    """The indices of the chosen among the frames shown at `times`, in order; always has the first frame."""
     duration = _duration(times)
     most = max(1, rules.max_frames // rules.multiple) * rules.multiple
     count = min(max(math.floor(duration * rules.fps + SAME_TIME), rules.min_frames), most)
@@ -118,7 +118,7 @@ def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
 
 
 def _duration(times: list[float]) -> float:
-    """The last frame is shown as long as the others on average."""
+    """Seconds of a video whose last frame is shown as long as the others on average."""
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
@@ -176,18 +176,18 @@ class _FrameList:
         return image_size(self._frames[0])
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Each with its place among the chosen."""
+        """The chosen pictures, each with its index in `chosen`."""
         for place, index in enumerate(chosen):
             leave_if_late()
             yield place, decode_pixels(self._frames[index])
 
 
 class _File:
-    """Reads all packets, for their times, and decodes the first frame, for its size."""
+    """A video file. Reads all packets for their times, and decodes the first frame for its size."""
 
     def __init__(self, data: bytes):
         self._data = data
-        # PyAV's own one for the process keeps threads, for which a forked worker waits forever
+        # PyAV's own reformatter keeps threads, and a forked worker would wait for them without end
         self._reformatter = VideoReformatter()
         with _opened(data) as (container, stream):
             seconds = stream.time_base  # a fraction
@@ -204,8 +204,8 @@ class _File:
         self.times = [float((stamp - self._stamps[0]) * seconds) for stamp in self._stamps]
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Each with its place among the chosen. Seeks to the keyframes before them, and decodes the file from
-        its start where that does not find all."""
+        """The chosen pictures, each with its index in `chosen`. Seeks to the keyframes before them; if that
+        does not find all, decodes the file from its start."""
         found = 0
         if not self._in_order:
             for picture in self._pictures_by_seeking([self._stamps[index] for index in chosen]):
@@ -215,7 +215,7 @@ class _File:
             yield from self._pictures_in_order(chosen)
 
     def _read(self, container: Any, stream: Any) -> tuple[tuple[int, int] | None, list[int], float]:
-        """The first frame's size, when frames are shown, and when the last packet of any stream ends."""
+        """The first frame's size, the times at which frames are shown, and the end of the last packet."""
         size, stamps, end = None, [], 0.0
         for number, packet in enumerate(container.demux()):
             leave_if_late()
@@ -253,7 +253,7 @@ class _File:
                         break
 
     def _pictures_in_order(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The i-th frame to come out of the decoder is the i-th to be shown."""
+        """The pictures of a file in which the i-th frame that the decoder returns is the i-th shown."""
         places = {index: place for place, index in enumerate(chosen)}
         with _opened(self._data) as (container, stream):
             for index, frame in enumerate(container.decode(stream)):
@@ -272,7 +272,7 @@ class _File:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """Container and video stream; what FFmpeg raises on damaged files becomes BadSample."""
+    """Container and video stream; turns what FFmpeg raises on damaged files into BadSample."""
     try:
         with av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as container:
             stream = next(filter(_is_video, container.streams.video), None)
@@ -291,7 +291,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_video(stream: Any) -> bool:
-    """Known codec and clock, and not the cover picture of a piece of music."""
+    """Whether codec and clock are known and it is not the cover picture of a piece of music."""
     if stream.codec_context is None or not stream.time_base:
         return False
     return not stream.disposition & av.stream.Disposition.attached_pic

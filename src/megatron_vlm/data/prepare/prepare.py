@@ -1,15 +1,15 @@
-"""Whatever `data.records.tables` opens (JSON(L), a meta file, parquet, a hub name) → an Energon dataset.
+"""Any source that `data.records.tables` opens (JSON(L), meta file, parquet, hub name) → an Energon dataset.
 
 What is written, ready for stock `energon` and for this package:
 
     OUTPUT/train-00000.tar      per sample `<key>.json` (the conversation and its `images` in order) and
                                 `<key>.img000.jpg`, ... (the source's own encoded files, each decoded once),
-                                `<key>.vid000.mp4`, ... or, of a list of frames, `<key>.vid000f0000.jpg`, ...
+                                `<key>.vid000.mp4`, ... or, for a list of frames, `<key>.vid000f0000.jpg`, ...
     OUTPUT/.nv-meta/            Energon's index, `split.yaml` with explicit shard names, `dataset.yaml`
     OUTPUT/skipped.jsonl        every record left out: source, record number, split, reason, detail
 
-A key is the split and the record's number in its source (a JSONL line counts from 0, blank ones included),
-or, of a meta file, the number of the row in its first epoch, which is what is written.
+A key is the split and the record's number in its source (JSONL lines count from 0, blank lines included).
+Of a meta file the first epoch is written, and the number is that of the row in it.
 Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
 """
 
@@ -35,7 +35,7 @@ from megatron_vlm.data.prepare.write import ENGINES, ShardJob, ShardResult, Sour
 from megatron_vlm.messages import printable_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
-FEW_RECORDS = 3000  # below this, starting worker processes costs more than they save
+FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
 FORMATS = ("auto", "json", "jsonl", "hf", "meta")
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -83,17 +83,17 @@ def prepare_energon_dataset(
 
     `source` is a file or folder, divided over `splits` (relative sizes; exact counts, the same for the same
     `seed`), or a mapping from split name to file or folder. With `splits` None, a Hugging Face source with
-    several splits of its own keeps them ("validation" becomes "val"), any other gets DEFAULT_SPLITS.
-    Image paths are relative to `image_root`, by default the source's folder, and may not leave it.
-    `columns` and `datasets` as in `open_table`. `workers` None means one process for few records and one per
-    core for more; a script that asks for several needs the usual `if __name__ == "__main__"`. `engine` "ray"
-    writes the same files on a Ray cluster whose machines share source and output.
+    several splits keeps them ("validation" becomes "val"); any other source gets DEFAULT_SPLITS. Image paths
+    are relative to `image_root`, by default the source's folder, and may not leave it. `columns` and
+    `datasets` are as in `open_table`. `workers` None means one process for few records and one per core for
+    more; a script that asks for several needs the usual `if __name__ == "__main__"`. `engine` "ray" writes
+    the same files on a Ray cluster whose machines share source and output.
 
-    Raises FileExistsError when `output` holds anything, ValueError for bad arguments and when every record
-    was skipped. On any error or interrupt nothing is left behind.
+    Raises FileExistsError if `output` holds anything, ValueError for bad arguments or if every record was
+    skipped. On any error or interrupt nothing is left behind.
     """
     started = time.monotonic()
-    output = Path(output).resolve()  # what is renamed at the end cannot take the place of a link
+    output = Path(output).resolve()  # the rename at the end cannot replace a link
     if output.is_mount():
         raise ValueError(f"prepare: {output} is a mounted file system; choose a folder in it.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -134,10 +134,10 @@ def prepare_energon_dataset(
 
 @dataclass
 class _Part:
-    """A source and the split of each of its records: one name for all, or an array of indices into names."""
+    """A source, and the split of each of its records: one name for all, or an array of indices into names."""
 
     source: Source
-    rows: Any  # of the source's table, in stored order; of a meta file, those of its first epoch
+    rows: Any  # rows of the source's table, in stored order; for a meta file, those of its first epoch
     split_names: list[str]
     assignment: Any = None
 
@@ -183,7 +183,7 @@ def _rows(source: Source, seed: int) -> Any:
 
 
 def _sources(path: str | Path, options: dict) -> dict[str, Source]:
-    """The source or, for a Hugging Face source, one per split of its own."""
+    """The source; or, for a Hugging Face source with splits, one source per split."""
     from megatron_vlm.data.records.tables import kind_of
 
     if not Path(path).exists() and options["kind"] != "hf":
@@ -224,7 +224,7 @@ def _divide(source: Source, ratios: Mapping[str, float], seed: int) -> _Part:
 
 
 def _split_sizes(total: int, ratios: list[float]) -> list[int]:
-    """Whole numbers in proportion that add up to `total`; none is 0 while there are records enough."""
+    """Whole numbers in proportion that add up to `total`; none is 0 if there are enough records."""
     exact = [total * ratio / sum(ratios) for ratio in ratios]
     sizes = [math.floor(size) for size in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])
@@ -238,7 +238,7 @@ def _split_sizes(total: int, ratios: list[float]) -> list[int]:
 
 
 def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Iterator[ShardJob]:
-    """Jobs in source order; at most one shard per split is held here."""
+    """Jobs in source order; holds at most one shard per split in memory."""
     numbers: Counter = Counter()
 
     def job(part: _Part, split: str, items: list) -> ShardJob:
@@ -301,7 +301,7 @@ def _merge_skipped(path: Path, results: list[ShardResult]) -> None:
 
 
 def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
-    """Energon's own index; the split file names each shard, so nothing depends on patterns or ratios."""
+    """Writes Energon's own index. The split file names each shard, so no pattern or ratio decides later."""
     import yaml
     from megatron.energon import BaseWebdatasetFactory
 

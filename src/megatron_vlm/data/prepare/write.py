@@ -1,4 +1,4 @@
-"""Records written as shards of a webdataset: the same bytes by this process, several, or a Ray cluster."""
+"""Writes records as webdataset shards: the same bytes from this process, several, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Source:
-    """What `open_table` takes, so that any process can open it."""
+    """The arguments of `open_table`, so that any process can open the source."""
 
     path: str
     split: str | None = None
@@ -52,7 +52,7 @@ def _open(source: Source) -> Any:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Records to write: the number that names each, and its row in the source's table."""
+    """A shard to write; for each record, `items` has the number that names it and its row in the table."""
 
     order: int
     split: str
@@ -93,7 +93,7 @@ def _run_in_worker(job: ShardJob) -> ShardResult:
 
 
 def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[ShardResult]:
-    """On this machine: results in order of completion, with at most two jobs per worker in flight."""
+    """Results of jobs on this machine, in order of completion; at most two jobs per worker are in flight."""
     if workers <= 1:
         yield from (write_shard(job, bar.update) for job in jobs)
         return
@@ -126,10 +126,10 @@ def _collect(pending: set[Future], done: Any, bar: tqdm):
 
 
 def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iterator[ShardResult]:
-    """As `run_here`, as tasks on the Ray cluster at RAY_ADDRESS, or on one of `workers` cores started here.
+    """`run_here` as tasks on the Ray cluster at RAY_ADDRESS, or on one of `workers` cores started here.
 
-    All its machines must see source and output under the same paths, and have this package. `workers` None:
-    every core of the cluster. Raises ImportError without the package `ray`.
+    All machines of the cluster must have this package, and see source and output under the same paths.
+    `workers` None: every core of the cluster. Raises ImportError if the package `ray` is not installed.
     """
     try:
         import ray
@@ -166,7 +166,7 @@ ENGINES = {"local": run_here, "ray": run_on_ray}
 
 
 def write_shard(job: ShardJob, tick) -> ShardResult:
-    """One tar and, when records were left out, `<shard>.skipped` beside it."""
+    """Writes one tar, and beside it `<shard>.skipped` with the records left out."""
     from megatron_vlm.data.chatml import BadSample
 
     table = job.source.open()
@@ -190,7 +190,7 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
 
 
 def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
-    """The files of one sample by name, checked as the encoder will check them. Raises BadSample."""
+    """The files of one sample by name, after the checks that the encoder will make. Raises BadSample."""
     from megatron_vlm.data.records.records import conversation_of, images_of, videos_of
     from megatron_vlm.data.shard_format import sample_parts
 

@@ -1,4 +1,4 @@
-"""Rows by number: what every map-style source is, and several of them as one."""
+"""Rows by number: the interface of every map-style source, and several sources as one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:
-        """The rows of an epoch, in no particular order; as many in each."""
+        """The rows of an epoch, in no particular order; every epoch has equally many."""
 
     def record(self, index: int) -> tuple[dict, Path]:
-        """A record in the package's words and its media root. Raises BadSample."""
+        """A record with the package's column names, and its media root. Raises BadSample."""
 
     def origin(self, index: int) -> tuple[str, int]:
-        """File or dataset, and which record of it (a JSONL line counts from 0, blank ones included)."""
+        """File or dataset, and the record's number in it (JSONL lines count from 0, blank lines included)."""
 
     def key(self, index: int) -> str: ...
 
     def content(self) -> str:
-        """A digest of all rows, in their order; the same wherever the files lie."""
+        """A digest of all rows in their order, the same wherever the files lie."""
 
     def fingerprint(self) -> str: ...
 
@@ -41,12 +41,12 @@ class Numbered:
     """What all tables share."""
 
     def fingerprint(self) -> str:
-        """Of all rows themselves, so that a dataset may move and not one row may change."""
+        """Identifies the rows by their content, so that a dataset may move, but no row may change."""
         return f"{len(self)} rows, content {self.content()}"
 
 
 class Whole(Numbered):
-    """What tables share of which every row is in every epoch."""
+    """What tables share if every row is in every epoch."""
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:
         return np.arange(len(self))
@@ -57,10 +57,10 @@ class Whole(Numbered):
 
 @dataclass
 class Blend(Numbered):
-    """Several tables, each with how many of its rows an epoch has.
+    """Several tables, each with the number of its rows in an epoch.
 
-    A table's epochs follow one another through endless passes over its rows, each in a random order: whatever
-    the share, every row comes round as often as any other, give or take one.
+    A table is passed over without end, each pass in a random order; an epoch takes the next rows of these
+    passes. So whatever the share, every row comes as often as any other, plus or minus one.
     """
 
     tables: Mapping[str, Table]
@@ -94,12 +94,12 @@ class Blend(Numbered):
         return self.tables[name].origin(row)
 
     def key(self, index: int) -> str:
-        """Of all rows of all tables a different one, since names are."""
+        """A key unique among the rows of all tables, since the tables' names are unique."""
         name, row = self._at(index)
         return f"{name}-{self.tables[name].key(row)}"
 
     def content(self) -> str:
-        """In the order of the tables, which their seeds depend on; names may change as files move."""
+        """A digest in the order of the tables, on which seeds depend. Names may change as files move."""
         return digest([[self.counts[name], table.content()] for name, table in self.tables.items()])
 
     def _at(self, index: int) -> tuple[str, int]:
@@ -108,7 +108,7 @@ class Blend(Numbered):
 
 
 def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> ndarray:
-    """Entries epoch·count … (epoch + 1)·count of the passes over `rows` rows, end to end."""
+    """Entries epoch·count … (epoch + 1)·count of the passes over `rows` rows, joined end to end."""
     begin, end = epoch * count, (epoch + 1) * count
     passes = range(begin // rows, -(-end // rows))
     orders = [np.random.default_rng([*seed, number]).permutation(rows) for number in passes]
@@ -116,7 +116,7 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
 
 
 def blend_tables(tables: Mapping[str, Table], repetitions: Sequence[float]) -> Blend:
-    """One table of several, of each of which an epoch has so many times the rows that its own has.
+    """One table of several. `repetitions` multiplies the rows that an epoch of each table has.
 
     Raises ValueError for a table without rows.
     """
@@ -134,7 +134,7 @@ def blend_tables(tables: Mapping[str, Table], repetitions: Sequence[float]) -> B
 
 
 def path_names(paths: Sequence[str]) -> list[str]:
-    """For each path so much of its end that no two are the same.
+    """The last parts of each path, as many as it takes for all names to differ.
 
     Raises ValueError for a path that is given twice.
     """

@@ -1,11 +1,11 @@
-"""The ways in which people lay out a record, brought to one: turns under `conversations` or `messages`,
-media under `image(s)` and `video(s)`.
+"""Brings the ways in which people lay out a record to one: turns under `conversations` or `messages`, media
+under `image(s)` and `video(s)`.
 
-Read besides turns:
+Instead of turns, a record may have:
 
-    question, answer            one exchange; also as prompt or instruction (then query or input, after a
-                                newline) and response or output, with history: earlier pairs of the two
-    caption                     of the image, as its reply
+    question, answer            one exchange; also called prompt or instruction (query or input is appended
+                                after a newline) and response or output; history: earlier pairs of the two
+    caption                     the reply to an image
     texts: [{user, assistant}]  exchanges
     texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
 """
@@ -38,13 +38,13 @@ DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image betw
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Record as stored → record in the package's words.
+    """Record as stored → record with the package's column names.
 
-    columns   ours → the source's, such as {"conversations": "chat", "images": "pictures"}; where a column of
-              one kind (turns, images, ...) is mapped, others of that kind are ignored
+    columns   ours → the source's, such as {"conversations": "chat", "images": "pictures"}; if a column of one
+              kind (turns, images, ...) is mapped, other columns of that kind are ignored
     tags      how turns are written, by LLaMA-Factory's names (`role_tag`, `content_tag`, `user_tag`, ...)
 
-    Raises ValueError for names that are not ours.
+    Raises ValueError for a name that does not exist here.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class RecordLayout:
                 raise ValueError(f"tags: {name} is no tag{suggestion(name, known)}")
 
     def __call__(self, record: Any) -> dict:
-        """Raises BadSample for a record that has no turns in any known layout."""
+        """The record. Raises BadSample if it has no turns in any known layout."""
         if isinstance(record, list):
             record = {"messages": record}
         if not isinstance(record, dict):
@@ -72,7 +72,7 @@ class RecordLayout:
         return record | {turns: self._tagged(record[turns])} if self.tags else record
 
     def check_columns(self, present: list[str], place: str) -> None:
-        """Raises ValueError when a mapped column is not among those `present`."""
+        """Raises ValueError if a mapped column is not among those `present`."""
         for ours, theirs in self.columns.items():
             if theirs not in present:
                 raise ValueError(
@@ -94,7 +94,7 @@ class RecordLayout:
 
         def tagged(turn: Any) -> Any:
             if not (isinstance(turn, dict) and role_tag in turn and content_tag in turn):
-                return turn  # judged where turns are cooked
+                return turn  # `cook_chatml_sample` will judge it
             others = {name: value for name, value in turn.items() if name not in (role_tag, content_tag)}
             name = turn[role_tag]
             role = roles.get(name, name) if isinstance(name, str) else name
@@ -140,7 +140,7 @@ def _exchange(prompt: Any, reply: Any) -> list[dict]:
 
 
 def _document(texts: list, images: Any) -> list[dict]:
-    """One turn of role `document`: at each place its image, then its text; None where there is none.
+    """One turn of role `document`: at each index the image, then the text; None stands for no image or text.
 
     All text is trained, in the order given, without chat template.
     """
@@ -161,7 +161,7 @@ def _document(texts: list, images: Any) -> list[dict]:
 
 
 def _media(record: dict) -> dict:
-    """Of an interleaved document, the images without the gaps."""
+    """The images of an interleaved document without the None entries; empty for other records."""
     if isinstance(record.get("texts"), list) and isinstance(record.get("images"), list):
         return {"images": [image for image in record["images"] if image is not None]}
     return {}

@@ -1,4 +1,4 @@
-"""What the `datasets` library opens: folders, parquet, arrow, hub names; images and videos stay encoded."""
+"""Opens sources with the `datasets` library: folders, parquet, arrow, hub names. Media stay encoded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from datasets.exceptions import DatasetsError
 from megatron_vlm.data.description_files import check_fields, check_regular, damaged, read_mapping
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
-WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # of what reads a description without looking first
-ROWS_AT_ONCE = 10_000  # of which the digest is made
-SAVED = {  # the files of `save_to_disk` that say what is there, and the fields that are read
+WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # raised by readers that do not check a description
+ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
+SAVED = {  # the description files of `save_to_disk`, and the fields that are read from them
     "dataset_dict.json": {"splits": "list of text"},
     "state.json": {"_data_files": "list", "_fingerprint": "text"},
     "dataset_info.json": {"features": "mapping"},
@@ -28,7 +28,7 @@ SAVED = {  # the files of `save_to_disk` that say what is there, and the fields 
 
 
 def split_names(path: str | Path) -> list[str]:
-    """The splits that `path` has of its own; empty for a single dataset saved by `save_to_disk`."""
+    """The splits of `path`; empty for a single dataset saved by `save_to_disk`."""
     loaded = load(path)
     return list(loaded) if isinstance(loaded, dict) else []
 
@@ -36,7 +36,7 @@ def split_names(path: str | Path) -> list[str]:
 def open_rows(path: str | Path, split: str | None = None, subset: str | None = None) -> datasets.Dataset:
     """The rows of a folder in `datasets` format, a folder or file of parquet/arrow, or a hub name.
 
-    Images stay encoded. Raises ValueError when `split` is needed or not there.
+    Images stay encoded. Raises ValueError if `split` is needed and not given, or does not exist.
     """
     loaded = load(path, subset)
     if isinstance(loaded, dict):
@@ -49,9 +49,9 @@ def open_rows(path: str | Path, split: str | None = None, subset: str | None = N
 
 
 def open_stream(path: str | Path, split: str | None = None) -> datasets.IterableDataset:
-    """The rows of `path` as they come, nothing written to disk first. Images stay encoded.
+    """The rows of `path` as a stream; nothing is written to disk first. Images stay encoded.
 
-    Raises ValueError for a folder saved by `datasets`, whose rows are on disk anyway, and as `open_rows`.
+    Raises ValueError as `open_rows`, and for a folder saved by `datasets`: its rows are on disk already.
     """
     if _is_saved_folder(Path(path)):
         raise ValueError(
@@ -72,7 +72,7 @@ def open_stream(path: str | Path, split: str | None = None) -> datasets.Iterable
 
 
 def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | datasets.DatasetDict:
-    """Raises ValueError that names the file that cannot be read."""
+    """What `datasets` makes of `path`. Raises ValueError that names the file that cannot be read."""
     if Path(path).exists():
         _check_files(Path(path))
     try:
@@ -88,13 +88,13 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
         TypeError,
         AttributeError,
     ) as error:
-        # what `datasets` raises of damaged files is whatever they lead to: look for the one that is
+        # on a damaged file `datasets` may raise anything: look for the file itself
         named, why = _first_unreadable(Path(path)) or (path, error)
         raise damaged(named, f"cannot be read ({_reason(why)})") from error
 
 
 def _check_files(path: Path) -> None:
-    """The descriptions of a saved folder are what they should be, and no file is a pipe."""
+    """Raises ValueError if a description of a saved folder is wrong, or any file is a pipe."""
     if not path.is_dir():
         return check_regular(path)
     for file in path.rglob("*"):
@@ -141,7 +141,7 @@ def _read_arrow(file: Path) -> None:
 
 
 def _check_rows(count: int) -> None:
-    """Looked at only after `datasets` failed, as it does on files without any."""
+    """Raises ValueError if there are no rows. Called only after `datasets` failed, as it does without any."""
     if count == 0:
         raise ValueError("it has no rows; take it out")
 
@@ -172,16 +172,16 @@ def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what began it: `datasets` wraps the cause in general words."""
+    """The first line of the first cause: `datasets` wraps it in general words."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip() or "no reason given").splitlines()[0]
 
 
 def rows_digest(rows: datasets.Dataset, name: str) -> str:
-    """A digest of all rows in their order: all values, but of media and other bytes only the lengths.
+    """A digest of all rows in their order: of all values, but only of the lengths of media and other bytes.
 
-    Raises ValueError for rows whose file is damaged inside.
+    Raises ValueError if rows cannot be read because their file is damaged.
     """
     total, table = hashlib.blake2b(), rows.with_format("arrow")
     for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -197,7 +197,7 @@ def rows_digest(rows: datasets.Dataset, name: str) -> str:
 
 
 def _leaves(array: pa.Array) -> Iterator[pa.Array]:
-    """Flat arrays that hold the values of a nested one."""
+    """The flat arrays that hold the values of a nested array."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         yield from _leaves(array.storage)
@@ -238,7 +238,7 @@ def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:
 
 
 def _encoded(feature: Any) -> Any:
-    """A feature of which no medium is decoded, however deep it lies."""
+    """The feature with decoding turned off for every medium in it, however deep."""
     if isinstance(feature, MEDIA):
         return type(feature)(decode=False)
     if isinstance(feature, dict):
@@ -249,7 +249,7 @@ def _encoded(feature: Any) -> Any:
 
 
 def media_root(path: str | Path) -> Path:
-    """Image paths must lie in the dataset's folder, or for a hub name in the cache of `datasets`."""
+    """The folder that image paths may not leave: the dataset's, or for a hub name the cache of `datasets`."""
     local = Path(path)
     if not local.exists():
         return Path(datasets.config.HF_CACHE_HOME)

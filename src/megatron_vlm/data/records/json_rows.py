@@ -1,4 +1,4 @@
-"""JSON Lines and JSON arrays as tables: where records lie is found once, each is read when asked for."""
+"""JSON Lines and JSON arrays as tables: records are located once, and each is read when asked for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_vlm.data.description_files import check_regular, damaged
 from megatron_vlm.data.records.blends import Whole
 from megatron_vlm.data.records.columns import RecordLayout
 
-CHECKED_RECORDS = 1000  # in which every mapped column must occur, and at least one line be JSON
+CHECKED_RECORDS = 1000  # the first ones: every mapped column must occur, and at least one line must be JSON
 REPAIR = "repair it or convert it to JSON Lines"
 
 
 class JsonTable(Whole):
-    """JSON Lines, or a JSON array: where each record lies in the file is found once, records are not kept.
+    """JSON Lines, or a JSON array. Keeps where each record lies in the file, but not the records.
 
-    Raises ValueError for an array that is not valid JSON, and for lines of which none is; a single one is a
-    bad record.
+    Raises ValueError for an array that is not valid JSON, and if no line is valid JSON. A single invalid line
+    is a bad record.
     """
 
     def __init__(self, path: Path, root: Path, layout: RecordLayout, lines: bool) -> None:
@@ -64,7 +64,7 @@ class JsonTable(Whole):
             return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
 
     def _columns(self) -> list[str] | None:
-        """The keys of the first records; None where none is a record."""
+        """The keys of the first records; None if none of them is a record."""
         seen: set[str] | None = None
         for index in range(min(len(self), CHECKED_RECORDS)):
             try:
@@ -77,7 +77,7 @@ class JsonTable(Whole):
 
 
 def _lines(path: Path) -> Iterator[int]:
-    """Number, start and stop of each line that is not blank, one after another."""
+    """Number, start and stop of each line that is not blank, as one flat sequence."""
     start = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
@@ -87,7 +87,7 @@ def _lines(path: Path) -> Iterator[int]:
 
 
 def _elements(path: Path) -> Iterator[int]:
-    """Number, start and stop in bytes of each element of a JSON array."""
+    """Number, start and stop in bytes of each element of a JSON array, as one flat sequence."""
     try:
         text = path.read_bytes().decode()
         bom = text.startswith("\ufeff")
@@ -103,7 +103,7 @@ def _elements(path: Path) -> Iterator[int]:
 
 
 def _element_spans(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Spans of an array's elements; each is parsed, and forgotten."""
+    """The spans of an array's elements. Each element is parsed but not kept."""
     decoder, space = json.JSONDecoder(), json.decoder.WHITESPACE
     at = space.match(text, at).end()
     if text[at : at + 1] != "[":

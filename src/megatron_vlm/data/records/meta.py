@@ -1,4 +1,4 @@
-"""Meta files in LLaMA-Factory's words: several datasets, each with its columns, tags and share."""
+"""Meta files in LLaMA-Factory's format: several datasets, each with its columns, tags and share."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FIELDS = {
     **dict.fromkeys((*META_SOURCES, "formatting", "media_dir", "split", "subset"), "text"),
     **dict.fromkeys(("columns", "tags"), "mapping"),
 }
-FORMATTINGS = ("alpaca", "sharegpt", "openai")  # the record itself tells
+FORMATTINGS = ("alpaca", "sharegpt", "openai")  # accepted but not needed: the record itself tells
 LARGEST_META = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One dataset of a meta file: how its table is opened, and how many of its rows an epoch has."""
+    """One dataset of a meta file: how to open its table, and how many of its rows an epoch has."""
 
-    place: str  # as errors name it
+    place: str  # its name in errors
     source: str | Path
     layout: RecordLayout
     media_dir: Path
@@ -103,7 +103,7 @@ def read_meta(path: Path) -> dict[str, dict] | None:
         return None
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # JSON Lines, or damaged: reading it line by line will tell
+    except (ValueError, RecursionError):  # JSON Lines, or damaged: who reads it line by line will see
         return None
     is_meta = isinstance(content, dict) and content and all(isinstance(e, dict) for e in content.values())
     return content if is_meta else None

@@ -1,10 +1,10 @@
 """A source record → its conversation object, and its images and videos as encoded files.
 
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
-or Hugging Face's `{"path": ..., "bytes": ...}`; without these, the images that parts of turns name (OpenAI's
-`image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
+or Hugging Face's `{"path": ..., "bytes": ...}`. Without these, its images are those that parts of turns name
+(OpenAI's `image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
 `{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare`
-and `data.load.hf` read every source through here, other layouts after `data.records.columns`.
+and `data.load.hf` read every source through here; other layouts go through `data.records.columns` first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def conversation_of(record: Any) -> dict:
 
 
 def _without_media(turns: Any) -> Any:
-    """Parts say where an image is; the image itself goes with the sample's others."""
+    """The turns whose parts only say where an image is; the image itself goes with the sample's others."""
     if not isinstance(turns, list):
         return turns
     return [
@@ -55,7 +55,7 @@ def _part_without_media(part: Any) -> Any:
 
 
 def conversation_json(conversation: dict) -> bytes:
-    """As stored in a shard. Raises BadSample for text that no file can hold (a lone surrogate)."""
+    """The conversation as a shard stores it. Raises BadSample if no file can hold it (a lone surrogate)."""
     try:
         return json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -93,7 +93,7 @@ def _video(video: Any, root: Path) -> bytes | dict:
 
 
 def _images_of_parts(record: dict) -> Iterator[Any]:
-    """What OpenAI's and Qwen's parts of turns name: {"type": "image_url", "image_url": {"url": ...}}."""
+    """The images that OpenAI's and Qwen's parts name: {"type": "image_url", "image_url": {"url": ...}}."""
     turns = next((record[name] for name in TURNS if record.get(name)), ())
     for turn in turns if isinstance(turns, list) else ():
         parts = turn.get("content") if isinstance(turn, dict) else None
@@ -117,7 +117,7 @@ def _file_bytes(media: Any, root: Path) -> bytes:
 
 
 def without_nulls(value: Any) -> Any:
-    """Arrow gives every struct all keys of its column, with None for those a row never had: take them out."""
+    """The value without keys that hold None: Arrow gives every struct all keys of its column."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -16,7 +16,7 @@ Row = tuple[str, dict]  # key and record as the stream gave it
 
 @dataclass
 class StreamedRows:
-    """What of a stream is known without reading it, and how its records are read."""
+    """What is known of a stream without reading it, and how its records are read."""
 
     name: str
     stream: Any  # datasets.IterableDataset
@@ -25,7 +25,7 @@ class StreamedRows:
 
     @classmethod
     def open(cls, path: str, layout: RecordLayout, media_dir: str | None = None) -> StreamedRows:
-        """Raises ValueError for a source that is not to be streamed, or without its mapped columns."""
+        """The opened stream. Raises ValueError if the source cannot be streamed or lacks a mapped column."""
         from megatron_vlm.data.records.hub import media_root, open_stream
         from megatron_vlm.data.records.tables import kind_of
 
@@ -46,7 +46,7 @@ class StreamedRows:
         return self.layout(without_nulls(row[1])), self.root
 
     def fingerprint(self) -> str:
-        """Of the columns, the number of shards and the first record."""
+        """Identifies the stream by its columns, its number of shards and its first record."""
         first = next(iter(self.stream), None)
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")

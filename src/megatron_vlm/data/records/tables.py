@@ -1,7 +1,7 @@
 """Map-style sources: rows on disk, read one at a time by number, from any process.
 
-What opens as what is said in TABLES. All give the same: a record in the package's words and the folder its
-media lie under, which is what `data.records.records` reads.
+TABLES says how each kind of source is opened. All tables give what `data.records.records` reads: a record
+with the package's column names, and the folder under which its media lie.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILES = (".json", ".jsonl", ".parquet", ".arrow")
 
 @dataclass
 class HFTable(Whole):
-    """A `datasets.Dataset` with undecoded images."""
+    """A table over a `datasets.Dataset` with undecoded images."""
 
     name: str
     rows: Any
@@ -67,13 +67,12 @@ def open_table(
 ) -> Table:
     """The rows of `path`: JSON(L), a meta file, or what `datasets` opens (folder, parquet, arrow, hub name).
 
-    layout      of its records
+    layout      how its records are laid out
     media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
-    datasets    those of a meta file to read; default: all
-    kind        of TABLES; default: told by the name and the first bytes
+    datasets    the datasets of a meta file to read; default: all
+    kind        a key of TABLES; default: the name and the first bytes tell
 
-    Raises ValueError that names the file for a source that cannot be read, FileNotFoundError for one that is
-    not there.
+    Raises ValueError that names the file if a source cannot be read, FileNotFoundError if it does not exist.
     """
     kind = kind or kind_of(path)
     if kind not in TABLES:
@@ -87,7 +86,7 @@ def open_table(
 
 
 def kind_of(path: str | Path) -> str:
-    """Which of TABLES reads `path`."""
+    """The key of TABLES whose opener reads `path`."""
     path = Path(path)
     if path.suffix in FILES and not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give the path of a file or folder.")
@@ -104,7 +103,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def source_splits(path: str | Path) -> list[str]:
-    """The splits that a source has of its own; empty for one that is whole."""
+    """The splits of a source; empty for a source without splits."""
     if kind_of(path) != "hf":
         return []
     from megatron_vlm.data.records.hub import split_names

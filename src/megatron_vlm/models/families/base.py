@@ -19,11 +19,11 @@ from megatron_vlm.models.weights import Rule, WeightMap
 class Family:
     """One HF `model_type`. Every function takes the HF config (`PretrainedConfig`) of the whole model.
 
-    `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())` that
-    gives visual features (M, D), those of images in document order before those of videos, or (1 + n, M, D)
-    where the others are added to the hidden states after each of the first n layers (`deepstack_layers`);
-    `blank_image(hf_config, pixels)` its arguments for a black image of about that area (0: the smallest).
-    `visual_tokens(hf_config, visual_inputs)` is how many features each item has, images before videos.
+    `build_vision(hf_config)` returns a module called as `vision(**visual_inputs.normalized_for_model())`. It
+    gives visual features (M, D), those of images in document order before those of videos; or (1 + n, M, D),
+    where the further n are added to the hidden states after each of the first n layers (`deepstack_layers`).
+    `blank_image(hf_config, pixels)` gives its arguments for a black image of about that area (0: smallest).
+    `visual_tokens(hf_config, visual_inputs)` gives the number of features of each item, images before videos.
     """
 
     model_type: str
@@ -48,13 +48,13 @@ class Family:
         }
     )
     has_experts: bool = False
-    # a sample, and for Transformers a batch, holds either images or videos
+    # a sample (in Transformers even a batch) holds either images or videos
     images_or_videos: bool = False
-    # tokens of one image see each other both ways
+    # tokens of one image see each other in both directions
     bidirectional_images: bool = False
     # gives the function that data workers call on every document
     position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
-    # gives the function (token ids) -> which of them stand for features of images, which for those of videos
+    # gives the function (token ids) -> which of them stand for image features, which for video features
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config

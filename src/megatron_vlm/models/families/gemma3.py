@@ -1,4 +1,4 @@
-"""Gemma3: SigLIP tower, average-pooling projector, 5:1 local/global layers, images seen both ways."""
+"""Gemma3: SigLIP tower, average-pooling projector, 5:1 local/global layers, bidirectional images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vlm.models.weights import Rule, Whole
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
-    """Average pooling gives so many."""
+    """Whether average pooling gives this number of tokens."""
     vision = hf_config.vision_config
     patches, side = int(vision.image_size // vision.patch_size), int(tokens**0.5)
     return 0 < side <= patches and (patches // (patches // side)) ** 2 == tokens
@@ -64,7 +64,7 @@ def architecture(hf_config: Any) -> dict:
 
 
 def _kinds(text: Any) -> list[str]:
-    """Of layers, each with a rotary rule of its own."""
+    """The kinds of layers; each has a rotary rule of its own."""
     return sorted(set(text.layer_types))
 
 
@@ -90,7 +90,7 @@ class Gemma3Vision(nn.Module):
 
 
 def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """The tower takes one size of image."""
+    """A black image of the only size that the tower takes."""
     side = hf_config.vision_config.image_size
     return {"pixel_values": torch.zeros(1, hf_config.vision_config.num_channels, side, side)}
 

@@ -22,7 +22,8 @@ def _chosen(count: Any, text: Any) -> bool:
 
 
 def _groups(count: Any, text: Any) -> bool:
-    """Megatron ranks groups of experts by their best topk / topk_group experts, Transformers by two."""
+    """Whether Megatron and Transformers choose the same groups of experts. Megatron ranks a group by its best
+    topk / topk_group experts, Transformers by its best two."""
     even = 0 < text.topk_group <= count <= text.n_routed_experts // 2 and text.n_routed_experts % count == 0
     return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
 
@@ -83,7 +84,7 @@ def _group_limit(text: Any) -> dict:
 
 
 class Glm4vMoeVision(patch_towers.GridVision):
-    """The HF visual module; it takes every frame of a video as an image of its own."""
+    """The HF visual module; it treats every frame of a video as an image."""
 
     def __init__(self, hf_config: Any):
         super().__init__(hf_config)
@@ -97,13 +98,13 @@ class Glm4vMoeVision(patch_towers.GridVision):
 
 
 def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
-    """The attention layers read images' lengths on the CPU, the position embeddings on the device."""
+    """Moves images' lengths to the device: the position embeddings read them there, attention on the CPU."""
     hidden_states, lengths, *others = arguments
     return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
 
 
 def visual_kinds(hf_config: Any) -> Kinds:
-    """A placeholder is of a video's frame where a begin-of-video token before it is not yet closed."""
+    """A placeholder belongs to a video frame if a begin-of-video token before it is not yet closed."""
     return partial(
         _kinds,
         image=hf_config.image_token_id,
@@ -137,7 +138,7 @@ def weights(hf_config: Any) -> list[Rule]:
 
 
 def ignored_keys(hf_config: Any) -> dict[str, str]:
-    """The layer after the last."""
+    """The keys of the layer after the last, with the reason why they are not imported."""
     layer = f"{HF_MODEL}layers.{hf_config.text_config.num_hidden_layers}."
     return {layer + "**": "multi-token prediction, which Transformers leaves out too"}
 

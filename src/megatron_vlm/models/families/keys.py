@@ -1,8 +1,8 @@
 """Which keys of config.json a family knows, section by section, and the refusal of every other value.
 
 A field of Transformers' config class is read, has no effect on what is trained, or must keep its default.
-Keys that are no fields Transformers ignores, and so do we, but for a few that its modelling code asks for
-all the same: those are declared here like fields.
+Transformers ignores keys that are not fields, and so do we. A few of them its modelling code does read: these
+are declared here like fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = ("", "text_config", "vision_config")  # of the sections of config.json; 
 
 @dataclass(frozen=True)
 class Values:
-    """The supported values of a key: in words, and as a test of (value, its section of the config)."""
+    """The supported values of a key: in words, and as a test of (value, the key's section of the config)."""
 
     words: str
     holds: Callable[[Any, Any], bool]
@@ -47,7 +47,7 @@ class Section:
         return {*self.reads, *self.no_effect, *NO_EFFECT, *ASKED_FOR, *NAMES}
 
     def fixed(self, config: Any) -> dict[str, Any]:
-        """The fields of the config's class that must have these values, its defaults."""
+        """The fields of the config's class that must keep their default, with that default."""
         default = _default(type(config))
         names = [each.name for each in fields(config)]
         return {name: getattr(default, name) for name in names if name not in self.known()}
@@ -59,7 +59,7 @@ def _default(config_class: type) -> Any:
 
 
 def check(model_type: str, sections: tuple[Section, Section, Section], hf_config: Any) -> None:
-    """Raises ValueError, one for all of them, naming each key whose value the family does not support."""
+    """Raises one ValueError that names every key whose value the family does not support."""
     lines = []
     for name, section in zip(NAMES, sections, strict=True):
         config, prefix = (getattr(hf_config, name), f"{name}.") if name else (hf_config, "")
@@ -108,7 +108,7 @@ def _problem(key: str, value: Any, supported: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """As in config.json, cut where it is long."""
+    """The value as in config.json, shortened if it is long."""
     return printable(json.dumps(value, default=str, ensure_ascii=False), 60)
 
 
@@ -160,7 +160,7 @@ NO_EFFECT = (
     *("initializer_range", "initializer_factor", "init_std"),
     *("vision_aspect_ratio", "vision_feature_select_strategy"),
 )
-# No fields of most classes, but asked for by Transformers' modelling code
+# Most classes do not have these fields, but Transformers' modelling code reads them
 ASKED_FOR = {
     **{"is_causal": only(True), "output_attentions": only(False), "is_heterogeneous": only(False)},
     **dict.fromkeys(("decoder", "generator", "text_encoder", "fusion_config"), only(None)),
@@ -176,7 +176,7 @@ TOP = any_of("tie_word_embeddings", "head_dim", "layer_types", "rope_parameters"
 
 
 def text(activation: str = "hidden_act") -> dict[str, Values]:
-    """What every language model reads; `activation` is the key that names the one of its feed-forwards."""
+    """The keys that every language model reads; `activation` is the key of the activation function."""
     return {
         **any_of("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"),
         "num_hidden_layers": Values("at least 1", lambda layers, section: layers >= 1),
@@ -196,7 +196,7 @@ VISION = {
     **dict.fromkeys(("text_config", "layer_types"), only(None)),
     **dict.fromkeys(("image_size", "patch_size"), NUMBER),
 }
-# The rules' other keys, such as `factor`, are arguments of Transformers' own functions, which we call
+# The rules' other keys, such as `factor`, go to Transformers' own functions, which we call
 ROPE = {
     "rope_type": only("default", "linear", "llama3", "yarn"),
     "partial_rotary_factor": Values('1, or any where rope_type is "default", which ignores it', _whole_head),

@@ -1,4 +1,4 @@
-"""What the families share whose decoder layers are Llama's: pre-norm, gated SiLU, grouped queries."""
+"""Shared by families with Llama's decoder layers: pre-norm, gated SiLU, grouped queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def head_dim(text: Any) -> int:
 
 
 def architecture(hf_config: Any, activation: str = "hidden_act") -> dict:
-    """`activation` is the key that names the one of the feed-forwards."""
+    """Fields of LanguageModelConfig; `activation` is the key that names the activation function."""
     text = hf_config.text_config
     return {
         "num_layers": text.num_hidden_layers,
@@ -40,12 +40,12 @@ def layer_windows(text: Any) -> tuple[int | None, ...]:
 
 
 def attention_bias(text: Any) -> dict:
-    """Biases of all four projections, where the config has them."""
+    """Biases of all four attention projections, if the config has them."""
     return {"add_qkv_bias": text.attention_bias, "add_proj_bias": text.attention_bias}
 
 
 def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
-    """Embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys.
+    """Rules for embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys.
 
     Tied weights are stored as the embedding, as both, or as the output layer alone.
     """
@@ -61,7 +61,7 @@ def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") 
         *rules,
         Rule(embedding, (hf_embedding, hf_head), Twice(0)),
         Rule(embedding, (hf_head,), Cut(0)),
-        Rule(output, (hf_embedding,), Cut(0), export=False),  # a copy, on the last of several stages
+        Rule(output, (hf_embedding,), Cut(0), export=False),  # a copy, on the last stage if there are several
         Rule(output, (hf_head,), Cut(0), export=False),
     ]
 
@@ -69,7 +69,7 @@ def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") 
 def attention_rules(
     text: Any, hf_layer: str, qkv_bias: bool = False, proj_bias: bool = False, qk_norm: bool = False
 ) -> list[Rule]:
-    """Attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
+    """Rules for attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
     operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
     rules = [
@@ -100,7 +100,7 @@ def attention_rules(
 
 
 def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm") -> list[Rule]:
-    """The dense feed-forward and the norm before it, in every layer that has one."""
+    """Rules for the dense feed-forward and the norm before it, in every layer that has one."""
     gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     return [
         layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),

@@ -1,4 +1,4 @@
-"""How models spell their keys that keep tower, projector and language model side by side."""
+"""How models that keep tower, projector and language model side by side spell their keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMES = (
 
 
 def outer_rules(hf_config: Any) -> list[Rule]:
-    """Tower, projector, embedding, last norm and output layer."""
+    """Rules for tower, projector, embedding, last norm and output layer."""
     return [
         Rule("vision.vision_tower.**", ("vision_tower.**",), Whole()),
         Rule("vision.multi_modal_projector.**", ("multi_modal_projector.**",), Whole()),

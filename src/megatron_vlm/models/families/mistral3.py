@@ -1,7 +1,7 @@
 """Ministral3: Pixtral tower for images of any size, YaRN, queries that grow with their position.
 
-Between the image tokens of a picture stand row-break and end tokens, which are ordinary embeddings: features
-go to image tokens alone.
+Row-break and end tokens stand between the image tokens of a picture. They are ordinary embeddings: only image
+tokens get features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_vlm.models.weights import Rule
 
 
 def _one_layer(layer: Any, hf_config: Any) -> bool:
-    """The projector's norm is as wide as one of them, also in Transformers."""
+    """Whether it names one layer: the projector's norm is as wide as one layer, also in Transformers."""
     return isinstance(layer, int) or len(layer) == 1
 
 
@@ -69,7 +69,7 @@ def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
 
 
 class Ministral3Vision(nn.Module):
-    """The HF tower and projector; all images run as one sequence in which each sees itself alone.
+    """The HF tower and projector; all images run as one sequence in which each image sees only itself.
 
     pixel_values (N, 3, H, W), padded right and bottom, and image_sizes (N, 2) -> features (M, D).
     """
@@ -90,7 +90,7 @@ class Ministral3Vision(nn.Module):
 
 
 def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A square of whole merged patches."""
+    """A black square of whole merged patches."""
     vision = hf_config.vision_config
     merged = vision.patch_size * hf_config.spatial_merge_size
     side = merged * max(1, round(min(pixels**0.5, vision.image_size) / merged))
@@ -101,7 +101,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Merged patches."""
+    """The number of merged patches of each item."""
     merged = hf_config.vision_config.patch_size * hf_config.spatial_merge_size
     return (visual.image_sizes // merged).prod(-1).tolist()
 
@@ -115,7 +115,8 @@ def weights(hf_config: Any) -> list[Rule]:
 
 
 def portable_config(config: dict) -> dict:
-    """Without the name of the tower's only rotary rule: Transformers up to 5.12 refuses it, none needs it."""
+    """The config without the name of the tower's only rotary rule: no version of Transformers needs it, and
+    versions up to 5.12 refuse it."""
     vision = dict(config["vision_config"])
     rule = vision.get("rope_parameters") or {}
     if rule.get("rope_type") == "axial":

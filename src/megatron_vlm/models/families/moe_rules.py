@@ -1,4 +1,4 @@
-"""What families with a mixture of experts have in common."""
+"""Shared by families with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TEXT = keys.any_of("moe_intermediate_size", "output_router_logits", "router_aux_
 
 
 def balance(text: Any) -> float:
-    """The weight of the experts' balance in the loss. Transformers up to 5.12 has no field for the switch."""
+    """The weight of the load-balancing loss. Transformers up to 5.12 has no field that switches it on."""
     return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
 
 
 def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
-    """Router and routed experts of every layer that has them; `hf_layer` ends in `layers.*.`
+    """Rules for router and routed experts of every layer that has them; `hf_layer` ends in `layers.*.`
 
-    A checkpoint fuses the experts of a layer into one tensor per projection, either way round, or stores
+    A checkpoint fuses the experts of a layer into one tensor per projection, transposed or not, or stores
     them one by one.
     """
     fc1 = "mlp.experts.local_experts.*.linear_fc1.weight"
@@ -41,7 +41,7 @@ def fused(rule: Rule, experts: int, shape: tuple[int, int]) -> Rule:
 
 
 def shared_rules(hf_layer: str) -> list[Rule]:
-    """The experts that every token passes, one MLP together, which tensor parallelism cuts."""
+    """Rules for the shared experts, which every token passes: one MLP, which tensor parallelism cuts."""
     ours, theirs = "mlp.shared_experts.linear_", "mlp.shared_experts."
     gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
     return [

@@ -1,4 +1,4 @@
-"""What the families share whose towers take patches and grids (Qwen2.5-VL, Qwen3-VL, GLM-4.5V)."""
+"""Shared by families whose towers take patches and grids (Qwen2.5-VL, Qwen3-VL, GLM-4.5V)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class GridVision(nn.Module):
         return torch.stack((output.pooler_output, *output.deepstack_features[: self.deepstack]))
 
     def _plan(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What the tower derives from the grids, by the names under which it takes it.
+        """What the tower derives from the grids, by the names of its arguments.
 
-        Computed on CPU, where the tower would wait for the device, and once more in every layer for
-        sequence lengths: these stay on CPU, the rest goes to `device`.
+        Computed here on CPU; the tower itself would wait for the device, and for sequence lengths again in
+        every layer. Sequence lengths stay on CPU, the rest goes to `device`.
         """
         visual = self.visual
         lengths = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_N3)}
@@ -62,7 +62,7 @@ class GridVision(nn.Module):
             indices["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
                 grids_N3, visual.spatial_merge_size, visual.window_size, visual.patch_size
             )
-        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17; before, the tower does it itself
+        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17; in older ones the tower does it
             interpolation = vision_utils.get_vision_interpolation_indices_and_weights(
                 grids_N3,
                 visual.num_grid_per_side,
@@ -75,7 +75,7 @@ class GridVision(nn.Module):
 
 
 def deepstack_features(hf_config: Any) -> int:
-    """How many layers of the tower give features that a layer of the language model takes.
+    """The number of tower layers whose features a layer of the language model takes.
 
     As in Transformers, indexes beyond the tower's depth give none, and features beyond the last layer of the
     language model are left out.
@@ -90,7 +90,7 @@ def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
 
 
 def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A square of whole merged patches."""
+    """A black square of whole merged patches."""
     vision = hf_config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merged = vision.patch_size * vision.spatial_merge_size
@@ -102,16 +102,16 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Merged patches."""
+    """The number of merged patches of each item."""
     grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
     return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
 
 
 @dataclass(frozen=True)
 class MRope:
-    """A family's M-RoPE: in chunks or `interleaved`, which is the family's and not the config's choice.
+    """A family's M-RoPE, in chunks or `interleaved`; the family decides which, not the config.
 
-    `sections` stand in for a missing `mrope_section`; `part_of_head`: `partial_rotary_factor` is read.
+    `sections` replaces a missing `mrope_section`; `part_of_head`: `partial_rotary_factor` is read.
     """
 
     sections: tuple[int, ...]
@@ -126,7 +126,7 @@ class MRope:
         )
 
     def keys(self) -> dict[str, keys.Values]:
-        """Of `rope_parameters`, as `Section.rope` wants them."""
+        """The keys of `rope_parameters`, for `Section.rope`."""
         words = "three numbers" if self.interleaved else "numbers that add up to half the rotated channels"
         mrope = {"mrope_section": keys.Values(words, self._fits)}
         partial = {"partial_rotary_factor": keys.ANY} if self.part_of_head else {}

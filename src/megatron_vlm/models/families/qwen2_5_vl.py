@@ -14,7 +14,7 @@ MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
 
 def _whole_heads(head_dim: Any, text: Any) -> bool:
-    """Transformers' rotary embedding reads it, its attention does not."""
+    """Whether attention has this `head_dim`: in Transformers the rotary embedding reads it, attention not."""
     return head_dim in (None, text.hidden_size // text.num_attention_heads)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL: q/k norm, deepstack, interleaved M-RoPE, videos that tell the time in text."""
+"""Qwen3-VL: q/k norm, deepstack, interleaved M-RoPE, videos with the time in their text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights(hf_config: Any) -> list[Rule]:
 
 
 def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
-    """Everything but the feed-forwards."""
+    """Rules for everything but the feed-forwards."""
     text = hf_config.text_config
     return [
         Rule("vision.visual.**", ("model.visual.**",), Whole()),

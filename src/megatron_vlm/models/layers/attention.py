@@ -1,6 +1,6 @@
-"""Self-attention of the language model: one mask semantics, several backends that must agree.
+"""Self-attention of the language model: one definition of the mask, several backends that must agree.
 
-A query may see a key exactly when both lie in the same document and
+A query may see a key exactly if both lie in the same document and
   - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3), and
   - in a layer with a sliding window, the key is less than `window` positions back.
 The mask is described by `segments` (2, B, S) int32 = [document number, bidirectional block number], where 0
@@ -24,9 +24,9 @@ _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> masks
 
 
 def mask(segments: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, S, S) to add to the scores, 0 where query (row) may see key (column), else minus infinity.
+    """(B, 1, S, S) to add to the scores: 0 where a query (row) may see a key (column), else minus infinity.
 
-    Built once per batch and window, and in the scores' dtype: layers share it, also for their backward.
+    Built once per batch and window in the scores' dtype: layers share it, also in their backward.
     """
     masks = _MASKS.setdefault(segments, {})
     if window not in masks:
@@ -44,7 +44,7 @@ def mask(segments: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """PyTorch's scaled dot-product attention with an explicit mask: runs everywhere, the reference.
+    """PyTorch's scaled dot-product attention with an explicit mask: it runs everywhere and is the reference.
 
     query (B, H, S, K), key and value (B, H_kv, S, K) -> (B, H, S, K).
     """
@@ -72,10 +72,10 @@ class CoreAttention(MegatronModule):
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron's parameters and projections; rotary tables and masks of ours.
+    """Self-attention with Megatron's parameters and projections, and our rotary tables and masks.
 
     `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table, `attention_mask` the segments described above.
-    Megatron hands both from block to layer untouched, also through activation recomputation.
+    Megatron passes both from block to layer unchanged, also through activation recomputation.
     """
 
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
@@ -96,7 +96,7 @@ class RotarySelfAttention(SelfAttention):
 
 
 def rotate(x_SBHK: Tensor, cos_SB1R: Tensor, sin_SB1R: Tensor) -> Tensor:
-    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest stays."""
+    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest is unchanged."""
     rotary_width = cos_SB1R.shape[-1]
     x, rest = x_SBHK[..., :rotary_width], x_SBHK[..., rotary_width:]
     first, second = x.chunk(2, dim=-1)

@@ -1,9 +1,9 @@
 """Deepstack (arXiv 2406.04334): visual features added to the hidden states after each of the first layers.
 
 The features, already at their tokens' places, travel as extra rows of the hidden states' batch axis: layer i
-of n takes (S, B * (1 + n - i), D), adds the first of the extras to its output and hands the rest on. So they
-are cut by sequence parallelism, recomputed and differentiated with the hidden states, and pass on to other
-pipeline stages when a layer there needs them. All stages' messages then have room for what leaves the first.
+of n takes (S, B * (1 + n - i), D), adds the first of the extras to its output and passes on the rest. So
+sequence parallelism, recomputation and differentiation treat them like the hidden states. They go to another
+pipeline stage if a layer there needs them; all stages' messages then have room for what leaves the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vlm.parallel.layout import stage_layers
 
 
 class DeepstackLayer(TransformerLayer):
-    """A transformer layer that adds its own visual features to its output, where it has any."""
+    """A transformer layer that adds its own visual features, if it has any, to its output."""
 
     def forward(self, hidden_states: Tensor, **kwargs):
         extras = extras_before(self.config, self.layer_number)
@@ -30,12 +30,12 @@ class DeepstackLayer(TransformerLayer):
 
 
 def extras_before(config: TransformerConfig, layer_number: int) -> int:
-    """How many layers' features come with the input of layer `layer_number`, counted from 1."""
+    """For how many layers the input of layer `layer_number` (counted from 1) carries features."""
     return max(0, config.deepstack_layers - (layer_number - 1))
 
 
 def extras_between_stages(config: TransformerConfig) -> int:
-    """How many layers' features every message between pipeline stages has room for."""
+    """For how many layers a message between pipeline stages has room for features."""
     if not config.deepstack_layers or config.pipeline_model_parallel_size == 1:
         return 0
     virtual = config.virtual_pipeline_model_parallel_size
@@ -54,7 +54,7 @@ def fill_message(config: TransformerConfig, hidden_SBD: Tensor, last_layer: int)
 
 
 def read_message(config: TransformerConfig, message_SBD: Tensor, first_layer: int) -> Tensor:
-    """What a stage's first layer takes of a message."""
+    """The part of a message that a stage's first layer takes."""
     room, extras = extras_between_stages(config), extras_before(config, first_layer)
     if room == extras:
         return message_SBD

@@ -1,7 +1,7 @@
-"""Mixture of experts out of Megatron's own layer: what our families need of it that it does not do itself.
+"""Mixture of experts from Megatron's own layer, with what our families need beyond it.
 
-Experts are never cut by tensor parallelism: those of our families are a few hundred channels wide. Expert
-parallelism spreads them over the tensor- and data-parallel ranks alike, each of which holds whole experts.
+Tensor parallelism never cuts experts: those of our families are a few hundred channels wide. Expert
+parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Top-k routing whose selection bias is a weight of the checkpoint: read, saved, never updated."""
+    """Top-k routing with a selection bias from the checkpoint, which is read and saved but never updated."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -26,24 +26,24 @@ class Router(TopKRouter):
         self.trained_tokens: Tensor | int = 0  # of the current micro batch
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
-        """As Megatron's, but weighing a micro batch's balance by its trained tokens, like all of its loss.
+        """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
 
-        Megatron weighs it by all tokens, while gradients are divided by the trained ones: the coefficient
+        Megatron weights it by all tokens, while gradients are divided by the trained ones: the coefficient
         would grow with every prompt token.
         """
         kwargs["valid_token_count"] = self.trained_tokens / self.tp_cp_group.size()
         return super().attach_and_log_load_balancing_loss(*args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron counts tokens here for an update of the bias (and, in 0.19, fails on a padding mask)."""
+        """Does nothing. Megatron counts tokens here to update the bias (and 0.19 fails on a padding mask)."""
 
 
 class Experts(SequentialMLP):
     """This rank's experts, one after the other.
 
-    Megatron reduces their gradients over its own group for experts, and gives them an optimizer of their
-    own, only where that group differs from the data-parallel one. Always doing so changes no number and lets
-    a checkpoint go from any expert parallelism to any other.
+    Megatron reduces their gradients over a group for experts, and gives them their own optimizer, only if
+    that group differs from the data-parallel one. Here it always does both. This changes no number and lets a
+    checkpoint go from any expert parallelism to any other.
     """
 
     def __init__(self, *args, **kwargs):
@@ -53,7 +53,7 @@ class Experts(SequentialMLP):
 
 
 def moe_mlp() -> partial[MoELayer]:
-    """A layer's MLP with routed experts and, where the config has them, shared ones."""
+    """A layer's MLP with routed experts and, if the config has them, shared ones."""
     linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     return partial(
         MoELayer,
@@ -66,10 +66,11 @@ def moe_mlp() -> partial[MoELayer]:
 
 
 def balancing_settings(coefficient: float, moe_layers: int, topk: int) -> dict:
-    """The load-balancing loss of Transformers (Switch, arXiv 2101.03961) in Megatron's words; 0: none.
+    """Megatron's settings for the load-balancing loss of Transformers (Switch, arXiv 2101.03961); 0: none.
 
-    Transformers balances all layers as one and counts a token once for each of its experts, Megatron sums
-    over layers and counts it once: scaled so, one layer's loss is the same, several layers' the mean.
+    Transformers balances all layers as one and counts a token once for each of its experts; Megatron sums
+    over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
+    Transformers, several have the mean.
     """
     if not coefficient:
         return {"moe_router_load_balancing_type": "none"}

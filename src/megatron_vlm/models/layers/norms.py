@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, statistics in fp32.
+    """Root-mean-square norm over the last axis, with statistics in fp32.
 
     With `layernorm_zero_centered_gamma` the weight is an offset from one and is applied in fp32 before the
-    cast back; otherwise it multiplies after the cast. Both are the orders of the Transformers modules
+    cast back; otherwise it is applied after the cast. Transformers has the same order in each case
     (Gemma3RMSNorm, LlamaRMSNorm). Under sequence parallelism the weight's gradient is summed over TP.
     """
 
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class NormThenAdd(nn.Module):
-    """residual + norm(sub-layer output): takes the place of Megatron's bias-dropout-add."""
+    """residual + norm(sub-layer output), in place of Megatron's bias-dropout-add."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -16,7 +16,7 @@ def inverse_frequencies(
     """(inverse frequencies (R/2,), factor on cos and sin) of `text_config.rope_parameters`, fp32 on CPU.
 
     The scaled rules (linear, YaRN, ...) are Transformers' own functions, so they round as Transformers does.
-    They read `partial_rotary_factor`; the default rule does in families that say `part_of_head`.
+    They read `partial_rotary_factor`; the default rule reads it only with `part_of_head`.
     """
     rule = text_config.rope_parameters[layer_type] if layer_type else text_config.rope_parameters
     with torch.device("cpu"):  # real numbers also while the model is built on the meta device
@@ -32,8 +32,8 @@ def inverse_frequencies(
 def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tensor:
     """(R/2,) int64: the position axis (time, height, width) that turns each frequency.
 
-    `sections`, the config's `mrope_section`, says how many frequencies each axis has: in chunks, axes in
-    turn, or interleaved: time, height, width, time, ... until height and width have theirs, then time alone.
+    `sections`, the config's `mrope_section`, says how many frequencies each axis has: in chunks, one axis
+    after another, or interleaved: time, height, width, time, ... until height and width are done, then time.
     """
     axes = [section % 3 for section, count in enumerate(sections) for _ in range(count)]
     if interleaved:
@@ -44,10 +44,10 @@ def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tens
 class Rotary(nn.Module):
     """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R) fp32.
 
-    One rule for most models; Gemma3 has two, one for its local and one for its global layers. Positions are
-    (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 where queries and keys turn alike. With
-    `query_scale`, a function of the position ids, it is 2: the queries' table, scaled, then the keys'. As
-    scaling commutes with rotation, queries rotated by it are scaled.
+    Most models have one rule; Gemma3 has two, one for its local and one for its global layers. Positions are
+    (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys use the same table. With
+    `query_scale`, a function of the position ids, T is 2: a scaled table for queries, then one for keys.
+    Scaling commutes with rotation, so the scaled table scales the queries.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Hugging Face weights out: one weight gathered at a time, each pipeline stage writing its own files."""
+"""Exports Hugging Face weights: gathers one weight at a time; each pipeline stage writes its own files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Collect = Callable[[Tensor, dist.ProcessGroup], list[Tensor]]  # this rank's ten
 
 @dataclass(frozen=True)
 class Piece:
-    """A whole HF tensor, or one `row` of the `rows` that it fuses."""
+    """A whole HF tensor, or one `row` of the `rows` fused in it."""
 
     key: str
     tensor: Tensor
@@ -56,9 +56,9 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(hub key, whole tensor) of this pipeline stage on every rank, one weight gathered at a time.
 
-    A collective over the tensor-parallel group and the expert-parallel one: every rank of the stage iterates
-    to the end. Of several layouts, the one in `files` is made, or else the rules' first. `value` picks what
-    is exported of a weight (the tests export gradients), None for nothing.
+    A collective over the tensor-parallel and the expert-parallel group: every rank of the stage iterates to
+    the end. If there are several layouts, the one in `files` is made, else the rules' first. `value` chooses
+    what is exported for a weight (the tests export gradients); None: nothing.
     """
     fused: dict[str, dict[int, Tensor]] = {}
     for piece in hf_pieces(chunks, rules, files, value, _to_all):
@@ -79,7 +79,7 @@ def hf_pieces(
     value: Callable[[Tensor], Tensor | None],
     collect: Collect,
 ) -> Iterator[Piece]:
-    """What `hf_tensors` gives, before rows are put together; nothing where `collect` gives nothing."""
+    """What `hf_tensors` gives, before rows are joined; nothing on a rank where `collect` gives nothing."""
     for chunk in chunks:
         for name, weight in named_global_weights(chunk):
             rule, _ = find_rule(rules, name, files)
@@ -96,7 +96,7 @@ def hf_pieces(
 
 
 def _gather(name: str, local: Tensor, rule: Rule, collect: Collect) -> list[list[Tensor]]:
-    """All ranks' shards of this weight, for each expert that the ranks hold in its place."""
+    """All ranks' shards of this weight; for an expert, one list per expert that ranks hold in its place."""
     if EXPERT.search(name):
         experts = collect(local, parallel_state.get_expert_model_parallel_group())
         return [[expert] for expert in experts]
@@ -107,7 +107,7 @@ def _gather(name: str, local: Tensor, rule: Rule, collect: Collect) -> list[list
 
 
 def _names_of_group(name: str, config: TransformerConfig) -> list[str]:
-    """The weight's name, or those of the experts that the expert-parallel ranks hold in its place."""
+    """The weight's name; for an expert, the names of those that expert-parallel ranks hold in its place."""
     expert, step = EXPERT.search(name), experts_per_rank(config)
     if not expert:
         return [name]
@@ -124,7 +124,7 @@ def _to_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _to(writer: int, local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Nothing on other ranks than the writer, and no messages in other groups than its own."""
+    """The group's tensors on the writer, nothing on other ranks. Only the writer's group sends messages."""
     if writer not in dist.get_process_group_ranks(group):
         return []
     if group.size() == 1:
@@ -144,11 +144,11 @@ def export_hf(
 ) -> None:
     """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
 
-    Of an FP8 source the weights are written in the config's dtype, without scales and quantization_config.
+    From an FP8 source, weights are written in the config's dtype, without scales and quantization_config.
 
     Collective over all ranks, which must share the file system. One rank of each pipeline stage writes its
     files while it gathers, weight by weight; `output` appears when everything is written. Raises
-    FileExistsError when it exists.
+    FileExistsError if it exists.
     """
     output, checkpoint = Path(output), HFCheckpoint(source, weight_map.renames)
     unfinished = output.with_name(output.name + ".partial")
@@ -172,7 +172,7 @@ def export_hf(
 
 
 def copy_side_files(source: Path, output: Path) -> None:
-    """Config, tokenizer, processor and chat template: everything small that is not a weight."""
+    """Copies config, tokenizer, processor and chat template: everything small that is not a weight."""
     for file in source.iterdir():
         is_index = file.name.endswith(".safetensors.index.json")
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
@@ -180,9 +180,9 @@ def copy_side_files(source: Path, output: Path) -> None:
 
 
 def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
-    """Rewrite config.json where it would be wrong for what is written; otherwise it stays byte for byte.
+    """Rewrite config.json if it would be wrong for what is written; otherwise it stays byte for byte.
 
-    An output layer of its own is said to be one: not everybody looks at the weights, as Transformers does.
+    It then says whether the output layer is its own: other readers do not look at the weights to find out.
     """
     text = file.read_text(encoding="utf-8")
     source = json.loads(text)
@@ -202,7 +202,7 @@ def _write_stage(
     writer = _writer_of_stage()
     pieces = hf_pieces(chunks, rules, checkpoint.files, lambda weight: weight.detach(), partial(_to, writer))
     if dist.get_rank() != writer:
-        for _ in pieces:  # takes part in the gathering
+        for _ in pieces:  # only to take part in the gathering
             pass
         return {}
     keys = _keys_of_stage(chunks, rules, checkpoint.files)

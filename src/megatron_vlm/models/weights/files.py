@@ -19,8 +19,8 @@ from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
 from megatron_vlm.supported import CONFIG_FILE, resolve
 from megatron_vlm.weight_files import weight_files
 
-SCALE = "_scale_inv"  # of an FP8 tensor: its key and this
-MAPPED_BYTES = 2**26  # files are unmapped after this much was read of them
+SCALE = "_scale_inv"  # an FP8 tensor's key + this is the key of its scale
+MAPPED_BYTES = 2**26  # files are unmapped after this much was read
 
 
 def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
@@ -58,8 +58,8 @@ class Dequantised:
 class HFCheckpoint:
     """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use.
 
-    FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) read as what they stand for; the
-    scales, also those of activations, are no keys of their own. Others are views of files mapped into memory.
+    FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) are read as the values that they
+    stand for; scales, also those of activations, have no keys here. Other tensors are views of mapped files.
     """
 
     def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
@@ -106,8 +106,8 @@ class HFCheckpoint:
     def release(self, nbytes: int) -> None:
         """Say that `nbytes` were read and are no longer needed.
 
-        Pages of mapped files that were read count as this process's memory until the files are unmapped,
-        which happens here every now and then; they open again when asked for.
+        The pages that were read of mapped files count as this process's memory until the files are unmapped.
+        That happens here now and then; a file is opened again when it is needed.
         """
         with self._lock:
             self._touched += nbytes
@@ -116,7 +116,7 @@ class HFCheckpoint:
                 self._touched = 0
 
     def problem(self, key: str) -> str | None:
-        """Why the tensor of that key cannot be trained as it is stored; None where it can."""
+        """Why the tensor of that key cannot be trained as it is stored; None if it can."""
         file, stored_key = self.files[key]
         dtype = self._file(file).get_slice(stored_key).get_dtype()
         if dtype not in _DTYPES:
@@ -137,7 +137,7 @@ class HFCheckpoint:
         return values
 
     def stored(self, key: str) -> Stored:
-        """`key` as the files hold it, but for FP8 weights in the dtype of the config."""
+        """The tensor as the files hold it; FP8 weights in the config's dtype."""
         file, stored_key = self.files[key]
         slices = self._file(file).get_slice(stored_key)
         dtype = _DTYPES[slices.get_dtype()]
@@ -148,7 +148,7 @@ class HFCheckpoint:
 
 
 def _scaled_weight(key: str) -> str | None:
-    """The FP8 weight that `key` is a scale of, if it has the name of one."""
+    """The FP8 weight whose scale `key` is; None if it is not named like a scale."""
     for suffix, weight in {SCALE: "", ".activation_scale": ".weight"}.items():
         if key.endswith(suffix):
             return key.removesuffix(suffix) + weight

@@ -1,4 +1,4 @@
-"""Hugging Face weights in: every rank reads the slices that it holds."""
+"""Imports Hugging Face weights: every rank reads the slices that it holds."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
     Values go straight from the files, mapped into memory, to their places, cast to the parameters' dtype: a
     rank needs little more memory than its weights.
 
-    Raises ValueError, before anything is read, that names the keys and their shapes when the checkpoint has
-    one that the model does not have, lacks one that it has, or has one of another shape. A collective.
+    Raises ValueError before anything is read, with keys and shapes, if the checkpoint has a key that the
+    model lacks, lacks one that the model has, or has one of another shape. A collective.
     """
     checkpoint = HFCheckpoint(path, weight_map.renames)
     loads = [
@@ -53,13 +53,13 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
 
 @dataclass(frozen=True)
 class Load:
-    """One parameter and the HF tensors that it is filled from."""
+    """One parameter, and the HF tensors that fill it."""
 
     name: str
     param: Tensor
     rule: Rule
     keys: list[str]
-    rank: int  # of those that cut this weight
+    rank: int  # among the ranks that share this weight
     size: int
 
     def check(self, checkpoint: HFCheckpoint) -> None:
@@ -93,7 +93,7 @@ class Load:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """(rank, size) of the group that cuts this weight: experts are never cut."""
+    """(rank, size) in the group over which this weight is cut; experts are never cut."""
     if EXPERT.search(name):
         return 0, 1
     return (
@@ -108,7 +108,7 @@ def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
 
 
 def _check_all_used(checkpoint: HFCheckpoint, used: set[str], weight_map: WeightMap) -> None:
-    """Collective: every key has a place on some rank, or the map says why not."""
+    """Raises unless every key has a place on some rank, or the map says why not. Collective."""
     keys = sorted(checkpoint.files)
     held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
     dist.all_reduce(held, dist.ReduceOp.MAX)

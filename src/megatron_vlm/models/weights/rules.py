@@ -1,4 +1,4 @@
-"""How a parameter of `VLMModel` is made of HF tensors and cut by tensor parallelism, and by what name."""
+"""How HF tensors make up a parameter of `VLMModel`, how tensor parallelism cuts it, and by what names."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Slices(Protocol):
 class Operation:
     """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
-    axis: int | None  # each rank holds an equal part of the HF tensors along it; None: everything
+    axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
 
     def views(self, param: Tensor) -> list[Tensor]:
-        """What this rank holds of each HF tensor, as views of its parameter.
+        """This rank's part of each HF tensor, as views of its parameter.
 
-        Where `param` interleaves them, the rows of a view take two axes.
+        If `param` interleaves the tensors, the rows of a view take two axes.
         """
         return [param]
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
-        """Those of the whole HF tensors, of which `param` holds the part of one of `size` ranks."""
+        """The shapes of the whole HF tensors; `param` holds the part of one of `size` ranks."""
         shapes = []
         for view in self.views(param):
             rows = view.shape[: view.dim() - param.dim() + 1]
@@ -54,7 +54,7 @@ class Operation:
         shapes = self.hf_shapes(param, size)
         for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
             part = source[self._index(shape, rank, size)]
-            view.copy_(part.to(view.device).reshape(view.shape))  # a turned tensor is turned on the device
+            view.copy_(part.to(view.device).reshape(view.shape))  # a transposed one is turned on the device
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
         """The whole HF tensors from all ranks' parameters."""
@@ -76,14 +76,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class Whole(Operation):
-    """The same on every rank."""
+    """A tensor that is whole on every rank."""
 
     axis: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
 class Cut(Operation):
-    """Equal parts along `axis`."""
+    """A tensor cut into equal parts along `axis`."""
 
     axis: int
 
@@ -122,9 +122,9 @@ class GroupedQKV(Operation):
 
 @dataclass(frozen=True)
 class FusedRow:
-    """One of the tensors that `source` holds along its first axis: one expert of a fused tensor.
+    """One of the tensors that `source` fuses along its first axis, such as one expert.
 
-    `shape` is that tensor's; a source that holds it transposed, as some checkpoints do, is turned.
+    `shape` is that of this tensor. If the source holds it transposed, as some checkpoints do, it is turned.
     """
 
     source: Slices
@@ -137,7 +137,7 @@ class FusedRow:
 
 
 def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a tensor of the `stored` shape holds ones of `shape` with their last two axes exchanged."""
+    """Whether a tensor of shape `stored` holds tensors of `shape` with their last two axes exchanged."""
     stored, shape = list(stored), list(shape)
     return stored != shape and stored == [*shape[:-2], *shape[:-3:-1]]
 
@@ -150,8 +150,8 @@ class Rule:
     """`param` of VLMModel <-> `hf` tensors. `*` stands for a number, `**` for any rest of a name.
 
     `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
-    `rows` says that the one HF tensor fuses as many parameters as this, each of shape `row_shape`: the last
-    `*` of `param`, which `hf` then lacks, counts along its first axis.
+    `rows` says that the only HF tensor fuses this number of parameters along its first axis, each of shape
+    `row_shape`. The last `*` of `param`, which `hf` then lacks, is the index along that axis.
     """
 
     param: str
@@ -162,12 +162,12 @@ class Rule:
     row_shape: tuple[int, int] = (0, 0)
 
     def hf_names(self, name: str) -> list[str] | None:
-        """The HF tensors of parameter `name`, None when the rule is not about it."""
+        """The HF tensors of parameter `name`; None if the rule does not fit it."""
         match = matches(self.param, name)
         return match and [_fill(hf, match.groups()) for hf in self.hf]
 
     def row(self, name: str) -> int | None:
-        """Which of the fused tensors parameter `name` is; None where nothing is fused."""
+        """The index of parameter `name` in the fused tensor; None if the rule fuses nothing."""
         return None if self.rows is None else int(matches(self.param, name).groups()[-1])
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
@@ -203,8 +203,8 @@ def _fill(wildcards: str, values: tuple[str, ...]) -> str:
 def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tuple[Rule, list[str]]:
     """The rule for parameter `name` and its HF tensors.
 
-    Where several fit, because checkpoints come in several layouts, it is the one with the most HF tensors of
-    those that are all in `files`, or else any for another parameter, or else the first.
+    Several may fit, because checkpoints come in several layouts. Then: of the rules whose HF tensors are all
+    in `files`, the one with the most tensors; else the first whose layout occurs in `files`; else the first.
     """
     found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
     if not found:
@@ -216,7 +216,7 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Where every tensor of one HF checkpoint belongs: what import and export know of a family."""
+    """Where every tensor of one HF checkpoint belongs: what import and export know about a family."""
 
     model_type: str
     rules: list[Rule]
@@ -232,7 +232,7 @@ EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def named_global_weights(model: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of one model chunk, layers and experts numbered over the model."""
+    """Parameters and persistent buffers of a chunk; layers and experts are numbered over the whole model."""
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in model.state_dict(keep_vars=True).items():

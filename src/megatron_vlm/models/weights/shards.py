@@ -1,4 +1,4 @@
-"""Safetensors files written in place: every tensor has its offset before the first one is written."""
+"""Writes safetensors files in place: every tensor has its offset before the first one is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-STAGING_BYTES = 2**24  # of a tensor that are cast, turned or copied from the device at a time
+STAGING_BYTES = 2**24  # so much of a tensor is cast, transposed or copied from the device at a time
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Stored:
 
 
 def split(tensors: Iterable[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
-    """The tensors in files: each takes the next ones until it holds `shard_bytes`."""
+    """The tensors of each file: a file takes the next tensors until it holds `shard_bytes`."""
     held: list[Stored] = []
     for tensor in tensors:
         held.append(tensor)
@@ -48,14 +48,14 @@ def split(tensors: Iterable[Stored], shard_bytes: int) -> Iterator[list[Stored]]
 
 
 class SafetensorsFile:
-    """A file of the given tensors, whose values come in any order and in parts.
+    """A file of the given tensors, whose values may come in any order and in parts.
 
-    `close` raises AssertionError when bytes of any are missing. Format:
+    `close` raises AssertionError if bytes of any tensor are missing. Format:
     https://huggingface.co/docs/safetensors/index#format
     """
 
     def __init__(self, path: Path, tensors: list[Stored]):
-        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # each then starts aligned
+        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that each starts aligned
         header, end = {"__metadata__": {"format": "pt"}}, 0
         for tensor in ordered:
             start, end = end, end + tensor.nbytes
@@ -76,7 +76,7 @@ class SafetensorsFile:
         return list(self._place)
 
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
-        """All of a tensor, or one of those along its first axis; cast to the stored dtype."""
+        """Write a whole tensor, or one `row` along its first axis, cast to the stored dtype."""
         stored, offset = self._place[name]
         shape = stored.shape if row is None else stored.shape[1:]
         assert tuple(value.shape) == tuple(shape), f"{name}: {tuple(value.shape)} for {shape}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's output layer is its embedding: what the weights say, as in Transformers."""
+"""Whether a checkpoint's output layer is its embedding: the weights decide, as in Transformers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import Twice, WeightMap
 from megatron_vlm.weight_files import has_weights
 
-ROWS = 4096  # of two matrices that are compared at a time
+ROWS = 4096  # rows of the two matrices that are compared at a time
 
 
 def settle_ties(hf_config: Any, weight_map: WeightMap, folder: Path, saved: bool | None = None) -> None:
-    """Set `hf_config.tie_word_embeddings`, by which families build and name their weights.
+    """Set `hf_config.tie_word_embeddings`, which decides how families build and name their weights.
 
-    As `PreTrainedModel.tie_weights` decides: weights are tied where config.json asks for it, or is silent and
-    that is the family's default, unless both matrices are stored and differ. Without weights in the folder
-    config.json is believed. `saved` is what a run's checkpoint was made with, whatever its source says since.
-    One rank reads, where processes have joined.
+    It follows `PreTrainedModel.tie_weights`: weights are tied if config.json asks for it, or leaves it to a
+    default that does, unless both matrices are stored and differ. Without weights in the folder config.json
+    decides alone. `saved` is the value with which a run's checkpoint was made; it holds whatever the source
+    says now. If processes have joined, one rank reads.
     """
     tied = saved
     if tied is None:
@@ -39,7 +39,7 @@ def asks_for_ties(config: dict) -> bool:
 
 
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
-    """Whether both matrices are stored and differ; read a few rows at a time, to the first difference."""
+    """Whether both matrices are stored and differ. Reads a few rows at a time, up to the first difference."""
     checkpoint = HFCheckpoint(folder, weight_map.renames)
     twice = next(rule for rule in weight_map.rules if isinstance(rule.operation, Twice))
     if any(key not in checkpoint.files for key in twice.hf):
