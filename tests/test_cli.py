@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from machine import processor_seconds, slowness
 
 from megatron_vlm.overrides import from_yaml
 
@@ -24,11 +24,6 @@ def ask(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**OUTSIDE_TORCHRUN, **environment}
     )
-
-
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,8 @@ def test_answers_within_a_second(arguments):
     before = processor_seconds()
     answer = ask(*COMMAND, *arguments)
     assert answer.returncode == 0 and answer.stdout
-    assert processor_seconds() - before < QUICK_SECONDS
+    seconds = processor_seconds() - before
+    assert seconds < QUICK_SECONDS or seconds < QUICK_SECONDS * slowness()
 
 
 def test_recipes_lists_each_with_its_line():
