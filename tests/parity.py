@@ -30,6 +30,13 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # name -> (processes, layout
     "PP2·VPP2": (2, ParallelConfig(pp=2, vpp=2)),
     "DP2": (2, ParallelConfig(distributed_optimizer=False)),
     "DP2 dist. optimizer": (2, ParallelConfig()),
+    "CP2": (2, ParallelConfig(cp=2)),
+    "CP2, images on each rank": (2, ParallelConfig(cp=2, vision_dp=False)),
+    "CP4": (4, ParallelConfig(cp=4)),
+    "CP2·TP2+SP": (4, ParallelConfig(cp=2, tp=2)),
+    "CP2·PP2": (4, ParallelConfig(cp=2, pp=2)),
+    "CP2·DP2": (4, ParallelConfig(cp=2)),
+    "CP2·EP2": (2, ParallelConfig(cp=2, ep=2)),
     "TP2·PP2": (4, ParallelConfig(tp=2, pp=2)),
     "EP2": (2, ParallelConfig(ep=2)),
     "EP2·TP2+SP": (4, ParallelConfig(ep=2, tp=2)),
@@ -213,8 +220,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import hf_tensors, import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import step
-    from megatron_vlm.training.generate import logits_step
+    from megatron_vlm.training import generate, step
 
     run = RunConfig(parallel=layout)
     run.model = ModelConfig(dtype="fp32", **model)
@@ -240,13 +246,12 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         scale = gradient_scale(case["grads"], key)
         worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
 
-    with torch.no_grad():
-        reports = step.forward_backward(ddp, [batch for batch, _ in mine], logits_step, forward_only=True)
+    reports = generate.logits(ddp, [batch for batch, _ in mine])
     logits_error = 0.0
-    for report, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
+    for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
         real_BS = batch["attention_mask"].bool()
         expected = case["logits"][rows][:, : real_BS.shape[1]]
-        difference = (report["logits"][:, : real_BS.shape[1]] - expected)[real_BS]
+        difference = (logits.view(*real_BS.shape, -1) - expected)[real_BS]
         logits_error = max([logits_error, *difference.abs().flatten(1).amax(1).tolist()])
 
     worst_of_all: list[Any] = [None] * dist.get_world_size()
@@ -263,7 +268,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         and result["abs_loss"] <= MAX_ABS_LOSS
         and result["max_rel_grad"] <= MAX_REL_GRAD
     )
-    assert parallel_state.get_data_parallel_world_size() * layout.tp * layout.pp == dist.get_world_size()
+    assert parallel_state.get_data_parallel_world_size() * layout.model_size == dist.get_world_size()
     return result
 
 

@@ -27,7 +27,9 @@ class ModelConfig:
     load_weights: bool = True  # False: random weights from the config alone
     dtype: str = "bf16"  # "bf16" or "fp32": parameters and activations; gradients and Adam are fp32
     freeze: list[str] = field(default_factory=list)  # any of "tower", "projector", "language_model"
-    attention: str = "sdpa"  # core attention backend
+    # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
+    # at a time; "varlen": torch's kernel for CUDA in bf16; "auto": the fastest that the device has
+    attention: str = "auto"
     recompute: str = "none"  # "none", "selective" or "full": activation recomputation
     load_balancing: float | None = None  # weight of the load-balancing loss; None: as in the checkpoint
 
@@ -41,7 +43,7 @@ class ParallelConfig:
     ep: int = 1  # expert; over the ranks of tensor and data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
-    vision_dp: bool | None = None  # images of a micro batch spread over the tp ranks; None: when tp > 1
+    vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if there are any
 
     @property
     def sequence_parallel(self) -> bool:
@@ -49,7 +51,7 @@ class ParallelConfig:
 
     @property
     def images_spread(self) -> bool:
-        return self.tp > 1 if self.vision_dp is None else self.vision_dp
+        return self.tp * self.cp > 1 if self.vision_dp is None else self.vision_dp
 
     @property
     def model_size(self) -> int:

@@ -23,7 +23,7 @@ from megatron_vlm.messages import suggestion
 
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
-    "model.attention": ("sdpa",),
+    "model.attention": ("auto", "dense", "documents", "varlen"),
     "model.recompute": ("none", "selective", "full"),
     "data.dataset_type": ("energon", "hf"),
     "data.over_length": ("drop", "truncate"),
@@ -67,8 +67,8 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
     """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
-    if parallel.vision_dp and parallel.tp == 1:
-        yield "parallel: vision_dp spreads images over tensor-parallel ranks, but tp is 1; drop it."
+    if parallel.vision_dp and parallel.tp * parallel.cp == 1:
+        yield "parallel: vision_dp spreads images over tensor- and context-parallel ranks; raise tp or cp, or drop it."
     if parallel.sp and parallel.tp == 1:
         yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
     if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
@@ -118,9 +118,6 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
-    if config.parallel.cp > 1:
-        cp = config.parallel.cp
-        yield f"parallel.cp: {cp} asks for context parallelism, which is not there yet; use 1."
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
     yield from _number_problems(settings)

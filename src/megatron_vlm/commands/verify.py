@@ -20,8 +20,7 @@ from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import CONFIG_FILE, refuse, resolve
-from megatron_vlm.training.generate import logits_step
-from megatron_vlm.training.step import forward_backward
+from megatron_vlm.training import generate
 
 
 @dataclass(frozen=True)
@@ -145,6 +144,6 @@ def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
         "attention_mask": torch.ones_like(encoded["input_ids"])[None].int(),
         "visual_inputs": encoded["visual_inputs"],
     }
-    [report] = forward_backward(run.chunks, [batch], logits_step, forward_only=True)
+    [logits] = generate.logits(run.chunks, [batch])
     setup.shutdown()
-    return report["logits"][0].cpu()
+    return logits.cpu()

@@ -19,14 +19,15 @@ def encode_prompt(
     needs: DataNeeds,
     device: torch.device,
 ) -> Prompt:
-    """The conversation as the model's input, with the template's generation prompt at the end."""
+    """The conversation as the model's input, with the template's generation prompt at the end: the text on the
+    host, pixels on the device."""
     outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
     return {
-        "input_ids": input_ids.to(device),
-        "position_ids": needs.position_ids(input_ids, visual).to(device),
+        "input_ids": input_ids,
+        "position_ids": needs.position_ids(input_ids, visual),
         "visual_inputs": visual and visual.to(device),
     }
 

@@ -23,13 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ModelConfig, RunConfig
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.layers.moe import Router, balancing_settings, moe_mlp
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
+from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,7 +48,7 @@ class LanguageModelConfig(TransformerConfig):
     pad_token: int | None = None  # its embedding gets no gradient from its places in the text
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
-    attention_backend_name: str = "sdpa"
+    attention_backend_name: str = "documents"  # see `models.layers.attention`
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
 
@@ -81,7 +81,7 @@ def language_model_config(
             **_balancing(config, architecture),
         },
         **recompute,
-        attention_backend_name=config.model.attention,
+        attention_backend_name=attention_backend(config.model),
         images_spread=config.parallel.images_spread,
         **megatron_settings(config.parallel),
         pipeline_model_parallel_layout=layout,
@@ -99,6 +99,15 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def attention_backend(model: ModelConfig) -> str:
+    """The backend of `models.layers.attention` that `model.attention` means on this device."""
+    if model.attention != "auto":
+        return model.attention
+    if not torch.cuda.is_available():
+        return "documents"
+    return "varlen" if model.dtype == "bf16" else "dense"  # the kernels are for 16 bits
 
 
 def _balancing(config: RunConfig, architecture: dict) -> dict:
@@ -187,7 +196,6 @@ class LanguageModel(GPTModel):
             post_process=post_process,
             position_embedding_type="none",
             share_embeddings_and_output_weights=megatron_config.tie_embeddings,
-            scatter_embedding_sequence_parallel=False,
             vp_stage=vp_stage,
         )
         self.rotary = rotary
@@ -196,24 +204,25 @@ class LanguageModel(GPTModel):
             megatron_config.embedding_scale, dtype=megatron_config.params_dtype, device="cpu"
         ).item()
 
-    def embed(self, input_ids_BS: Tensor) -> Tensor:
-        """Scaled text embeddings (B, S, D), whole on every tensor-parallel rank.
+    def embed(self, input_ids_1T: Tensor) -> Tensor:
+        """Scaled text embeddings (T, D), under sequence parallelism of this rank's part of T.
 
         The padding token's embedding has no gradient, as in Transformers (`nn.Embedding` with padding_idx).
         If a checkpoint pads with a token of its text, such as the end of a turn, that token's embedding does
         not change. With tied weights it is still trained as an output weight.
         """
-        hidden_BSD = self.embedding(input_ids=input_ids_BS, position_ids=None).transpose(0, 1)
+        hidden_TD = self.embedding(input_ids=input_ids_1T, position_ids=None)[:, 0]
         if self.config.pad_token is not None:
-            is_pad_BS1 = (input_ids_BS == self.config.pad_token)[..., None]
-            hidden_BSD = torch.where(is_pad_BS1, hidden_BSD.detach(), hidden_BSD)
-        return hidden_BSD * self.embedding_scale
+            is_pad_T1 = input_ids_1T.t() == self.config.pad_token
+            if self.config.sequence_parallel:
+                is_pad_T1 = scatter_to_sequence_parallel_region(is_pad_T1)
+            hidden_TD = torch.where(is_pad_T1, hidden_TD.detach(), hidden_TD)
+        return hidden_TD * self.embedding_scale
 
-    def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
-        if labels is not None:
-            for router in (module for module in self.modules() if isinstance(module, Router)):
-                router.trained_tokens = (labels != IGNORE_INDEX).sum()
-        output = super().forward(*args, labels=labels, **kwargs)
+    def forward(self, *args, output_processor_context: Stream, **kwargs) -> Tensor:
+        for router in (module for module in self.modules() if isinstance(module, Router)):
+            router.trained_tokens = output_processor_context.trained_tokens
+        output = super().forward(*args, output_processor_context=output_processor_context, **kwargs)
         if self.post_process:
             return output
         return fill_message(self.config, output, self.decoder.layers[-1].layer_number)

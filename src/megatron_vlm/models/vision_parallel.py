@@ -1,11 +1,17 @@
-"""The images of a micro batch spread over the tensor-parallel ranks, whose towers are replicas."""
+"""Visual features, computed by the ranks that share a micro batch and brought to where their tokens are.
+
+The towers of tensor- and context-parallel ranks are replicas. With a share of the images each, one collective
+sends every feature to the ranks that hold its token; else every rank computes all and takes its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -16,13 +22,14 @@ def spread_over_ranks(
     visual: GenericVisualInputs,
     visual_tokens: list[int],
     blank: GenericVisualInputs,
+    wanted: list[np.ndarray],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """`vision(**visual)`, each item computed on one rank of the group and gathered on all.
+    """The features that this rank wants, each computed on one rank of the group: (m, D), or (1 + n, m, D).
 
-    `visual_tokens` is how many features each item has. A rank without items computes `blank` instead.
-    The mean over the group of the gradients of the tower's weights is the whole gradient, just as if every
-    rank computed all items.
+    `visual_tokens` is how many features each item has; `wanted` lists for every rank of the group the
+    features, counted in document order, that it wants. A rank without items computes `blank` instead, so that
+    all ranks do the same collectives.
     """
     items, size, rank = visual.items(), group.size(), group.rank()
     shares = balanced_shares(visual_tokens, size)
@@ -30,10 +37,14 @@ def spread_over_ranks(
     features = vision(**(own or blank).as_model_kwargs()).movedim(-2, 0)
     if own is None:
         features = features[:0]
-    counts = [sum(visual_tokens[i] for i in share) for share in shares]
-    gathered = _Gather.apply(features, counts, group)
-    order = _document_order(shares, visual_tokens).to(gathered.device, non_blocking=True)
-    return gathered.index_select(0, order).movedim(0, -2)
+    maker, row = _makers(shares, visual_tokens)
+    sent = [row[ids[maker[ids] == rank]] for ids in wanted]
+    received = np.bincount(maker[wanted[rank]], minlength=size).tolist()
+    flat = features.flatten(1).index_select(0, _indices(np.concatenate(sent), features.device))
+    by_maker = all_to_all(group, flat, received, list(map(len, sent)))
+    order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
+    mine = by_maker.index_select(0, _indices(order, features.device))
+    return mine.unflatten(1, features.shape[1:]).movedim(0, -2)
 
 
 def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
@@ -48,26 +59,28 @@ def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _document_order(shares: list[list[int]], sizes: list[int]) -> Tensor:
-    """Indices into the features of all ranks, joined in rank order, that put items in document order."""
-    gathered = [i for share in shares for i in share]
-    starts = dict(zip(gathered, torch.tensor([0, *(sizes[i] for i in gathered)]).cumsum(0), strict=False))
-    return torch.cat([starts[i] + torch.arange(sizes[i]) for i in range(len(sizes))])
+def _makers(shares: list[list[int]], sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """For every feature in document order, the rank that computes it and its row there."""
+    starts = np.cumsum([0, *sizes])
+    maker, row = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+    for rank, share in enumerate(shares):
+        features = np.concatenate([np.empty(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in share)])
+        maker[features], row[features] = rank, np.arange(len(features))
+    return maker, row
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers `counts` rows from each rank. Every rank gets the full gradient of the result; the backward
-    keeps this rank's rows, times the number of ranks, because the tower's gradients are averaged later."""
+def _indices(indices: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(indices).to(device, non_blocking=True)
 
-    @staticmethod
-    def forward(ctx, rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.counts, ctx.rank = counts, group.rank()
-        padded = rows.new_zeros(max(counts), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+class ScaledGradient(torch.autograd.Function):
+    """The input itself, whose gradient is multiplied by `factor`."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.split(ctx.counts)[ctx.rank] * len(ctx.counts), None, None
+    def forward(ctx, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

@@ -5,20 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.head import output_logits, output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.models.vision_parallel import spread_over_ranks
+from megatron_vlm.models.stream import Stream, StreamLayout
+from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
 from megatron_vlm.parallel.layout import pipeline_layout
 
 
@@ -26,7 +29,7 @@ class VLMModel(MegatronModule):
     """One pipeline chunk of a vision-language model.
 
     The first chunk holds tower, projector and embedding, the last the output layer; every chunk takes the
-    batch contract's `input_ids`, `position_ids` and `attention_mask`. The tower is replicated over TP.
+    micro batch as a `Stream`. The tower is replicated over TP.
     """
 
     def __init__(
@@ -60,59 +63,73 @@ class VLMModel(MegatronModule):
             megatron_config, family.rotary(hf_config), pre_process, post_process, vp_stage
         )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor,
-        visual_inputs: GenericVisualInputs | None = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        """On the last stage, the loss of each token (B, S), or logits (B, S, V / tp) without labels.
+    def layout(self, batch: Batch) -> StreamLayout:
+        """How the rows of `batch`, which is on the host, become a stream."""
+        ranks = parallel_state.get_context_parallel_world_size()
+        return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
+
+    def forward(self, stream: Stream, logits: bool = False) -> Tensor:
+        """On the last stage, the losses (n,) of the stream's outputs, or their logits (n, V / tp).
 
         Other stages return hidden states for the next. There must be as many placeholders as features.
         """
-        kinds_BS = self.visual_kinds(input_ids)
-        hidden_SBD = self._embed(input_ids, kinds_BS, visual_inputs) if self.pre_process else None
         return self.language_model(
             input_ids=None,
-            position_ids=position_ids,
-            attention_mask=self._segments(attention_mask, kinds_BS > 0),
-            decoder_input=hidden_SBD,
-            labels=labels,
-            padding_mask=attention_mask == 0,
+            position_ids=stream.position_ids,
+            attention_mask=None,
+            decoder_input=self._embed(stream) if self.pre_process else None,
+            padding_mask=stream.is_padding,
+            packed_seq_params=stream.plan,
+            output_processor=output_logits if logits else output_losses,
+            output_processor_context=stream,
         )
 
-    def _embed(
-        self, input_ids: Tensor, kinds_BS: Tensor, visual_inputs: GenericVisualInputs | None
-    ) -> Tensor:
-        """Token embeddings with the visual features in place: (S, B, D), this rank's part of S under SP.
+    def _embed(self, stream: Stream) -> Tensor:
+        """Token embeddings with the visual features in place: (T, 1, D), this rank's part of T under SP.
 
-        With deepstack, (S, B * (1 + n), D) as `models.layers.deepstack` wants it.
+        With deepstack, (T, 1 + n, D) as `models.layers.deepstack` wants it.
         """
-        hidden_BSD = self.language_model.embed(input_ids)
-        extras_BSD = [torch.zeros_like(hidden_BSD)] * self.config.deepstack_layers
-        if visual_inputs is not None:
-            features = self._features(visual_inputs, hidden_BSD.device).to(hidden_BSD.dtype)
+        hidden_TD = self.language_model.embed(stream.input_ids)
+        extras_TD = [torch.zeros_like(hidden_TD)] * self.config.deepstack_layers
+        if stream.visual_inputs is not None:
+            features, rows = self._features(stream, len(hidden_TD))
             features_MD, *deep_MD = features if features.dim() == 3 else [features]
-            places_M = placeholders(kinds_BS, len(features_MD))
-            hidden_BSD = _put(hidden_BSD, places_M, features_MD)
-            extras_BSD = [_put(zero, places_M, f) for zero, f in zip(extras_BSD, deep_MD, strict=True)]
+            hidden_TD = hidden_TD.index_copy(0, rows, features_MD)
+            extras_TD = [zero.index_copy(0, rows, f) for zero, f in zip(extras_TD, deep_MD, strict=True)]
         elif self.training and any(param.requires_grad for param in self.vision.parameters()):
-            hidden_BSD = hidden_BSD + 0.0 * self._features_of_blank(hidden_BSD.device).sum()
-        hidden_SBD = torch.cat((hidden_BSD, *extras_BSD)).transpose(0, 1).contiguous()
-        if self.config.sequence_parallel:
-            hidden_SBD = tensor_parallel.scatter_to_sequence_parallel_region(hidden_SBD)
-        return hidden_SBD
+            hidden_TD = hidden_TD + 0.0 * self._features_of_blank(hidden_TD.device).sum()
+        return torch.stack((hidden_TD, *extras_TD), dim=1)
 
-    def _features(self, visual_inputs: GenericVisualInputs, device: torch.device) -> Tensor:
-        """The tower's output for all items of the micro batch, see `Family.build_vision`."""
-        visual = GenericVisualInputs(**visual_inputs.normalized_for_model())
-        if not self.config.images_spread:
-            return self._tower(**visual.as_model_kwargs())
-        group = parallel_state.get_tensor_model_parallel_group()
-        blank = self._blank_image.to(device)
-        return spread_over_ranks(self._tower, visual, self._visual_tokens(visual), blank, group)
+    def _features(self, stream: Stream, held: int) -> tuple[Tensor, Tensor]:
+        """The tower's output for the placeholders among the `held` tokens of this rank, and their rows there."""
+        visual = GenericVisualInputs(**stream.visual_inputs.normalized_for_model())
+        counts, placeholders = self._visual_tokens(visual), len(stream.feature_rows)
+        if sum(counts) != placeholders:
+            raise ValueError(f"batch: {placeholders} placeholders for {sum(counts)} visual features.")
+        ranks = self.config.context_parallel_size * self.config.tensor_model_parallel_size
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(ranks)]
+        mine = wanted[group.rank()]
+        if self.config.images_spread:
+            blank = self._blank_image.to(stream.input_ids.device)
+            features = spread_over_ranks(self._tower, visual, counts, blank, wanted, group)
+        else:
+            features = self._tower(**visual.as_model_kwargs())
+            if len(mine) < placeholders:
+                features = features.index_select(-2, torch.from_numpy(mine).to(features.device))
+        if self.config.sequence_parallel:
+            # the gradients of the towers are averaged over tensor parallelism, and each rank has a part of them
+            features = ScaledGradient.apply(features, self.config.tensor_model_parallel_size)
+        rows = torch.from_numpy(stream.feature_rows[mine] % held).to(features.device, non_blocking=True)
+        return features.to(self.config.params_dtype), rows
+
+    def _wants(self, rank: int, stream: Stream, held: int) -> np.ndarray:
+        """Which features' tokens lie on `rank` of the group of tensor and context parallelism."""
+        context_rank, tensor_rank = divmod(rank, self.config.tensor_model_parallel_size)
+        here = stream.feature_ranks == context_rank
+        if self.config.sequence_parallel:
+            here &= stream.feature_rows // held == tensor_rank
+        return here
 
     def _tower(self, **visual: Tensor) -> Tensor:
         return self.vision(**self.pixels(visual, self.config.params_dtype))
@@ -120,14 +137,6 @@ class VLMModel(MegatronModule):
     def _features_of_blank(self, device: torch.device) -> Tensor:
         """Features of a blank image, so that a micro batch without images starts the same collectives."""
         return self.vision(**self._blank_image.to(device).as_model_kwargs())
-
-    def _segments(self, documents_BS: Tensor, is_visual_BS: Tensor) -> Tensor:
-        """Document and bidirectional block of every token, see `models.layers.attention`."""
-        blocks_BS = torch.zeros_like(documents_BS)
-        if self.bidirectional_images:
-            before_BS = torch.nn.functional.pad(is_visual_BS, (1, 0))[:, :-1]
-            blocks_BS = (is_visual_BS & ~before_BS).cumsum(1, dtype=documents_BS.dtype) * is_visual_BS
-        return torch.stack((documents_BS, blocks_BS))
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Called by Megatron's schedules with the previous stage's output."""
@@ -143,21 +152,6 @@ def recompute_layers(vision: torch.nn.Module) -> None:
     for module in vision.modules():
         if isinstance(module, PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def placeholders(kinds_BS: Tensor, count: int) -> Tensor:
-    """(M,) indices into B * S of the first `count` placeholders: those of images in order, then of videos.
-
-    The device checks, without a wait, that there are no other placeholders.
-    """
-    kinds = kinds_BS.flatten()
-    torch._assert_async((kinds > 0).sum() == count, "placeholders and visual features differ")
-    text_last = torch.where(kinds > 0, kinds, kinds.max() + 1)
-    return torch.argsort(text_last, stable=True)[:count]
-
-
-def _put(hidden_BSD: Tensor, places_M: Tensor, features_MD: Tensor) -> Tensor:
-    return hidden_BSD.flatten(0, 1).index_copy(0, places_M, features_MD).view_as(hidden_BSD)
 
 
 def build_model(

@@ -15,7 +15,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import named
 from megatron_vlm.parallel.setup import collective_timeout, device, parallel_state
 
-_HEADER_DEVICE = torch.device("cpu")
+_HOST = torch.device("cpu")
 
 
 class ReadFailed(RuntimeError):
@@ -80,10 +80,11 @@ class BatchBroadcaster:
         raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
-        """The next batch, on this rank's device; None on every rank when the iterator has ended.
+        """The next batch; None on every rank when the iterator has ended.
 
         The reading rank passes its iterator, the others None. All tensors and plain values arrive bit-equal
-        on all ranks, except `visual_inputs`, which is None beyond the first pipeline stage. If the iterator
+        on the host of all ranks, except `visual_inputs`, which arrives on the devices of the first pipeline
+        stage and is None beyond. If the iterator
         raises, every rank of the group raises ReadFailed with the same text.
         """
         if self.reads:
@@ -109,34 +110,39 @@ class BatchBroadcaster:
     def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any] | None:
         box = [header]
         if self._group.size() > 1:
-            dist.broadcast_object_list(box, self._source, group=self._group, device=_HEADER_DEVICE)
+            dist.broadcast_object_list(box, self._source, group=self._group, device=_HOST)
         return box[0]
 
     def _deliver(self, header: dict[str, Any], batch: Batch | dict) -> Batch:
         received = dict(header["values"])
         for name, shape, dtype in header["tensors"]:
-            received[name] = self._broadcast(batch.get(name), shape, dtype, self._group)
+            received[name] = _broadcast(batch.get(name), shape, dtype, _HOST, self._source, self._group)
         received["visual_inputs"] = None
         if header["visual"] and self._first_stage:
             held = batch["visual_inputs"].as_model_kwargs() if batch else {}
             received["visual_inputs"] = GenericVisualInputs(
                 **{
-                    name: self._broadcast(held.get(name), shape, dtype, self._stage_group)
+                    name: _broadcast(
+                        held.get(name), shape, dtype, self._device, self._source, self._stage_group
+                    )
                     for name, shape, dtype in header["visual"]
                 },
                 **header["visual_on_host"],
             )
         return received
 
-    def _broadcast(self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup) -> Tensor:
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        else:
-            tensor = tensor.to(self._device, non_blocking=True).contiguous()
-        if group.size() > 1 and tensor.numel():
-            # as bytes: gloo does not know every dtype
-            dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
-        return tensor
+
+def _broadcast(
+    tensor: Tensor | None, shape, dtype, device: torch.device, source: int, group: dist.ProcessGroup
+) -> Tensor:
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        tensor = tensor.to(device, non_blocking=True).contiguous()
+    if group.size() > 1 and tensor.numel():
+        # as bytes: gloo does not know every dtype
+        dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)
+    return tensor
 
 
 def _added(numbers: list[int]) -> list[int]:

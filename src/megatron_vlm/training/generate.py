@@ -8,28 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import GenericVisualInputs, Prompt
+from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
+from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel.setup import device
 from megatron_vlm.training.step import forward_backward
 
 
-def logits_step(data_iterator: Iterator[dict], model: torch.nn.Module):
-    """Forward step whose report holds the micro batch's logits (B, S, V)."""
-    batch = next(data_iterator)
-    logits = model(batch["input_ids"], batch["position_ids"], batch["attention_mask"], batch["visual_inputs"])
-    return logits, partial(_report_logits, batch.get("logit_index"))
+@torch.no_grad()
+def logits(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+) -> list[Tensor]:
+    """The logits (n, V) of each micro batch's `wanted` tokens, indices into B * S; None: of all tokens, in
+    which those of padding are zero. On the last pipeline stage; elsewhere an empty list. Collective."""
+    wanted = wanted or [np.arange(batch["input_ids"].numel()) for batch in micro_batches]
+    reports = forward_backward(chunks, micro_batches, _logits_step, forward_only=True, wanted=wanted)
+    return [report["logits"] for report in reports]
 
 
-def _report_logits(index_B: Tensor | None, logits_BSV: Tensor):
-    if index_B is not None:
-        logits_BSV = logits_BSV[torch.arange(len(index_B), device=index_B.device), index_B][:, None]
-    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits_BSV)
+def _logits_step(data_iterator: Iterator[Stream], model: torch.nn.Module):
+    stream = next(data_iterator)
+    return model(stream, logits=True), partial(_report_logits, stream)
+
+
+def _report_logits(stream: Stream, logits_NV: Tensor):
+    held = tensor_parallel.gather_from_tensor_model_parallel_region(logits_NV)
+    whole = held.new_zeros(stream.outputs, held.shape[1]).index_copy(0, stream.output_places, held)
+    if parallel_state.get_context_parallel_world_size() > 1:  # each rank has the logits of its tokens
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     zero = whole.new_zeros(())
     return zero, zero.int(), {"logits": whole}
 
@@ -44,22 +56,19 @@ def generate(
     mode.
     """
     stop = set(stop_ids)
-    lengths = torch.tensor([len(prompt["input_ids"]) for prompt in prompts])
-    batch = _rows(prompts, int(lengths.max()) + max_new_tokens)
-    device = batch["input_ids"].device
-    row_B, lengths = torch.arange(len(prompts), device=device), lengths.to(device)
+    lengths_B = np.array([len(prompt["input_ids"]) for prompt in prompts])
+    batch = _rows(prompts, int(lengths_B.max()) + max_new_tokens)
+    row_B, room = np.arange(len(prompts)), batch["input_ids"].shape[1]
     for chunk in chunks:
         chunk.eval()
     answers: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
     for _ in range(max_new_tokens):
-        batch["attention_mask"] = (
-            torch.arange(batch["input_ids"].shape[1], device=device) < lengths[:, None]
-        ).int()
-        batch["logit_index"] = lengths - 1
-        token_B = _next_token(forward_backward(chunks, [batch], logits_step, forward_only=True), lengths)
-        batch["input_ids"][row_B, lengths] = token_B
-        lengths = lengths + 1
+        batch["attention_mask"] = torch.from_numpy(np.arange(room) < lengths_B[:, None]).int()
+        last_B = row_B * room + lengths_B - 1
+        token_B = _next_token(logits(chunks, [batch], [last_B]), len(prompts))
+        batch["input_ids"][row_B, lengths_B] = token_B
+        lengths_B += 1
         for row, token in enumerate(token_B.tolist()):
             if row in running and token in stop:
                 running.discard(row)
@@ -70,7 +79,7 @@ def generate(
     return answers
 
 
-def _rows(prompts: list[Prompt], length: int) -> dict[str, Any]:
+def _rows(prompts: list[Prompt], length: int) -> Batch:
     """The prompts as rows of one micro batch, with room for the answers after them."""
     first = prompts[0]["input_ids"]
     input_ids = first.new_zeros(len(prompts), length)
@@ -90,11 +99,9 @@ def _positions(prompt: Tensor, length: int) -> Tensor:
     return torch.cat((prompt, answer.expand(*prompt.shape[:-1], -1)), dim=-1)
 
 
-def _next_token(reports: list[dict[str, Tensor]], lengths_B: Tensor) -> Tensor:
-    """(B,) token ids, sent from the last stage to all."""
-    token_B = torch.zeros_like(lengths_B)
-    if reports:
-        token_B = reports[0]["logits"][:, 0].argmax(-1)
+def _next_token(last_logits: list[Tensor], rows: int) -> Tensor:
+    """(B,) token ids on the host, sent from the last stage to all."""
+    token_B = last_logits[0].argmax(-1) if last_logits else torch.zeros(rows, dtype=torch.int64, device=device())
     last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(token_B, last_rank, group=parallel_state.get_pipeline_model_parallel_group())
-    return token_B
+    return token_B.cpu()

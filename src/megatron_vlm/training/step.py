@@ -8,6 +8,7 @@ from functools import partial
 from itertools import tee
 from typing import NoReturn
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -16,15 +17,16 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import Batch, padded
+from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.models.layers.deepstack import extras_between_stages
+from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
@@ -37,27 +39,19 @@ class NotFinite(ValueError):
         self.micro_batches = micro_batches
 
 
-def vlm_step(data_iterator: Iterator[Batch], model: VLMModel):
-    """Megatron's forward step: one micro batch of the batch contract through one model chunk."""
+def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
+    """Megatron's forward step: one micro batch through one model chunk."""
     watchdog.beat()
-    batch = next(data_iterator)
-    losses_BS = model(
-        batch["input_ids"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        batch["visual_inputs"],
-        labels=batch["labels"],
-    )
-    return losses_BS, partial(token_loss, batch["loss_mask"])
+    return model(next(data_iterator)), token_loss
 
 
-def token_loss(mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def token_loss(losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum over trained tokens, their number, report); Megatron divides once, by the global number.
 
     This is `calculate_per_token_loss`; without it the loss would be a mean of micro-batch means.
     """
-    total = (losses_BS.float() * mask_BS).sum()
-    count = mask_BS.sum()
+    total = losses_N.sum()
+    count = torch.full_like(total, len(losses_N))
     return total, count.int(), {"sum_and_count": torch.stack((total.detach(), count)).double()}
 
 
@@ -76,31 +70,43 @@ def forward_backward(
     micro_batches: list[Batch],
     forward_step=vlm_step,
     forward_only: bool = False,
+    wanted: list[np.ndarray] | None = None,
 ) -> list:
-    """Run Megatron's schedule for the layout. Returns what the loss function reported, on the last stage."""
-    micro_batches = _padded_for_layout(micro_batches)
-    iterators = list(tee(micro_batches, len(chunks)))
-    rows = micro_batches[0]["input_ids"].shape[0]
+    """Run Megatron's schedule for the layout. Returns what the loss function reported, on the last stage.
+
+    The micro batches are on the host, their pixels on the device. `wanted`: of each, indices into B * S of the
+    tokens whose outputs are computed; None: the trained tokens.
+    """
+    streams = _streams(chunks, micro_batches, wanted)
+    iterators = list(tee(streams, len(chunks)))
+    ranks = parallel_state.get_context_parallel_world_size()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0]["input_ids"].shape[1],
-        micro_batch_size=rows * (1 + extras_between_stages(get_model_config(chunks[0]))),
+        seq_length=streams[0].input_ids.shape[1] * ranks,  # Megatron divides it by their number
+        micro_batch_size=1 + extras_between_stages(get_model_config(chunks[0])),
         forward_only=forward_only,
     )
 
 
-def _padded_for_layout(micro_batches: list[Batch]) -> list[Batch]:
-    """The micro batches, padded so that sequence parallelism can cut rows; of one shape for pipelines."""
-    shapes = [batch["input_ids"].shape for batch in micro_batches]
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
+def _streams(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None
+) -> list[Stream]:
+    """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
+    pipelines."""
+    layout = get_attr_wrapped_model(chunks[0], "layout")
+    layouts = [layout(batch) for batch in micro_batches]
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    lengths = [-(-max(layout.longest, 1) // tp) * tp for layout in layouts]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        lengths = [max(lengths)] * len(lengths)
+    rank = parallel_state.get_context_parallel_rank()
+    windows = get_model_config(chunks[0]).layer_windows or (None,)
     return [
-        padded(batch, rows, -(-length // tp) * tp)
-        for batch, (rows, length) in zip(micro_batches, shapes, strict=True)
+        layout.stream(rank, length, windows, setup.device(), places)
+        for layout, length, places in zip(layouts, lengths, wanted or [None] * len(lengths), strict=True)
     ]
 
 

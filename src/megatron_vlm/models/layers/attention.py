@@ -1,97 +1,154 @@
-"""Self-attention of the language model: one definition of the mask, several backends that must agree.
+"""Self-attention of the language model over a stream of documents: several backends that agree.
 
-A query may see a key exactly if both lie in the same document and
-  - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3), and
-  - in a layer with a sliding window, the key is less than `window` positions back.
-The mask is described by `segments` (2, B, S) int32 = [document number, bidirectional block number], where 0
-means padding and no block. Padding attends to padding, so that no row of the softmax is empty.
+What a query sees is said in `attention_plan`. Tensors are (T, H, K) here: T tokens of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
-_MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> masks, freed with segments
-
-
-def mask(segments: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, S, S) to add to the scores: 0 where a query (row) may see a key (column), else minus infinity.
-
-    Built once per batch and window in the scores' dtype: layers share it, also in their backward.
-    """
-    masks = _MASKS.setdefault(segments, {})
-    if window not in masks:
-        documents_BS, blocks_BS = segments
-        position_S = torch.arange(segments.shape[-1], device=segments.device)
-        distance_SS = position_S[:, None] - position_S[None, :]
-        in_block = (blocks_BS[:, :, None] == blocks_BS[:, None, :]) & (blocks_BS[:, :, None] > 0)
-        allowed = (documents_BS[:, :, None] == documents_BS[:, None, :]) & ((distance_SS >= 0) | in_block)
-        if window:
-            allowed &= distance_SS < window
-        masks[window] = torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)[:, None]
-    return masks[window]
-
-
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float
-) -> Tensor:
-    """PyTorch's scaled dot-product attention with an explicit mask: it runs everywhere and is the reference.
-
-    query (B, H, S, K), key and value (B, H_kv, S, K) -> (B, H, S, K).
-    """
-    added = mask(segments, window, query.dtype)
-    return scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale, enable_gqa=True)
-
-
-BACKENDS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa}
+from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
+from megatron_vlm.models.layers.kernels import KERNELS, Kernel
 
 
 class CoreAttention(MegatronModule):
     """softmax(q k^T) v of one layer, through the backend that the config names."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None, **_):
+    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None, **kwargs):
         super().__init__(config)
-        self.backend = BACKENDS[config.attention_backend_name]
+        self.backend = config.attention_backend_name
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.group = kwargs["pg_collection"].cp
 
-    def forward(self, query_SBHK: Tensor, key_SBHK: Tensor, value_SBHK: Tensor, segments: Tensor) -> Tensor:
-        """Returns (S, B, H*K)."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHK, key_SBHK, value_SBHK))
-        context_BHSK = self.backend(query, key, value, segments, self.window, self.scale)
-        return context_BHSK.permute(2, 0, 1, 3).flatten(2)
+    def forward(self, query_T1HK: Tensor, key_T1HK: Tensor, value_T1HK: Tensor, plan: AttentionPlan) -> Tensor:
+        """Returns (T, 1, H*K)."""
+        query, key, value = (x.squeeze(1) for x in (query_T1HK, key_T1HK, value_T1HK))
+        view = plan.views[self.window]
+        if view.exchange is not None:
+            key, value = with_foreign_keys(key, value, view.exchange, self.group)
+        if self.backend == "dense":
+            context = dense(query, key, value, plan, view, self.scale)
+        else:
+            if view.order is not None:
+                key, value = key.index_select(0, view.order), value.index_select(0, view.order)
+            context = Attend.apply(query, key, value, view, KERNELS[self.backend], self.scale)
+        return context.flatten(1)[:, None]
+
+
+def with_foreign_keys(
+    key: Tensor, value: Tensor, exchange: Exchange, group: torch.distributed.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """This rank's keys and values, followed by those of other ranks: one collective."""
+    both = torch.cat((key, value), dim=1)
+    received = all_to_all(group, both.index_select(0, exchange.rows), exchange.received, exchange.sent)
+    return torch.cat((both, received)).chunk(2, dim=1)
+
+
+class Attend(torch.autograd.Function):
+    """A kernel over the segments of a view, joined with one over what is later in image blocks.
+
+    The two see different keys. Their contexts are joined by their shares of the softmax (the log-sum-exp of
+    one over that of both), and each gets its part of the gradient from the joined context and log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, view: View, kernel: Kernel, scale: float) -> Tensor:
+        context, log_sum = kernel.forward(query, key, value, view.segments, scale)
+        if view.later is not None:
+            queries, keys, segments = view.later
+            later, later_sum = kernel.forward(query[queries], key[keys], value[keys], segments, scale)
+            earlier_sum = log_sum[:, queries]
+            both_sum = torch.logaddexp(earlier_sum, later_sum)
+            earlier_share, later_share = (
+                (part - both_sum).exp().t()[..., None].to(context.dtype) for part in (earlier_sum, later_sum)
+            )
+            context[queries] = context[queries] * earlier_share + later * later_share
+            log_sum[:, queries] = both_sum
+        ctx.save_for_backward(query, key, value, context, log_sum)
+        ctx.view, ctx.kernel, ctx.scale = view, kernel, scale
+        return context
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        query, key, value, context, log_sum = ctx.saved_tensors
+        view, kernel, scale = ctx.view, ctx.kernel, ctx.scale
+        grads = kernel.backward(gradient, query, key, value, context, log_sum, view.segments, scale)
+        if view.later is not None:
+            queries, keys, segments = view.later
+            later = kernel.backward(
+                *(gradient[queries], query[queries], key[keys], value[keys]),
+                *(context[queries], log_sum[:, queries].contiguous(), segments, scale),
+            )
+            for grad, rows, more in zip(grads, (queries, keys, keys), later, strict=True):
+                grad.index_add_(0, rows, more)
+        return *grads, None, None, None
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, view: View, scale: float) -> Tensor:
+    """PyTorch's attention with an explicit mask over all pairs: it runs everywhere and is the reference."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    kind = (view.window, query.dtype)
+    if kind not in plan.masks:
+        plan.masks[kind] = mask(plan, view).to(plan.device, query.dtype).log()
+    context = scaled_dot_product_attention(
+        query, key, value, attn_mask=plan.masks[kind], scale=scale, enable_gqa=True
+    )
+    return context[0].transpose(0, 1)
+
+
+def mask(plan: AttentionPlan, view: View) -> Tensor:
+    """(T, keys) bool: whether a query (row) may see a key (column), the rule of `attention_plan` as it reads.
+
+    Padding sees itself, so that no row of the softmax is empty.
+    """
+    placement = plan.placement
+    keys = np.concatenate((plan.places, np.full(plan.length - len(plan.places), -1), view.received))
+    documents, blocks = placement.documents[keys], placement.block_numbers[keys]
+    distance = (keys[: plan.length, None] - keys[None]) 
+    same_document = documents[: plan.length, None] == documents[None]
+    in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)
+    seen = same_document & ((distance >= 0) | in_block)
+    if view.window is not None:
+        seen &= distance < view.window
+    is_padding = keys < 0
+    seen &= ~is_padding[: plan.length, None] & ~is_padding[None]
+    seen[np.arange(plan.length), np.arange(plan.length)] = True
+    return torch.from_numpy(seen)
 
 
 class RotarySelfAttention(SelfAttention):
-    """Self-attention with Megatron's parameters and projections, and our rotary tables and masks.
+    """Self-attention with Megatron's parameters and projections, and our rotary tables and plan.
 
-    `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table, `attention_mask` the segments described above.
-    Megatron passes both from block to layer unchanged, also through activation recomputation.
+    `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table. Megatron passes it and the plan from block to
+    layer unchanged, also through activation recomputation.
     """
 
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.rotary_index = config.layer_rotary[layer_number - 1] if config.layer_rotary else 0
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, rotary_pos_emb: Tensor, **_):
+    def forward(
+        self, hidden_states: Tensor, *_, rotary_pos_emb: Tensor, packed_seq_params: AttentionPlan, **__
+    ):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         tables = rotary_pos_emb[self.rotary_index].to(query.dtype)
         query, key = rotate(query, *tables[0]), rotate(key, *tables[-1])
+        core_attention = partial(self.core_attention, plan=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(
-                self.core_attention, False, query, key, value, attention_mask
-            )
+            context = tensor_parallel.checkpoint(core_attention, False, query, key, value)
         else:
-            context = self.core_attention(query, key, value, attention_mask)
+            context = core_attention(query, key, value)
         return self.linear_proj(context)
 
 

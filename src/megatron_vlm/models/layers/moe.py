@@ -23,7 +23,7 @@ class Router(TopKRouter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frozen_expert_bias = True
-        self.trained_tokens: Tensor | int = 0  # of the current micro batch
+        self.trained_tokens = 0  # of the current micro batch, on all ranks of context parallelism
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.

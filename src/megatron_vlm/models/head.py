@@ -1,0 +1,115 @@
+"""The output layer: loss, log-probability and entropy of the wanted tokens, without the logits of a row.
+
+Hidden states of other tokens are dropped first. The rest goes through the output layer in chunks, and each
+chunk's logits are reduced to a few numbers per token. The backward computes them again, except those of the
+last chunk, which are kept: so the most that is ever held is one chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_vlm.models.stream import Stream
+
+CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
+
+
+def output_losses(*, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_) -> Tensor:
+    """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
+    hidden_ND = _wanted(hidden_states, config, context)
+    weight = output_layer.weight if output_weight is None else output_weight
+    return -log_probabilities(hidden_ND, weight, context.labels)[0]
+
+
+def output_logits(*, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_) -> Tensor:
+    """Megatron's `output_processor`: the logits (n, V / tp) of the wanted tokens."""
+    hidden_ND = _wanted(hidden_states, config, context)
+    return hidden_ND @ (output_layer.weight if output_weight is None else output_weight).t()
+
+
+def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
+    """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; the backward adds up over them."""
+    if config.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden_T1D)[:, 0].index_select(0, stream.output_rows)
+    return copy_to_tensor_model_parallel_region(hidden_T1D[:, 0].index_select(0, stream.output_rows))
+
+
+def log_probabilities(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
+
+    `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
+    and labels and get the same result. Logits are divided by `temperature`. Gradients go through both results.
+    """
+    return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy)
+
+
+class _LogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, scale: float, entropy: bool):
+        group = parallel_state.get_tensor_model_parallel_group()
+        first = group.rank() * len(weight_VD)
+        held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
+        column_N = torch.where(held_N, labels_N - first, 0)
+        parts, kept = [], None
+        for rows in _chunks(hidden_ND, weight_VD):
+            kept = None  # frees the one before
+            kept = logits = _logits(hidden_ND[rows], weight_VD, scale)
+            numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
+            if entropy:
+                numbers.append((logits.sub(numbers[0][:, None]).exp_() * logits).sum(-1))
+            parts.append(torch.stack(numbers))
+        log_sums_RN, labels_RN, *expected_RN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
+        log_sum_N = log_sums_RN.logsumexp(0)
+        entropy_N = None
+        if entropy:  # of rank r's part of the distribution comes exp(log_sum_r - log_sum)
+            entropy_N = log_sum_N - ((log_sums_RN - log_sum_N).exp() * expected_RN[0]).sum(0)
+        ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
+        ctx.scale, ctx.kept = scale, kept
+        return labels_RN.sum(0) - log_sum_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_log_p_N, grad_entropy_N):
+        """d log p(label) / d logits = 1[label] - p;  d entropy / d logits = -p (log p + entropy)"""
+        hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
+        grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), None
+        kept, ctx.kept = ctx.kept, None
+        for rows in reversed(_chunks(hidden_ND, weight_VD)):
+            log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale) if kept is None else kept
+            kept, log_p = None, log_p.sub_(log_sum_N[rows, None])
+            factor = -grad_log_p_N[rows, None]
+            if entropy_N is not None:
+                factor = factor - (log_p + entropy_N[rows, None]) * grad_entropy_N[rows, None]
+            grad = log_p.exp_().mul_(factor)
+            grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
+            grad = grad.mul_(ctx.scale).to(weight_VD.dtype)
+            grad_hidden_ND[rows] = grad @ weight_VD
+            part_VD = grad.t() @ hidden_ND[rows]
+            grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
+    return (hidden_ND @ weight_VD.t()).float().mul_(scale)
+
+
+def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
+    size = max(1, CHUNK_BYTES // (4 * len(weight_VD)))
+    return [slice(start, start + size) for start in range(0, max(1, len(hidden_ND)), size)]
+
+
+def _gathered(local_3N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(ranks, 3, N)"""
+    if group.size() == 1:
+        return local_3N[None]
+    every = local_3N.new_empty(group.size() * len(local_3N), local_3N.shape[1])
+    dist.all_gather_into_tensor(every, local_3N, group=group)
+    return every.unflatten(0, (group.size(), -1))

@@ -1,0 +1,184 @@
+"""Which tokens of a micro batch see which, as index lists made on the host, for one context-parallel rank.
+
+A query may see a key exactly if both lie in the same document and
+  - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3), and
+  - in a layer with a sliding window, the key is less than `window` positions back.
+
+The plan goes from block to layer as Megatron's `packed_seq_params`, which activation recomputation hands on
+unchanged, so no layer makes anything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.models.layers.kernels import Segments
+from megatron_vlm.parallel.context import Piece, place
+
+PADDING_AT_ONCE = 128  # tokens of a segment of padding: no work to speak of, however much there is
+
+
+class Placement:
+    """A micro batch's documents on the context-parallel ranks, the same on each.
+
+    A token's place is its index in the documents one after the other. `tokens[rank]` are the places of the
+    tokens that a rank holds, in its order.
+    """
+
+    def __init__(self, lengths: Sequence[int], blocks: Sequence[tuple[int, int, int]], ranks: int):
+        self.ends = np.cumsum(lengths, dtype=np.int64)
+        self.starts = self.ends - np.asarray(lengths, dtype=np.int64)
+        self.blocks = blocks
+        self.pieces = place(lengths, ranks, blocks)
+        self.tokens = [self.places(pieces) for pieces in self.pieces]
+
+    def places(self, pieces: Sequence[Piece]) -> np.ndarray:
+        runs = [np.arange(start, stop) + self.starts[document] for document, start, stop in pieces]
+        return np.concatenate([np.empty(0, np.int64), *runs])
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """Of every place."""
+        return np.repeat(np.arange(len(self.starts)), self.ends - self.starts)
+
+    @cached_property
+    def block_numbers(self) -> np.ndarray:
+        """Of every place, from 1; 0: in no block."""
+        numbers = np.zeros(len(self.documents), np.int64)
+        for number, (document, start, stop) in enumerate(self.blocks, 1):
+            numbers[self.starts[document] + start : self.starts[document] + stop] = number
+        return numbers
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The rank of every place."""
+        owner = np.empty(len(self.documents), np.int64)
+        for rank, places in enumerate(self.tokens):
+            owner[places] = rank
+        return owner
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """Where every place lies on its rank."""
+        row = np.empty(len(self.documents), np.int64)
+        for places in self.tokens:
+            row[places] = np.arange(len(places))
+        return row
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether no document is cut."""
+        return sum(map(len, self.pieces)) == len(self.starts)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows of keys that go to each rank of context parallelism, and how many come from each."""
+
+    rows: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(frozen=True)
+class View:
+    """What the queries of a layer see. Its keys are this rank's tokens, then those of `exchange`, then all of
+    them in `order`; None leaves them as they are.
+
+    `later` are rows of queries, rows of keys and segments of what `segments` leaves out: in a block of n
+    tokens, the first n - 1 see what follows them among the last n - 1.
+    """
+
+    segments: Segments
+    window: int | None
+    received: np.ndarray  # the places of what `exchange` brings
+    exchange: Exchange | None = None
+    order: Tensor | None = None
+    later: tuple[Tensor, Tensor, Segments] | None = None
+
+
+class AttentionPlan:
+    """The views of all kinds of layers, by window. `length` is the rank's number of tokens with padding."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        length: int,
+        windows: Iterable[int | None],
+        device: torch.device,
+    ):
+        self.placement, self.rank, self.length, self.device = placement, rank, length, device
+        self.places = placement.tokens[rank]
+        self.local = np.where(placement.owner == rank, placement.row, -1)  # rows of places; -1: elsewhere
+        self.views = {window: self._view(window) for window in set(windows)}
+
+    @cached_property
+    def masks(self) -> dict[tuple[int | None, torch.dtype], Tensor]:
+        """Of the dense backend, made once for all layers."""
+        return {}
+
+    def _view(self, window: int | None) -> View:
+        pieces, seen = self.placement.pieces[self.rank], self._seen(self.rank, window)
+        padding = np.arange(len(self.places), self.length)
+        more = [len(run) for run in np.split(padding, range(PADDING_AT_ONCE, len(padding), PADDING_AT_ONCE))]
+        queries, keys = ([stop - start for _, start, stop in runs] + more * bool(len(padding)) for runs in (pieces, seen))
+        left = None if window is None else window - 1
+        segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
+        if self.placement.whole:
+            return View(segments, window, np.empty(0, np.int64), later=self._later(None))
+        received, exchange = self._exchange(window)
+        slots = self.local.copy()
+        slots[received] = self.length + np.arange(len(received))
+        order = np.concatenate((slots[self.placement.places(seen)], padding))
+        return View(segments, window, received, exchange, self._on_device(order), self._later(order))
+
+    def _seen(self, rank: int, window: int | None) -> list[Piece]:
+        """For each piece of a rank, the run of keys that its queries see."""
+        return [
+            (document, 0 if window is None else max(0, start - window + 1), stop)
+            for document, start, stop in self.placement.pieces[rank]
+        ]
+
+    def _exchange(self, window: int | None) -> tuple[np.ndarray, Exchange | None]:
+        """The places whose keys come from other ranks, by rank and place, and what travels; None if on no rank
+        anything does."""
+        owner = self.placement.owner
+        foreign = []
+        for rank in range(len(self.placement.pieces)):
+            needed = np.unique(self.placement.places(self._seen(rank, window)))
+            needed = needed[owner[needed] != rank]
+            foreign.append(needed[np.argsort(owner[needed], kind="stable")])
+        mine = foreign[self.rank]
+        if not any(map(len, foreign)):
+            return mine, None
+        sent = [self.local[places[owner[places] == self.rank]] for places in foreign]
+        received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
+        return mine, Exchange(self._on_device(np.concatenate(sent)), list(map(len, sent)), received)
+
+    def _later(self, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
+        """See `View.later`. No block is cut, so its keys are this rank's own."""
+        blocks = [
+            (self.local[self.placement.starts[document] + start], stop - start - 1)
+            for document, start, stop in self.placement.blocks
+        ]
+        blocks = [(row, length) for row, length in blocks if row >= 0 and length]
+        if not blocks:
+            return None
+        queries = np.concatenate([np.arange(row, row + length) for row, length in blocks])
+        keys = queries + 1
+        if order is not None:
+            row_of = np.empty(order.max() + 1, np.int64)
+            row_of[order] = np.arange(len(order))
+            keys = row_of[keys]
+        lengths = np.array([length for _, length in blocks])
+        return self._on_device(queries), self._on_device(keys), Segments(lengths, lengths, 0, None, self.device)
+
+    def _on_device(self, indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(indices).to(self.device, non_blocking=True)

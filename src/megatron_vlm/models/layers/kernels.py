@@ -1,0 +1,199 @@
+"""Attention of segments: queries that see keys of their own segment only. Kernels of one signature.
+
+A segment is a run of queries and a run of keys. The last query is aligned with the last key; query i of n may
+see key j of m exactly if  -left <= j - (i + m - n) <= right,  where None is no limit. This is what
+`torch.nn.attention.varlen` and flash-attention call a window aligned at the bottom right.
+
+A kernel is a pair of functions on tensors (tokens, heads, K), keys and values with as many or fewer heads:
+    forward(query, key, value, segments, scale) -> context, log_sum_exp (H, tokens)
+    backward(gradient, query, key, value, context, log_sum_exp, segments, scale) -> their gradients
+`backward` needs only what the softmax was divided by. So context and log_sum_exp may come from several calls,
+and each call's backward gives its part of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Lengths of segments on the host, and their bounds on the device of the kernel.
+
+    The queries of all segments, one after the other, are the rows of the kernel's query; so are the keys.
+    """
+
+    query_lengths: np.ndarray
+    key_lengths: np.ndarray
+    left: int | None
+    right: int | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """(segments + 1,) int32 for queries and keys; the same tensor if the lengths are the same, because
+        cuDNN takes only that for causal attention."""
+        queries = _bounds(self.query_lengths).to(self.device, non_blocking=True)
+        if np.array_equal(self.query_lengths, self.key_lengths):
+            return queries, queries
+        return queries, _bounds(self.key_lengths).to(self.device, non_blocking=True)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
+
+
+def _bounds(lengths: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate(([0], lengths)).cumsum().astype(np.int32))
+
+
+class Kernel(NamedTuple):
+    """See the module."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Part(NamedTuple):
+    """Queries and keys of one call of the CPU kernel."""
+
+    queries: slice
+    keys: slice
+    causal: bool  # as many keys as queries, none later
+    mask: Tensor | None  # (queries, keys) to add to the scores
+
+
+def documents_forward(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel in plain PyTorch: its flash attention for CPUs, one call for each segment or part of one."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    contexts, log_sums = [], []
+    for part in _parts(segments, query):
+        q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
+        context, log_sum = flash(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scale)
+        contexts.append(context[0].transpose(0, 1))
+        log_sums.append(log_sum[0])
+    return torch.cat(contexts), torch.cat(log_sums, dim=1)
+
+
+def documents_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Tensor,
+    log_sum_exp: Tensor,
+    segments: Segments,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the module."""
+    gradient, query, key, value, context = (
+        x.transpose(0, 1)[None] for x in (gradient, query, key, value, context)
+    )
+    totals = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for part in _parts(segments, query):
+        q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
+        grads = flash_backward(
+            gradient[:, :, part.queries],
+            *(q, k, v, context[:, :, part.queries], log_sum_exp[None, :, part.queries]),
+            *(0.0, part.causal),
+            attn_mask=part.mask,
+            scale=scale,
+        )
+        totals[0][:, :, part.queries] = grads[0]
+        for total, grad in zip(totals[1:], grads[1:], strict=True):
+            total[:, :, part.keys] += grad
+    return tuple(x[0].transpose(0, 1) for x in totals)
+
+
+def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
+    """Whole segments where no mask is needed, else runs of their queries with the keys that they see."""
+    first_query = first_key = 0
+    left, right = segments.left, segments.right
+    for n, m in zip(segments.query_lengths.tolist(), segments.key_lengths.tolist(), strict=True):
+        unlimited = left is None or left >= m - 1
+        if unlimited and (right is None or (right == 0 and n == m)):
+            queries, keys = slice(first_query, first_query + n), slice(first_key, first_key + m)
+            yield Part(queries, keys, right == 0, None)
+        else:
+            for start in range(0, n, QUERIES_AT_ONCE):
+                stop = min(start + QUERIES_AT_ONCE, n)
+                yield _masked(first_query, first_key, start, stop, m - n, m, left, right, scores_like)
+        first_query, first_key = first_query + n, first_key + m
+
+
+def _masked(first_query, first_key, start, stop, ahead, m, left, right, like) -> Part:
+    low = 0 if left is None else max(0, start + ahead - left)
+    high = m if right is None else min(m, stop + ahead + right)
+    distance = torch.arange(low, high) - (torch.arange(start, stop) + ahead)[:, None]
+    hidden = torch.zeros(distance.shape, dtype=torch.bool)
+    if left is not None:
+        hidden |= distance < -left
+    if right is not None:
+        hidden |= distance > right
+    mask = torch.zeros(distance.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+    queries = slice(first_query + start, first_query + stop)
+    return Part(queries, slice(first_key + low, first_key + high), False, mask)
+
+
+def varlen_forward(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's kernel for CUDA, in 16 bits. It has not run on a GPU yet."""
+    from torch.nn.attention import varlen
+
+    window = _varlen_window(segments)
+    context, log_sum_exp, _ = varlen._varlen_attn(
+        *(query, key, value, *segments.bounds, *segments.longest),
+        is_causal=window == [-1, 0],
+        scale=scale,
+        window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return context, log_sum_exp
+
+
+def varlen_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Tensor,
+    log_sum_exp: Tensor,
+    segments: Segments,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the module. The kernel has no dropout, so the state of its generator is of no use."""
+    from torch.nn.attention import varlen
+
+    window = _varlen_window(segments)
+    unused_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return varlen._varlen_attn_backward(
+        *(gradient.contiguous(), query, key, value, context, log_sum_exp, *segments.bounds, *segments.longest),
+        is_causal=window == [-1, 0],
+        rng_state=unused_state,
+        scale=scale,
+        window_size=window,
+    )
+
+
+def _varlen_window(segments: Segments) -> list[int]:
+    return [-1 if limit is None else limit for limit in (segments.left, segments.right)]
+
+
+KERNELS = {
+    "documents": Kernel(documents_forward, documents_backward),
+    "varlen": Kernel(varlen_forward, varlen_backward),
+}

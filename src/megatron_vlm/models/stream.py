@@ -1,0 +1,137 @@
+"""A micro batch as the model computes it: a stream of tokens, without the padding of its rows.
+
+Nothing in a transformer layer but attention knows of rows, so rows are laid end to end and attention is told
+where documents are. With context parallelism a rank has a part of the stream. All indices are made on the
+host from the batch, which is still there, so that no rank ever waits for its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
+from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
+from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
+
+
+@dataclass
+class Stream:
+    """One rank's tokens of a micro batch, on its device: T of them, padded at the end.
+
+    input_ids       (1, T)
+    position_ids    (1, T) or (3, 1, T)
+    is_padding      (1, T) bool
+    plan            what each token sees
+    visual_inputs   of the whole micro batch, or None
+    feature_ranks   (M,) the context-parallel ranks that hold the placeholders, on the host
+    feature_rows    (M,) and where they lie there
+    output_rows     (n,) the tokens whose loss or logits are wanted
+    labels          (n,) of these
+    output_places   (n,) where their outputs stand among the `outputs` of all ranks
+    trained_tokens  number of trained tokens of the micro batch, on all ranks of context parallelism
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    is_padding: Tensor
+    plan: AttentionPlan
+    visual_inputs: GenericVisualInputs | None
+    feature_ranks: np.ndarray
+    feature_rows: np.ndarray
+    output_rows: Tensor
+    labels: Tensor
+    output_places: Tensor
+    outputs: int
+    trained_tokens: int
+
+
+class StreamLayout:
+    """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
+
+    `kinds` says which tokens stand for visual features; with `bidirectional_images`, each run of them in a
+    document is a block whose tokens all see each other.
+    """
+
+    def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool, ranks: int):
+        self.batch = batch
+        documents_BS = batch["attention_mask"].numpy()
+        self.real = np.flatnonzero(documents_BS)  # places of the stream -> indices into B * S
+        self.kinds = kinds(batch["input_ids"]).numpy().ravel()
+        lengths = _run_lengths(_row_and_document(documents_BS).ravel()[self.real])
+        blocks = _blocks(lengths, self.kinds[self.real] > 0) if bidirectional_images else []
+        self.placement = Placement(lengths, blocks, ranks)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a rank holds."""
+        return max(map(len, self.placement.tokens))
+
+    def stream(
+        self,
+        rank: int,
+        length: int,
+        windows: Iterable[int | None],
+        device: torch.device,
+        wanted: np.ndarray | None = None,
+    ) -> Stream:
+        """The tokens of `rank`, padded to `length`. `wanted` are indices into B * S; None: the trained tokens."""
+        plan = AttentionPlan(self.placement, rank, length, windows, device)
+        held = self.real[plan.places]
+        row_of = np.full(self.kinds.size, -1)  # index into B * S -> where it lies on this rank
+        row_of[held] = np.arange(len(held))
+        taken = np.zeros(length, np.int64)  # padding repeats the first token; nothing depends on it
+        taken[: len(held)] = held
+        labels = self.batch["labels"].numpy().ravel() if "labels" in self.batch else np.empty(0)
+        trained = np.flatnonzero(labels != IGNORE_INDEX)
+        wanted = trained if wanted is None else wanted
+        output_places = np.flatnonzero(row_of[wanted] >= 0)
+
+        placeholders = self._placeholders()
+
+        def on_device(array: np.ndarray | Tensor) -> Tensor:
+            return torch.as_tensor(array).to(device, non_blocking=True)
+
+        return Stream(
+            input_ids=on_device(self.batch["input_ids"].flatten()[None, taken]),
+            position_ids=on_device(self.batch["position_ids"].flatten(-2)[..., None, taken]),
+            is_padding=on_device(np.arange(length)[None] >= len(held)),
+            plan=plan,
+            visual_inputs=self.batch["visual_inputs"],
+            feature_ranks=self.placement.owner[placeholders],
+            feature_rows=self.placement.row[placeholders],
+            output_rows=on_device(row_of[wanted[output_places]]),
+            labels=on_device(labels[wanted[output_places]] if len(labels) else labels),
+            output_places=on_device(output_places),
+            outputs=len(wanted),
+            trained_tokens=len(trained),
+        )
+
+    def _placeholders(self) -> np.ndarray:
+        """Places of all placeholders in the stream: those of images in order, then of videos."""
+        return np.concatenate([np.flatnonzero(self.kinds[self.real] == kind) for kind in (IMAGE, VIDEO)])
+
+
+def _row_and_document(documents_BS: np.ndarray) -> np.ndarray:
+    """A number for each document that no other in the batch has."""
+    rows, length = documents_BS.shape
+    return documents_BS.astype(np.int64) + np.arange(rows)[:, None] * (length + 1)
+
+
+def _run_lengths(values: np.ndarray) -> list[int]:
+    ends = np.flatnonzero(np.diff(values)) + 1
+    return np.diff(np.concatenate(([0], ends, [len(values)]))).tolist() if len(values) else []
+
+
+def _blocks(lengths: list[int], visual: np.ndarray) -> list[tuple[int, int, int]]:
+    """(document, start, stop) of each run of visual tokens."""
+    blocks, first = [], 0
+    for document, length in enumerate(lengths):
+        edges = np.flatnonzero(np.diff(visual[first : first + length], prepend=False, append=False)).tolist()
+        blocks += [(document, *edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
+        first += length
+    return blocks
