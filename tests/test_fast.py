@@ -379,9 +379,9 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
-        names = ("input_ids", "position_ids", "attention_mask", "visual_inputs", "labels")
+        layout = model.layout(batch)
         with torch.no_grad():
-            found.append(model(*(batch[name] for name in names)))
+            found.append(model(layout.stream(0, layout.longest, {None}, setup.device())))
     return found
 
 

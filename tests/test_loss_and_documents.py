@@ -57,7 +57,7 @@ def in_one_process(path: str, cases: str) -> dict:
         "recompute selective": parity.compare(ParallelConfig(), path, case, recompute="selective"),
         "unpacked": gradients(model(), rows),
         "packed": gradients(model(), [pack(rows)]),
-        "leak": leak(model()[0].module, rows),
+        "leak": leak(model(), rows),
         "frozen": trainable(model(freeze=["tower", "language_model"])[0]),
     }
 
@@ -87,17 +87,15 @@ def pack(rows: list[dict]) -> dict:
     return packed | {"visual_inputs": GenericVisualInputs.cat(visual)}
 
 
-@torch.no_grad()
-def leak(model, rows: list[dict]) -> dict:
+def leak(chunks: list, rows: list[dict]) -> dict:
     """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
+    from megatron_vlm.training import generate
+
     packed = pack(rows[:2])
-    arguments = ("position_ids", "attention_mask", "visual_inputs")
     changed = packed["input_ids"].clone()
     changed[0, 5] += 1
-    before, after = (
-        model(ids, *(packed[name] for name in arguments)) for ids in (packed["input_ids"], changed)
-    )
-    change_S = (before - after).abs().amax(-1)[0]
+    before, after = (generate.logits(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed))
+    change_S = (before[0] - after[0]).abs().amax(-1)
     document_S = packed["attention_mask"][0]
     return {document: change_S[document_S == document].max().item() for document in (1, 2)}
 

@@ -62,20 +62,24 @@ def test_first_and_last_stage_hold_embedding_and_loss():
 
 def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
+    from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
     from megatron_vlm.models.layers.rotary import Rotary
+    from megatron_vlm.models.stream import StreamLayout
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.plan import saved_by_layer
 
     setup.init_distributed(ParallelConfig(), 1)
     rows, length, found = 2, 64, {}
     batch = {
-        "input_ids": None,
+        "input_ids": torch.zeros(rows, length, dtype=torch.long),
         "position_ids": torch.arange(length).expand(rows, length),
-        "attention_mask": torch.stack((torch.ones(rows, length), torch.zeros(rows, length))).int(),
-        "padding_mask": torch.zeros(rows, length, dtype=torch.bool),
+        "attention_mask": torch.ones(rows, length).int(),
         "labels": torch.zeros(rows, length, dtype=torch.long),
+        "visual_inputs": None,
     }
+    layout = StreamLayout(batch, torch.zeros_like, False, 1)
+    stream = layout.stream(0, rows * length, {None}, setup.device())
     for name, architecture in architectures.items():
         saved, counted = [], []
         for layers in (1, 2):
@@ -89,10 +93,10 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
             model = LanguageModel(config, Rotary([(torch.ones(8), 1.0)]), True, True, None)
             weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
             kept: list[torch.Tensor] = []
-            hidden = torch.randn(length, rows, 64, dtype=torch.bfloat16, requires_grad=True)
+            hidden = torch.randn(rows * length, 1, 64, dtype=torch.bfloat16, requires_grad=True)
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t) or t, lambda t: t)
             with hooks, FlopCounterMode(display=False) as counter:
-                model(decoder_input=hidden, **batch)
+                model.outputs(stream, hidden, output_losses)
             sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
             saved.append(sum(size for storage, size in sizes.items() if storage not in weights))
             counted.append(counter.get_flop_counts()["Global"])

@@ -77,8 +77,15 @@ def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_pat
         with torch.device("meta"):
             (model,) = build_model(run, family, hf_config, torch.device("meta"))
         axes = (3,) if model.language_model.rotary.axes is not None else ()
-        ids_BS = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        positions = torch.zeros(*axes, 1, tokens, dtype=torch.long, device="meta")
-        loss_BS = model(ids_BS, positions, torch.ones_like(ids_BS, dtype=torch.int32), visual, labels=ids_BS)
-        loss_BS.sum().backward()
+        ids_BS = torch.full((1, tokens), hf_config.image_token_id)
+        ids_BS[:, -8:] = 0
+        batch = {
+            "input_ids": ids_BS,
+            "labels": torch.zeros(1, tokens, dtype=torch.long),
+            "position_ids": torch.zeros(*axes, 1, tokens, dtype=torch.long),
+            "attention_mask": torch.ones(1, tokens, dtype=torch.int32),
+            "visual_inputs": visual,
+        }
+        windows = {None, *model.config.layer_windows}
+        model(model.layout(batch).stream(0, tokens, windows, torch.device("meta"))).sum().backward()
     assert all(param.grad is not None for param in model.parameters())

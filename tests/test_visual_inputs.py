@@ -37,18 +37,6 @@ def test_cat_of_nothing_is_none():
     assert GenericVisualInputs.cat([]) is None
 
 
-def test_padding_adds_untrained_rows_and_tokens_of_no_document():
-    from megatron_vlm.batch import IGNORE_INDEX, padded
-
-    ones = torch.ones(2, 3, dtype=torch.int64)
-    keys = ("input_ids", "labels", "loss_mask", "attention_mask")
-    batch = padded(dict.fromkeys(keys, ones) | {"position_ids": torch.ones(3, 2, 3)}, rows=4, length=5)
-    assert batch["position_ids"].shape == (3, 4, 5)
-    for key, fill in zip(keys, (0, IGNORE_INDEX, 0, 0), strict=True):
-        assert batch[key].shape == (4, 5)
-        assert (batch[key][:2, :3] == 1).all() and (batch[key] == fill).sum() == 20 - 6
-
-
 def test_grids_stay_on_the_host_when_pixels_move():
     visual = GenericVisualInputs(pixel_values=torch.zeros(4, 6), image_grid_thw=torch.tensor([[1, 2, 2]]))
     moved = visual.to("meta")

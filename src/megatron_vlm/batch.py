@@ -259,19 +259,6 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
     return out
 
 
-def padded(batch: Batch, rows: int, length: int) -> Batch:
-    """`batch` extended to `rows` rows of `length` tokens by padding, which is untrained and of document 0."""
-    more_rows, more_tokens = rows - batch["input_ids"].shape[0], length - batch["input_ids"].shape[1]
-    if not (more_rows or more_tokens):
-        return batch
-    fill = {"input_ids": 0, "labels": IGNORE_INDEX, "loss_mask": 0, "position_ids": 0, "attention_mask": 0}
-    return batch | {
-        key: torch.nn.functional.pad(batch[key], (0, more_tokens, 0, more_rows), value=value)
-        for key, value in fill.items()
-        if key in batch
-    }
-
-
 def fully_masked(batch: Batch) -> Batch:
     """A copy of `batch` that trains no token and names no sample."""
     return batch | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -219,10 +220,21 @@ class LanguageModel(GPTModel):
             hidden_TD = torch.where(is_pad_T1, hidden_TD.detach(), hidden_TD)
         return hidden_TD * self.embedding_scale
 
-    def forward(self, *args, output_processor_context: Stream, **kwargs) -> Tensor:
+    def outputs(self, stream: Stream, embedded: Tensor | None, head: Callable[..., Tensor]) -> Tensor:
+        """What `head`, a function of `models.head`, makes of the last hidden states; on other pipeline stages
+        the hidden states for the next. The first stage is given the embedded tokens."""
         for router in (module for module in self.modules() if isinstance(module, Router)):
-            router.trained_tokens = output_processor_context.trained_tokens
-        output = super().forward(*args, output_processor_context=output_processor_context, **kwargs)
+            router.trained_tokens = stream.trained_tokens
+        output = self(
+            input_ids=None,
+            position_ids=stream.position_ids,
+            attention_mask=None,
+            decoder_input=embedded,
+            padding_mask=stream.is_padding,
+            packed_seq_params=stream.plan,
+            output_processor=head,
+            output_processor_context=stream,
+        )
         if self.post_process:
             return output
         return fill_message(self.config, output, self.decoder.layers[-1].layer_number)

@@ -73,16 +73,8 @@ class VLMModel(MegatronModule):
 
         Other stages return hidden states for the next. There must be as many placeholders as features.
         """
-        return self.language_model(
-            input_ids=None,
-            position_ids=stream.position_ids,
-            attention_mask=None,
-            decoder_input=self._embed(stream) if self.pre_process else None,
-            padding_mask=stream.is_padding,
-            packed_seq_params=stream.plan,
-            output_processor=output_logits if logits else output_losses,
-            output_processor_context=stream,
-        )
+        embedded = self._embed(stream) if self.pre_process else None
+        return self.language_model.outputs(stream, embedded, output_logits if logits else output_losses)
 
     def _embed(self, stream: Stream) -> Tensor:
         """Token embeddings with the visual features in place: (T, 1, D), this rank's part of T under SP.

@@ -137,13 +137,14 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
 def _masked(first_query, first_key, start, stop, ahead, m, left, right, like) -> Part:
     low = 0 if left is None else max(0, start + ahead - left)
     high = m if right is None else min(m, stop + ahead + right)
-    distance = torch.arange(low, high) - (torch.arange(start, stop) + ahead)[:, None]
-    hidden = torch.zeros(distance.shape, dtype=torch.bool)
+    queries, keys = (torch.arange(*run, device=like.device) for run in ((start, stop), (low, high)))
+    distance = keys - (queries + ahead)[:, None]
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left is not None:
         hidden |= distance < -left
     if right is not None:
         hidden |= distance > right
-    mask = torch.zeros(distance.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros_like(distance, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
     queries = slice(first_query + start, first_query + stop)
     return Part(queries, slice(first_key + low, first_key + high), False, mask)
 
