@@ -5,6 +5,7 @@ Runs inside the processes that `test_parity.py` starts; one launch goes through 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def marks(family: str) -> list:
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
 
 
+# the rows of one packed row; a number is a text cut to so many tokens
+PACKED: dict[str, list[str]] = {
+    "packed: short documents": ["it", "1", "3", "ititit", "2", "5", "t"],
+    "packed: images in one document": ["t", "t", "ititit", "t"],
+    "packed: three tokens": ["3"],
+    "packed: one document": ["ititit"],
+}
+
+
 def inputs_of(family: str) -> dict[str, list[str]]:
     """Those that the family takes."""
     from megatron_vlm.models.families import load
@@ -123,13 +133,18 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
     return dict(processor(text=[prompt], add_special_tokens=special, return_tensors="pt", **given))
 
 
-def encode(processor: Any, family: Any, hf_config: Any, rows: list[str]) -> tuple[dict, dict, list[dict]]:
+def encode(
+    processor: Any, family: Any, hf_config: Any, rows: list[str], talk: Callable = conversation
+) -> tuple[dict, dict, list[dict]]:
     """(the HF model's arguments, our batch, our batch row by row) of the same conversations, right padded.
 
     Both models get our positions: Transformers' own are wrong after a Qwen2.5-VL video.
     """
     rng = np.random.default_rng(sum(map(ord, "".join(rows))))
-    outputs = [encode_row(processor, conversation(rng, parts)) for parts in rows]
+    outputs = [encode_row(processor, talk(rng, "t" if parts.isdigit() else parts)) for parts in rows]
+    for parts, out in zip(rows, outputs, strict=True):
+        if parts.isdigit():
+            out |= {key: value[:, : int(parts)] for key, value in out.items()}
     visual = [
         GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
         for out in outputs
@@ -172,6 +187,35 @@ def split_rows(batch: dict, visual: list[GenericVisualInputs]) -> list[dict]:
         | {"visual_inputs": inputs if inputs.as_model_kwargs() else None}
         for row, inputs in enumerate(visual)
     ]
+
+
+def pack(rows: list[dict]) -> dict:
+    """One row of all rows' documents, padding between them left out, some behind them."""
+    real = [row["attention_mask"].bool() for row in rows]
+    cat = {
+        key: torch.cat([row[key][..., mask] for row, mask in zip(rows, real, strict=True)], dim=-1)
+        for key in ("input_ids", "labels", "loss_mask", "position_ids")
+    }
+    documents = [torch.full((int(mask.sum()),), n, dtype=torch.int32) for n, mask in enumerate(real, start=1)]
+    cat["attention_mask"] = torch.cat(documents)
+    visual = [row["visual_inputs"] for row in rows if row["visual_inputs"] is not None]
+    packed = {key: torch.nn.functional.pad(value.unsqueeze(-2), (0, 7)) for key, value in cat.items()}
+    packed["labels"][:, -7:] = IGNORE_INDEX
+    return packed | {"visual_inputs": GenericVisualInputs.cat(visual)}
+
+
+def packed(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with its rows as documents of one row."""
+    batch = pack(case["rows"])
+    real_BS = case["batch"]["attention_mask"].bool()
+    logits = torch.nn.functional.pad(case["logits"][real_BS], (0, 0, 0, 7))[None]
+    return case | {"batch": batch, "rows": [batch], "logits": logits}
+
+
+def cases_of(family: str, path: Path | str) -> dict[str, dict[str, Any]]:
+    """All inputs of the family."""
+    cases = {name: case_for(path, rows) for name, rows in inputs_of(family).items()}
+    return cases | {name: packed(case_for(path, rows)) for name, rows in PACKED.items()}
 
 
 def case_for(path: Path | str, rows: list[str], processor: Any = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import parity
 import pytest
 import torch
 
-from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
@@ -56,7 +55,7 @@ def in_one_process(path: str, cases: str) -> dict:
         "recompute full": parity.compare(ParallelConfig(), path, case, recompute="full"),
         "recompute selective": parity.compare(ParallelConfig(), path, case, recompute="selective"),
         "unpacked": gradients(model(), rows),
-        "packed": gradients(model(), [pack(rows)]),
+        "packed": gradients(model(), [parity.pack(rows)]),
         "leak": leak(model(), rows),
         "frozen": trainable(model(freeze=["tower", "language_model"])[0]),
     }
@@ -72,26 +71,11 @@ def gradients(ddp: list, micro_batches: list[dict]) -> dict:
     return {"loss": loss, "tokens": tokens, "grads": grads}
 
 
-def pack(rows: list[dict]) -> dict:
-    """One row of all rows' documents, padding between them left out, some behind them."""
-    real = [row["attention_mask"].bool() for row in rows]
-    cat = {
-        key: torch.cat([row[key][..., mask] for row, mask in zip(rows, real, strict=True)], dim=-1)
-        for key in ("input_ids", "labels", "loss_mask", "position_ids")
-    }
-    documents = [torch.full((int(mask.sum()),), n, dtype=torch.int32) for n, mask in enumerate(real, start=1)]
-    cat["attention_mask"] = torch.cat(documents)
-    visual = [row["visual_inputs"] for row in rows if row["visual_inputs"] is not None]
-    packed = {key: torch.nn.functional.pad(value.unsqueeze(-2), (0, 7)) for key, value in cat.items()}
-    packed["labels"][:, -7:] = IGNORE_INDEX
-    return packed | {"visual_inputs": GenericVisualInputs.cat(visual)}
-
-
 def leak(chunks: list, rows: list[dict]) -> dict:
     """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
     from megatron_vlm.training import generate
 
-    packed = pack(rows[:2])
+    packed = parity.pack(rows[:2])
     changed = packed["input_ids"].clone()
     changed[0, 5] += 1
     before, after = (generate.logits(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed))

@@ -1,0 +1,109 @@
+"""Log-probabilities and entropy without logits equal those from logits, in chunks and over vocabulary shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.config import ParallelConfig
+from tiny.distributed import run_distributed
+
+TOKENS, WIDTH, VOCABULARY = 37, 16, 64
+
+
+def given() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,))
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(2, TOKENS)
+
+
+def from_logits(temperature: float, entropy: bool) -> list[torch.Tensor]:
+    """Values and gradients in fp64 by torch's own functions."""
+    hidden, weight, labels, factors = (x.detach().double() if x.is_floating_point() else x for x in given())
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    values = [log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)][: 1 + entropy]
+    sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
+    return [*values, hidden.grad, weight.grad]
+
+
+def ours(chunk_bytes: int, temperature: float, entropy: bool) -> list[torch.Tensor]:
+    from megatron_vlm.models import head
+    from megatron_vlm.parallel import setup
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    setup.reset_layout(ParallelConfig(tp=size), 1)
+    head.CHUNK_BYTES = chunk_bytes
+    hidden, weight, labels, factors = given()
+    part = weight.detach().chunk(size)[rank].clone().requires_grad_()
+    values = head.log_probabilities(hidden, part, labels, temperature, entropy)
+    assert (values[1] is None) == (not entropy)
+    values = [value for value in values if value is not None]
+    sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
+    dist.all_reduce(hidden.grad)  # which the gather before the head does in the model
+    parts = [torch.empty_like(part.grad) for _ in range(size)]
+    dist.all_gather(parts, part.grad)
+    return [*(value.detach() for value in values), hidden.grad, torch.cat(parts)]
+
+
+CASES = [
+    (chunk_tokens * 4 * VOCABULARY, temperature, entropy)
+    for chunk_tokens in (1000, 10, 1)
+    for temperature in (1.0, 0.7)
+    for entropy in (False, True)
+]
+
+
+def on_ranks() -> list:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), 1)
+    return [ours(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_values_and_gradients_are_those_from_logits(ranks):
+    for results in run_distributed(ranks, on_ranks):
+        for (_, temperature, entropy), found in zip(CASES, results, strict=True):
+            expected = from_logits(temperature, entropy)
+            assert len(found) == len(expected) == 3 + entropy
+            for a, b in zip(found, expected, strict=True):
+                assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def no_token() -> tuple[int, int]:
+    from megatron_vlm.models import head
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), 1)
+    hidden, weight, labels, _ = given()
+    log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0])
+    log_p.sum().backward()
+    return len(log_p), weight.grad.count_nonzero().item()
+
+
+def test_without_a_wanted_token_gradients_are_zero():
+    assert run_distributed(1, no_token) == [(0, 0)]
+
+
+def memory_of_a_step() -> tuple[int, int]:
+    """Peak bytes of forward and backward by us and from whole logits."""
+    from megatron_vlm.models import head
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.planning.tensor_memory import TensorMemory
+
+    setup.init_distributed(ParallelConfig(), 1)
+    tokens, trained, vocabulary = 4096, 400, 262_144
+    head.CHUNK_BYTES = 2**26
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (trained,))
+    with TensorMemory() as memory:
+        head.log_probabilities(hidden[:trained], weight, labels)[0].sum().backward()
+    return memory.peak, 4 * tokens * vocabulary
+
+
+def test_a_step_never_holds_the_logits_of_a_row():
+    [(peak, logits)] = run_distributed(1, memory_of_a_step)
+    assert peak < 0.06 * logits

@@ -1,0 +1,189 @@
+"""Measure a training step against Transformers and write reports/bench_step.json.
+
+python tools/bench_step.py [--families gemma3 qwen3_vl] [--out FILE]
+
+The same weights, conversations and optimizer (AdamW, fp32 on a CPU, bf16 on a GPU) in one process: eight
+conversations of very different length with an image each, half of their text trained, through a language model
+of 8 layers of 512 channels and a vocabulary of 32,768. Transformers takes them as eight padded rows, which is
+all it can do; ours are the same padded rows, or packed into one. Seconds are medians over rounds taken in turns
+(CPU time of one thread; wall time on a GPU). Peak memory is that of the tensors which a step makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np  # noqa: E402
+import parity  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor  # noqa: E402
+
+from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
+from megatron_vlm.models.families import family_for  # noqa: E402
+from megatron_vlm.models.vlm import build_model  # noqa: E402
+from megatron_vlm.models.weights import import_hf  # noqa: E402
+from megatron_vlm.parallel import setup  # noqa: E402
+from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
+from megatron_vlm.training import step  # noqa: E402
+from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
+from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
+
+REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
+ROUNDS = 7
+LIMITS = {"padded": 1.25, "packed": 2.0}  # the least speed over Transformers, on a CPU
+
+
+def text_config(family: str, vocabulary: int) -> dict[str, int]:
+    text = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    text |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": vocabulary}
+    if family.startswith("qwen"):
+        text["head_dim"] = 32
+    if family == "gemma3":
+        text |= {"query_pre_attn_scalar": 64, "sliding_window": 128}
+    return text
+
+
+def conversation(rng: np.random.Generator, words: int) -> list[dict]:
+    vocabulary = "the cat shows a table and two people near the sofa".split()
+
+    def text(count: int) -> dict:
+        return {"type": "text", "text": " ".join(rng.choice(vocabulary, count))}
+
+    image = Image.fromarray(rng.integers(0, 255, (224, 224, 3), dtype=np.uint8))
+    question = [{"type": "image", "image": image}, text(20)]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": [text(words)]}]
+
+
+def batches(path: Path, family: Any, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
+    """The arguments of Transformers, and ours, padded and packed."""
+    rng = np.random.default_rng(0)
+    made = iter([conversation(rng, words) for words in REPLY_WORDS])
+    rows = ["it"] * len(REPLY_WORDS)
+    hf, padded, single = parity.encode(
+        AutoProcessor.from_pretrained(path), family, hf_config, rows, lambda *_: next(made)
+    )
+    lengths = [int((row["attention_mask"] > 0).sum()) for row in single]
+    names = ("input_ids", "labels", "loss_mask", "position_ids")
+    packed: dict[str, Any] = {
+        name: torch.cat([row[name][..., :length] for row, length in zip(single, lengths, strict=True)], -1)
+        for name in names
+    }
+    documents = [torch.full((1, length), i, dtype=torch.int32) for i, length in enumerate(lengths, 1)]
+    packed["attention_mask"] = torch.cat(documents, -1)
+    packed["visual_inputs"] = GenericVisualInputs.cat([row["visual_inputs"] for row in single])
+    device = setup.device()
+    for batch in (padded, packed):
+        batch["visual_inputs"] = batch["visual_inputs"].to(device)
+    return {name: tensor.to(device) for name, tensor in hf.items()}, {"padded": padded, "packed": packed}
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    on_gpu = torch.cuda.is_available()
+    clock = time.perf_counter if on_gpu else time.process_time
+    start = clock()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    with TensorMemory() as memory:
+        call()
+    return memory.peak
+
+
+def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none") -> list[dict[str, Any]]:
+    path = Path(tempfile.mkdtemp(prefix="bench_step_"))
+    build_tiny_checkpoint(family_name, path, text=text_config(family_name, vocabulary))
+    setup.reset_layout(ParallelConfig(), seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    on_gpu = torch.cuda.is_available()
+    config = RunConfig(model=ModelConfig(dtype="bf16" if on_gpu else "fp32", recompute=recompute))
+    chunks = build_model(config, family, hf_config, setup.device(), AutoProcessor.from_pretrained(path))
+    import_hf(chunks, path, family.weight_map(hf_config))
+    ddp = step.data_parallel(chunks, config)
+    optimizer, scheduler = build_optimizer(ddp, config)
+    hf_model = AutoModelForImageTextToText.from_pretrained(path, dtype=chunks[0].config.params_dtype)
+    hf_model.to(setup.device()).train()
+    if recompute == "full":
+        hf_model.gradient_checkpointing_enable()
+    hf_optimizer = torch.optim.AdamW(hf_model.parameters(), lr=1e-5)
+    hf_arguments, ours = batches(path, family, hf_config)
+
+    def hf_step() -> float:
+        hf_optimizer.zero_grad()
+        loss = hf_model(**hf_arguments, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf_model.parameters(), 1.0)
+        hf_optimizer.step()
+        return loss.item()
+
+    def our_step(mode: str) -> float:
+        return step.train_step(ddp, optimizer, scheduler, [ours[mode]])[0]
+
+    steps = {"hf": hf_step} | {mode: lambda mode=mode: our_step(mode) for mode in ours}
+    peaks = {name: peak_of(call) for name, call in steps.items()}  # also the warm-up
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, call in steps.items():
+            times[name].append(seconds_of(call))
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "family": family_name,
+            "mode": mode,
+            "recompute": recompute,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "seconds": round(seconds[mode], 3),
+            "hf_seconds": round(seconds["hf"], 3),
+            "speed_over_hf": round(seconds["hf"] / seconds[mode], 2),
+            "peak_memory": peaks[mode],
+            "hf_peak_memory": peaks["hf"],
+        }
+        for mode in ours
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=["gemma3", "qwen3_vl"])
+    parser.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "full"])
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench_step.json")
+    arguments = parser.parse_args()
+    setup.init_distributed(ParallelConfig(), seed=1)
+    rows = []
+    for family in arguments.families:
+        for recompute in arguments.recompute:
+            rows += measure(family, recompute=recompute)
+            for row in rows[-2:]:
+                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
