@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-LINES = 18_060  # of src: who adds lines changes the number, and says why in the commit
-CORE_LINES = 6_450  # of what one reads to understand a run
+LINES = 18_980  # of src: who adds lines changes the number, and says why in the commit
+CORE_LINES = 6_500  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
@@ -33,7 +33,9 @@ ROWS = re.findall(r"^\| `([a-z_.]+)` \| .* \| (.*) \|$", PAGE.read_text(), re.MU
 ROOMS = {name: re.findall(r"`([a-z_.]+)`", below) for name, below in ROWS}  # from the ground up
 # files of models/ that are no room of their own
 MODELS = {
-    **dict.fromkeys(("language_model", "pixels", "positions", "vision_parallel"), "models.parts"),
+    **dict.fromkeys(
+        ("language_model", "pixels", "positions", "vision_parallel", "stream", "head"), "models.parts"
+    ),
     **dict.fromkeys(("vlm", "costs"), "models.whole"),
 }
 # at module level, and with them what they import

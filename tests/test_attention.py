@@ -189,7 +189,9 @@ def test_varlen_gets_the_same_lists(monkeypatch):
     q, k, v = (torch.randn(sum(lengths) + 3, n, 16, requires_grad=True) for n in (4, 2, 2))
     for mine, theirs in ((stand_in_forward, "_varlen_attn"), (stand_in_backward, "_varlen_attn_backward")):
         known = inspect.signature(getattr(varlen, theirs)._init_fn).parameters
-        assert {n for n, p in inspect.signature(mine).parameters.items() if p.kind is p.KEYWORD_ONLY} <= set(known)
+        assert {n for n, p in inspect.signature(mine).parameters.items() if p.kind is p.KEYWORD_ONLY} <= set(
+            known
+        )
         assert len([p for p in known.values() if p.default is p.empty]) in (7, 12)
         monkeypatch.setattr(varlen, theirs, mine)
     for window in (None, 50):

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy without logits equal those from logits, in chunks and over vocabulary shards."""
+"""Log-probabilities and entropy in chunks and over vocabulary shards equal those from whole logits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def memory_of_a_step() -> tuple[int, int]:
     setup.init_distributed(ParallelConfig(), 1)
     tokens, trained, vocabulary = 4096, 400, 262_144
     head.CHUNK_BYTES = 2**26
-    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 8, requires_grad=True),
+        torch.randn(vocabulary, 8, requires_grad=True),
+    )
     labels = torch.randint(0, vocabulary, (trained,))
     with TensorMemory() as memory:
         head.log_probabilities(hidden[:trained], weight, labels)[0].sum().backward()

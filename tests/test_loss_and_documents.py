@@ -78,7 +78,9 @@ def leak(chunks: list, rows: list[dict]) -> dict:
     packed = parity.pack(rows[:2])
     changed = packed["input_ids"].clone()
     changed[0, 5] += 1
-    before, after = (generate.logits(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed))
+    before, after = (
+        generate.logits(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed)
+    )
     change_S = (before[0] - after[0]).abs().amax(-1)
     document_S = packed["attention_mask"][0]
     return {document: change_S[document_S == document].max().item() for document in (1, 2)}

@@ -68,7 +68,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
     if parallel.vision_dp and parallel.tp * parallel.cp == 1:
-        yield "parallel: vision_dp spreads images over tensor- and context-parallel ranks; raise tp or cp, or drop it."
+        yield "parallel: vision_dp spreads images over tp · cp ranks, here one; raise tp or cp, or drop it."
     if parallel.sp and parallel.tp == 1:
         yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
     if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:

@@ -19,8 +19,10 @@ def encode_prompt(
     needs: DataNeeds,
     device: torch.device,
 ) -> Prompt:
-    """The conversation as the model's input, with the template's generation prompt at the end: the text on the
-    host, pixels on the device."""
+    """The conversation as the model's input, with the template's generation prompt at the end.
+
+    The text stays on the host, pixels go to the device.
+    """
     outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}

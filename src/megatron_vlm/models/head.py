@@ -21,21 +21,25 @@ from megatron_vlm.models.stream import Stream
 CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
 
 
-def output_losses(*, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_) -> Tensor:
+def output_losses(
+    *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
+) -> Tensor:
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
     return -log_probabilities(hidden_ND, weight, context.labels)[0]
 
 
-def output_logits(*, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_) -> Tensor:
+def output_logits(
+    *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
+) -> Tensor:
     """Megatron's `output_processor`: the logits (n, V / tp) of the wanted tokens."""
     hidden_ND = _wanted(hidden_states, config, context)
     return hidden_ND @ (output_layer.weight if output_weight is None else output_weight).t()
 
 
 def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
-    """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; the backward adds up over them."""
+    """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; gradients are summed."""
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_T1D)[:, 0].index_select(0, stream.output_rows)
     return copy_to_tensor_model_parallel_region(hidden_T1D[:, 0].index_select(0, stream.output_rows))
@@ -47,7 +51,8 @@ def log_probabilities(
     """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
-    and labels and get the same result. Logits are divided by `temperature`. Gradients go through both results.
+    and labels and get the same result. Logits are divided by `temperature`. Both results have
+    gradients.
     """
     return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy)
 
@@ -65,13 +70,15 @@ class _LogProbabilities(torch.autograd.Function):
             kept = logits = _logits(hidden_ND[rows], weight_VD, scale)
             numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
             if entropy:
-                numbers.append((logits.sub(numbers[0][:, None]).exp_() * logits).sum(-1))
+                log_p = logits.sub(numbers[0][:, None])
+                numbers.append(-(log_p.exp() * log_p).sum(-1))
             parts.append(torch.stack(numbers))
-        log_sums_RN, labels_RN, *expected_RN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
+        log_sums_RN, labels_RN, *entropies_RN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
         log_sum_N = log_sums_RN.logsumexp(0)
         entropy_N = None
-        if entropy:  # of rank r's part of the distribution comes exp(log_sum_r - log_sum)
-            entropy_N = log_sum_N - ((log_sums_RN - log_sum_N).exp() * expected_RN[0]).sum(0)
+        if entropy:  # a distribution of parts: the mean entropy inside a part and that of which part it is
+            log_share_RN = log_sums_RN - log_sum_N
+            entropy_N = (log_share_RN.exp() * (entropies_RN[0] - log_share_RN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
         ctx.scale, ctx.kept = scale, kept
         return labels_RN.sum(0) - log_sum_N, entropy_N

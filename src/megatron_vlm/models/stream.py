@@ -79,7 +79,10 @@ class StreamLayout:
         device: torch.device,
         wanted: np.ndarray | None = None,
     ) -> Stream:
-        """The tokens of `rank`, padded to `length`. `wanted` are indices into B * S; None: the trained tokens."""
+        """The tokens of `rank`, padded to `length`.
+
+        `wanted` are indices into B * S of the tokens whose outputs are computed; None: the trained tokens.
+        """
         plan = AttentionPlan(self.placement, rank, length, windows, device)
         held = self.real[plan.places]
         row_of = np.full(self.kinds.size, -1)  # index into B * S -> where it lies on this rank

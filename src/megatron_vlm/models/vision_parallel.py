@@ -64,7 +64,9 @@ def _makers(shares: list[list[int]], sizes: list[int]) -> tuple[np.ndarray, np.n
     starts = np.cumsum([0, *sizes])
     maker, row = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     for rank, share in enumerate(shares):
-        features = np.concatenate([np.empty(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in share)])
+        features = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in share)]
+        )
         maker[features], row[features] = rank, np.arange(len(features))
     return maker, row
 

@@ -93,7 +93,7 @@ class VLMModel(MegatronModule):
         return torch.stack((hidden_TD, *extras_TD), dim=1)
 
     def _features(self, stream: Stream, held: int) -> tuple[Tensor, Tensor]:
-        """The tower's output for the placeholders among the `held` tokens of this rank, and their rows there."""
+        """The visual features of this rank's `held` tokens, see `Family.build_vision`, and their rows."""
         visual = GenericVisualInputs(**stream.visual_inputs.normalized_for_model())
         counts, placeholders = self._visual_tokens(visual), len(stream.feature_rows)
         if sum(counts) != placeholders:
@@ -110,7 +110,7 @@ class VLMModel(MegatronModule):
             if len(mine) < placeholders:
                 features = features.index_select(-2, torch.from_numpy(mine).to(features.device))
         if self.config.sequence_parallel:
-            # the gradients of the towers are averaged over tensor parallelism, and each rank has a part of them
+            # each tensor-parallel rank has a part of the tower's gradients, of which Megatron takes the mean
             features = ScaledGradient.apply(features, self.config.tensor_model_parallel_size)
         rows = torch.from_numpy(stream.feature_rows[mine] % held).to(features.device, non_blocking=True)
         return features.to(self.config.params_dtype), rows

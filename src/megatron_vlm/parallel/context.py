@@ -1,7 +1,7 @@
 """Which context-parallel rank holds which tokens of a micro batch, and which keys travel. Host only, numpy.
 
-A micro batch is a stream of documents. Every rank gets equally many of its tokens, as pieces (document, start,
-stop). A query needs the keys before it in its document. So a document that stays on one rank costs no
+A micro batch is a stream of documents. Every rank gets equally many of its tokens, as pieces (document,
+start, stop). A query needs the keys before it in its document. So a document that stays on one rank costs no
 traffic; only what balance demands is cut.
 """
 
@@ -14,7 +14,9 @@ Piece = tuple[int, int, int]  # document, first token, token after the last
 MOST_WORK = 1.25  # of the mean: among placements below it, the one with the least traffic is taken
 
 
-def place(lengths: Sequence[int], ranks: int, blocks: Sequence[tuple[int, int, int]] = ()) -> list[list[Piece]]:
+def place(
+    lengths: Sequence[int], ranks: int, blocks: Sequence[tuple[int, int, int]] = ()
+) -> list[list[Piece]]:
     """The pieces of every rank, by document and token.
 
     The ranks' numbers of tokens differ by one at most, except that no cut falls inside a block (document,

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 class TensorMemory(TorchDispatchMode):
     """Counts the storages that operations inside `with` make, until they are freed.
 
-    `peak` is the most bytes that were alive at a time. What an operation holds only while it runs is not seen.
+    `peak` is the most bytes that were alive at a time. What an operation holds only while it runs is not
+    seen.
     """
 
     def __init__(self):

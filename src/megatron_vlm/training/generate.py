@@ -101,7 +101,9 @@ def _positions(prompt: Tensor, length: int) -> Tensor:
 
 def _next_token(last_logits: list[Tensor], rows: int) -> Tensor:
     """(B,) token ids on the host, sent from the last stage to all."""
-    token_B = last_logits[0].argmax(-1) if last_logits else torch.zeros(rows, dtype=torch.int64, device=device())
+    token_B = (
+        last_logits[0].argmax(-1) if last_logits else torch.zeros(rows, dtype=torch.int64, device=device())
+    )
     last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(token_B, last_rank, group=parallel_state.get_pipeline_model_parallel_group())
     return token_B.cpu()

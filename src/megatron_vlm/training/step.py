@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from itertools import tee
 from typing import NoReturn
 
@@ -74,8 +73,8 @@ def forward_backward(
 ) -> list:
     """Run Megatron's schedule for the layout. Returns what the loss function reported, on the last stage.
 
-    The micro batches are on the host, their pixels on the device. `wanted`: of each, indices into B * S of the
-    tokens whose outputs are computed; None: the trained tokens.
+    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
+    B * S of the tokens whose outputs are computed; None: the trained tokens.
     """
     streams = _streams(chunks, micro_batches, wanted)
     iterators = list(tee(streams, len(chunks)))

@@ -31,7 +31,9 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.group = kwargs["pg_collection"].cp
 
-    def forward(self, query_T1HK: Tensor, key_T1HK: Tensor, value_T1HK: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, query_T1HK: Tensor, key_T1HK: Tensor, value_T1HK: Tensor, plan: AttentionPlan
+    ) -> Tensor:
         """Returns (T, 1, H*K)."""
         query, key, value = (x.squeeze(1) for x in (query_T1HK, key_T1HK, value_T1HK))
         view = plan.views[self.window]
@@ -115,7 +117,7 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
     placement = plan.placement
     keys = np.concatenate((plan.places, np.full(plan.length - len(plan.places), -1), view.received))
     documents, blocks = placement.documents[keys], placement.block_numbers[keys]
-    distance = (keys[: plan.length, None] - keys[None]) 
+    distance = keys[: plan.length, None] - keys[None]
     same_document = documents[: plan.length, None] == documents[None]
     in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)
     seen = same_document & ((distance >= 0) | in_block)

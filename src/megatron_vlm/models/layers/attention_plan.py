@@ -128,7 +128,9 @@ class AttentionPlan:
         pieces, seen = self.placement.pieces[self.rank], self._seen(self.rank, window)
         padding = np.arange(len(self.places), self.length)
         more = [len(run) for run in np.split(padding, range(PADDING_AT_ONCE, len(padding), PADDING_AT_ONCE))]
-        queries, keys = ([stop - start for _, start, stop in runs] + more * bool(len(padding)) for runs in (pieces, seen))
+        queries, keys = (
+            [stop - start for _, start, stop in runs] + more * bool(len(padding)) for runs in (pieces, seen)
+        )
         left = None if window is None else window - 1
         segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
         if self.placement.whole:
@@ -147,8 +149,10 @@ class AttentionPlan:
         ]
 
     def _exchange(self, window: int | None) -> tuple[np.ndarray, Exchange | None]:
-        """The places whose keys come from other ranks, by rank and place, and what travels; None if on no rank
-        anything does."""
+        """The places whose keys come from other ranks, by rank and place, and what travels.
+
+        If nothing travels between any ranks, there is no exchange.
+        """
         owner = self.placement.owner
         foreign = []
         for rank in range(len(self.placement.pieces)):
@@ -178,7 +182,11 @@ class AttentionPlan:
             row_of[order] = np.arange(len(order))
             keys = row_of[keys]
         lengths = np.array([length for _, length in blocks])
-        return self._on_device(queries), self._on_device(keys), Segments(lengths, lengths, 0, None, self.device)
+        return (
+            self._on_device(queries),
+            self._on_device(keys),
+            Segments(lengths, lengths, 0, None, self.device),
+        )
 
     def _on_device(self, indices: np.ndarray) -> Tensor:
         return torch.from_numpy(indices).to(self.device, non_blocking=True)

@@ -182,7 +182,16 @@ def varlen_backward(
     window = _varlen_window(segments)
     unused_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return varlen._varlen_attn_backward(
-        *(gradient.contiguous(), query, key, value, context, log_sum_exp, *segments.bounds, *segments.longest),
+        *(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            context,
+            log_sum_exp,
+            *segments.bounds,
+            *segments.longest,
+        ),
         is_causal=window == [-1, 0],
         rng_state=unused_state,
         scale=scale,
