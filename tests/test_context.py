@@ -7,7 +7,7 @@ import pytest
 
 from megatron_vlm.parallel.context import MOST_WORK, place, received, work
 
-# row, mean length of documents (None: one document), ranks -> the most of the row's keys that the busiest rank
+# row, mean length of documents (None: one document), ranks -> the most of the keys that the busiest rank
 # receives; lengths are lognormal with sigma 1. The best of row and document zigzag and of whole
 # documents where they fit, with balanced work, is 0.14, 0.31, 0.18, 0.48 and 0.87.
 ROWS = {

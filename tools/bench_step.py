@@ -6,7 +6,8 @@ The same weights, conversations and optimizer (AdamW, fp32 on a CPU, bf16 on a G
 conversations of very different length with an image each, half of their text trained, through a language
 model of 8 layers of 512 channels and a vocabulary of 32,768. Transformers takes them as eight padded rows,
 which is all it can do; ours are the same padded rows, or packed into one. Seconds are medians over rounds
-taken in turns (CPU time of one thread; wall time on a GPU). Peak memory is that of the tensors that a step makes.
+taken in turns (CPU time of one thread; wall time on a GPU). Peak memory is that of the tensors that a step
+makes.
 """
 
 from __future__ import annotations
