@@ -177,6 +177,24 @@ def recipes(report: list[dict]) -> str:
     return markdown(heads, rows)
 
 
+def step(report: dict) -> str:
+    """A line for each family, with and without recomputation, and way of giving rows."""
+    heads = ("family", "recomputation", "rows", "speed over Transformers", "peak memory", "of Transformers")
+    rows = (
+        (
+            row["family"],
+            row["recompute"],
+            row["mode"],
+            f"{row['speed_over_hf']:.2f}",
+            f"{row['peak_memory'] / 1e9:.2f} GB",
+            f"{row['hf_peak_memory'] / 1e9:.2f} GB",
+        )
+        for row in report["rows"]
+    )
+    devices = ", ".join(dict.fromkeys(row["device"] for row in report["rows"]))
+    return markdown(heads, rows) + f"\n\n({devices}, {report['date']}, torch {report['torch']}.)"
+
+
 # name of the marks -> (report, page, function)
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
@@ -186,6 +204,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
+    "step": ("bench_step.json", DOCS / "step-speed.md", step),
 }
 
 

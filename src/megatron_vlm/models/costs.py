@@ -126,12 +126,13 @@ def images_per_row(config: RunConfig, image: ImageCost) -> float:
 
 
 def images_per_tower(config: RunConfig, image: ImageCost) -> float:
-    """How many images of a row one rank's tower looks at: all, unless they are spread over the tp ranks."""
+    """How many images of a row one rank's tower looks at: all, unless they are spread over tp · cp ranks."""
     images = images_per_row(config, image)
     if not config.parallel.images_spread:
         return images
     rows = config.train.micro_batch_size
-    return max(images / config.parallel.tp, min(images, 1 / rows))  # an image stays whole
+    ranks = config.parallel.tp * config.parallel.cp
+    return max(images / ranks, min(images, 1 / rows))  # an image stays whole
 
 
 def language_model_passes(config: RunConfig) -> int:
@@ -152,9 +153,8 @@ def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tupl
     """
     layers, seq_length = architecture["num_layers"], config.data.seq_length
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
-    one_layer *= language_model_passes(config) * seq_length / config.parallel.tp
+    tokens = seq_length / (config.parallel.tp * config.parallel.cp)
+    one_layer *= language_model_passes(config) * tokens
     tower = image.flops * images_per_tower(config, image) * vision_passes(config)
-    output = (
-        output_flops(architecture) * seq_length * min(3, language_model_passes(config)) / config.parallel.tp
-    )
+    output = output_flops(architecture) * tokens * min(3, language_model_passes(config))
     return layers, tower / one_layer, output / one_layer

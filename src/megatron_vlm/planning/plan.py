@@ -19,6 +19,7 @@ from megatron_vlm.models import costs
 from megatron_vlm.models.costs import ImageCost
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
@@ -206,7 +207,7 @@ def _stage(
     value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of its Adam state
     dense_ranks = expert_ranks = 1
     if parallel.distributed_optimizer:
-        dense_ranks = gpus // parallel.model_size
+        dense_ranks = gpus // (parallel.tp * parallel.pp)
         expert_ranks = gpus // (parallel.pp * parallel.ep)
     tokens = config.train.micro_batch_size * config.data.seq_length
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
@@ -221,7 +222,7 @@ def _stage(
         optimizer=state
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
         activations=_activations(config, megatron_config, layers, image, gpus, number),
-        flops=flops * tokens / parallel.tp + first * costs.vision_passes(config) * images * image.flops,
+        flops=flops * tokens / (parallel.tp * parallel.cp) + first * costs.vision_passes(config) * images * image.flops,
     )
 
 
@@ -234,26 +235,26 @@ def _activations(
     stage: int,
 ) -> float:
     """The most bytes that the stage's ranks keep at any time."""
-    rows, seq_length, tp = config.train.micro_batch_size, config.data.seq_length, config.parallel.tp
+    rows, tp, cp = config.train.micro_batch_size, config.parallel.tp, config.parallel.cp
+    tokens = rows * config.data.seq_length / cp
     value = DTYPES[config.model.dtype].itemsize
-    per_layer = [
-        rows * seq_length * saved_by_layer(megatron_config, i, value) for held in layers for i in held
-    ]
+    per_layer = [tokens * saved_by_layer(megatron_config, i, value) for held in layers for i in held]
     kept = sum(per_layer)
     if config.model.recompute == "full":
         cut = tp if megatron_config.sequence_parallel else 1
-        inputs = rows * seq_length * value * megatron_config.hidden_size / cut
+        inputs = tokens * value * megatron_config.hidden_size / cut
         kept = inputs * len(per_layer)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
-    windows = len(set(megatron_config.layer_windows)) or 1
-    kept = forwards * (kept + value * windows * rows * seq_length**2)
+    masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
+    kept = forwards * (kept + value * masks * tokens * rows * config.data.seq_length)
     if config.model.recompute == "full":
         kept += max(per_layer)
     if stage == 0 and costs.vision_passes(config) > 1:
         images = rows * costs.images_per_tower(config, image)
         kept += images * image.kept(config.model.recompute == "full", forwards)
-    if stage == config.parallel.pp - 1:  # logits, their fp32 softmax, their gradient
-        kept += rows * seq_length * megatron_config.vocab_size / tp * (4 + 2 * value)
+    if stage == config.parallel.pp - 1:  # a chunk of logits and its softmax, hidden states and their gradient
+        chunk = min(CHUNK_BYTES, 4 * tokens * megatron_config.vocab_size / tp)
+        kept += 2 * chunk + 2 * tokens * value * megatron_config.hidden_size
     return kept
 
 
@@ -269,7 +270,8 @@ def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int)
     """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
     Norms save their input in fp32, the normalised values and their output; projections save their inputs;
-    attention its queries, keys, values and output; a gated feed-forward five times its channels.
+    attention its queries, keys, values and output, where a document that all ranks of context parallelism
+    share gives a rank up to all of its keys and values; a gated feed-forward five times its channels.
     """
     tp = megatron_config.tensor_model_parallel_size
     cut = tp if megatron_config.sequence_parallel else 1
@@ -277,7 +279,7 @@ def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int)
     queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
     keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
     saved = norm * width * (4 if megatron_config.norm_after_sublayer else 2)
-    saved += value * (3 * queries + 3 * keys) + 4 * megatron_config.num_attention_heads / tp
+    saved += value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys) + 4 * megatron_config.num_attention_heads / tp
     if megatron_config.qk_layernorm:
         saved += norm * (queries + keys)
     if not has_experts(megatron_config, layer):
