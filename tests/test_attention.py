@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from megatron_vlm.models.layers.attention import Attend, dense, mask
+from megatron_vlm.models.layers.attention_check import disagreement
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.kernels import KERNELS, Segments
+from megatron_vlm.models.layers.kernels import KERNELS, Kernel, Segments
 from megatron_vlm.planning.tensor_memory import TensorMemory
 
 CPU = torch.device("cpu")
@@ -201,3 +203,26 @@ def test_varlen_gets_the_same_lists(monkeypatch):
             out = Attend.apply(q, k, v, plan.views[window], kernel, 0.3)
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert all(map(torch.equal, *found))
+
+
+def check(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
+    return disagreement(backend, (4, 2, 16), {None, 50}, CPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_before_a_run_passes_what_agrees(dtype):
+    assert check("documents", dtype) is None
+
+
+def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
+    assert re.match("varlen does not run here: .+", check("varlen"))
+    forward, backward = KERNELS["documents"]
+
+    def wrong_gradient(*args):
+        dq, dk, dv = backward(*args)
+        return dq, dk * 1.001, dv
+
+    monkeypatch.setitem(KERNELS, "documents", Kernel(forward, wrong_gradient))
+    assert re.match(
+        r"documents has a dk that differs by 1.0e-03 in layers of window (None|50)", check("documents")
+    )

@@ -222,7 +222,8 @@ def _stage(
         optimizer=state
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
         activations=_activations(config, megatron_config, layers, image, gpus, number),
-        flops=flops * tokens / (parallel.tp * parallel.cp) + first * costs.vision_passes(config) * images * image.flops,
+        flops=flops * tokens / (parallel.tp * parallel.cp)
+        + first * costs.vision_passes(config) * images * image.flops,
     )
 
 
@@ -279,7 +280,10 @@ def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int)
     queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
     keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
     saved = norm * width * (4 if megatron_config.norm_after_sublayer else 2)
-    saved += value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys) + 4 * megatron_config.num_attention_heads / tp
+    saved += (
+        value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
+        + 4 * megatron_config.num_attention_heads / tp
+    )
     if megatron_config.qk_layernorm:
         saved += norm * (queries + keys)
     if not has_experts(megatron_config, layer):
