@@ -29,8 +29,8 @@ def check_attention(megatron_config: TransformerConfig, device: torch.device) ->
     windows = set(megatron_config.layer_windows) or {None}
     if problem := disagreement(backend, heads, windows, device, megatron_config.params_dtype):
         warnings.warn(
-            f"model.attention: {problem}. Dense attention takes its place: slow, and its memory grows with the "
-            "square of a row.",
+            f"model.attention: {problem}. Dense attention takes its place: slow, with memory that grows as "
+            "the square of a row.",
             stacklevel=2,
         )
         megatron_config.attention_backend_name = "dense"
