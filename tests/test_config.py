@@ -112,7 +112,6 @@ def test_a_layout_larger_than_the_processes_says_how_many_it_needs():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.cp=2"], "parallel.cp: 2 asks for context parallelism, which is not there yet; use 1."),
         (["parallel.vpp=2"], "parallel: vpp 2 divides pipeline stages, but pp is 1; raise pp or use vpp 1."),
         (["parallel.sp=true"], "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; "),
         (["parallel.tp=0"], "parallel.tp: 0 is less than 1."),

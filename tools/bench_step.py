@@ -33,11 +33,11 @@ import numpy as np  # noqa: E402
 import parity  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
 from megatron_vlm.models.families import family_for  # noqa: E402
+from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
 from megatron_vlm.models.vlm import build_model  # noqa: E402
 from megatron_vlm.models.weights import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
@@ -77,9 +77,7 @@ def batches(path: Path, family: Any, hf_config: Any) -> tuple[dict, dict[str, Ba
     rng = np.random.default_rng(0)
     made = iter([conversation(rng, words) for words in REPLY_WORDS])
     rows = ["it"] * len(REPLY_WORDS)
-    hf, padded, single = parity.encode(
-        AutoProcessor.from_pretrained(path), family, hf_config, rows, lambda *_: next(made)
-    )
+    hf, padded, single = parity.encode(load_processor(path), family, hf_config, rows, lambda *_: next(made))
     lengths = [int((row["attention_mask"] > 0).sum()) for row in single]
     names = ("input_ids", "labels", "loss_mask", "position_ids")
     packed: dict[str, Any] = {
@@ -115,15 +113,15 @@ def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none")
     path = Path(tempfile.mkdtemp(prefix="bench_step_"))
     build_tiny_checkpoint(family_name, path, text=text_config(family_name, vocabulary))
     setup.reset_layout(ParallelConfig(), seed=1)
-    hf_config = AutoConfig.from_pretrained(path)
+    hf_config = load_config(path)
     family = family_for(hf_config)
     on_gpu = torch.cuda.is_available()
     config = RunConfig(model=ModelConfig(dtype="bf16" if on_gpu else "fp32", recompute=recompute))
-    chunks = build_model(config, family, hf_config, setup.device(), AutoProcessor.from_pretrained(path))
+    chunks = build_model(config, family, hf_config, setup.device(), load_processor(path))
     import_hf(chunks, path, family.weight_map(hf_config))
     ddp = step.data_parallel(chunks, config)
     optimizer, scheduler = build_optimizer(ddp, config)
-    hf_model = AutoModelForImageTextToText.from_pretrained(path, dtype=chunks[0].config.params_dtype)
+    hf_model = load_model(path, chunks[0].config.params_dtype)
     hf_model.to(setup.device()).train()
     if recompute == "full":
         hf_model.gradient_checkpointing_enable()
