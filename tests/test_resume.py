@@ -135,12 +135,13 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path | str]:
-    """`whole` ran through, `resumed` was killed in step 7 or 8 of 10, `pp2` went on from there under PP2.
+    """`whole` ran through, `resumed` was killed in step 7 or 8 of 10, `pp2` went on from there under PP2,
+    `cp2` under CP2, and `cp2_killed` did so and was killed once more.
 
     `second` is what a second run said that was started while `whole` ran.
     """
     folder = tmp_path_factory.mktemp("runs")
-    paths = {name: folder / name for name in ("whole", "resumed", "pp2")}
+    paths = {name: folder / name for name in ("whole", "resumed", "pp2", "cp2", "cp2_killed")}
     process = start(paths["whole"], tiny_gemma3, dataset)
     wait_for_step(1, paths["whole"], process)
     first = members(process)
@@ -153,9 +154,17 @@ def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path | str]:
     finish(paths["whole"], process)
     killed = start(paths["resumed"], tiny_gemma3, dataset)
     kill_after_step(SAVE_EVERY + 1, paths["resumed"], killed)
-    shutil.copytree(paths["resumed"], paths["pp2"])
+    for name in ("pp2", "cp2", "cp2_killed"):
+        shutil.copytree(paths["resumed"], paths[name])
     finish(paths["resumed"], start(paths["resumed"], tiny_gemma3, dataset))
     finish(paths["pp2"], start(paths["pp2"], tiny_gemma3, dataset, "tp=1", "pp=2"))
+    finish(paths["cp2"], start(paths["cp2"], tiny_gemma3, dataset, "tp=1", "cp=2"))
+    kill_after_step(
+        SAVE_EVERY + 2,
+        paths["cp2_killed"],
+        start(paths["cp2_killed"], tiny_gemma3, dataset, "tp=1", "cp=2"),
+    )
+    finish(paths["cp2_killed"], start(paths["cp2_killed"], tiny_gemma3, dataset, "tp=1", "cp=2"))
     return paths
 
 
@@ -194,10 +203,17 @@ def test_a_run_whose_latest_was_deleted_is_refused_before_anything_is_cut(runs, 
     assert "latest is missing" in message and f"echo step_{STEPS:08d} > {copy}/checkpoints/latest" in message
 
 
-def test_a_tensor_parallel_run_goes_on_in_a_pipeline(runs):
-    whole, pp2 = losses(runs["whole"]), losses(runs["pp2"])
-    assert pp2.keys() == whole.keys()
-    assert max(abs(pp2[step] - whole[step]) for step in whole) <= SAME_LOSS
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
+def test_a_tensor_parallel_run_goes_on_in_another_layout(runs, layout):
+    whole, other = losses(runs["whole"]), losses(runs[layout])
+    assert other.keys() == whole.keys()
+    assert max(abs(other[step] - whole[step]) for step in whole) <= SAME_LOSS
+
+
+def test_a_context_parallel_run_resumes_bit_for_bit(runs):
+    assert losses(runs["cp2"]) == losses(runs["cp2_killed"])
+    whole, killed = tensors(runs["cp2"]), tensors(runs["cp2_killed"])
+    assert whole.keys() == killed.keys() and all(torch.equal(killed[name], t) for name, t in whole.items())
 
 
 def test_validation_loss_is_logged(runs):
