@@ -11,22 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run_program
 from safetensors.torch import load_file, save_file
 
 from tiny.checkpoints import build_tiny_checkpoint
 
-CONVERT = [sys.executable, str(Path(__file__).parent.parent / "tools" / "convert_checkpoint.py")]
+CONVERT = ROOT / "tools" / "convert_checkpoint.py"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 def convert(*arguments: str | Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*CONVERT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    return run_program(CONVERT, *arguments, HF_HUB_OFFLINE="1")
+
+
+def typed(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """The same in a process that starts from nothing."""
+    command, environment = [sys.executable, CONVERT, *arguments], os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def differences(answer: subprocess.CompletedProcess) -> list[float]:
@@ -50,7 +51,7 @@ def converted(tmp_path_factory) -> Path:
 
 
 def test_help_shows_the_three_commands():
-    lines = convert("--help").stdout.splitlines()
+    lines = typed("--help").stdout.splitlines()
     assert {"import", "export", "verify"} <= {line.split()[0] for line in lines if line.strip()}
     assert not {"train", "generate"} & {line.split()[0] for line in lines if line.strip()}
 
@@ -62,7 +63,7 @@ def test_an_export_of_an_import_has_the_logits_of_the_source(converted):
 
 
 def test_a_run_has_the_logits_of_its_export(converted):
-    answer = convert("verify", converted / "run", converted / "export")
+    answer = typed("verify", converted / "run", converted / "export")
     assert answer.returncode == 0, answer.stderr
     assert differences(answer)[0] < 1e-4  # another implementation
 
