@@ -39,6 +39,14 @@ def run_program(
     return subprocess.CompletedProcess(words, process.exitcode, said, errors)
 
 
+def run_anew(
+    path: Path, *arguments: object, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
+    """The same in a process that imports for itself."""
+    command, environment = [sys.executable, path, *map(str, arguments)], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+
+
 def _main(folder: str, words: list[str], environment: dict[str, str]) -> None:
     for name, descriptor in {"out": 1, "err": 2}.items():
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
