@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from pathlib import Path
@@ -19,3 +20,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def tiny_gemma3(tmp_path_factory):
     """Folder of a saved tiny Gemma3 checkpoint."""
     return build_tiny_checkpoint("gemma3", tmp_path_factory.mktemp("tiny") / "gemma3")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Leave what is imported out of garbage collection: Energon collects in every worker that it forks, which
+    takes a second and a half there. A loader of Energon without workers undoes it at its end. Collections of
+    all the rest stay rare: so far each had to wait for as many new objects as a quarter of what is imported.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], 100)
+
+
+pytest_runtest_call = pytest_runtest_setup  # a fixture may have had such a loader
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # libraries report what they find alive at the very end

@@ -74,43 +74,20 @@ def test_dry_run_says_what_is_still_to_give():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "give --recipe NAME or --config FILE"),
-        (["train", "--recipe", "gemma_vl_4b"], "did you mean gemma3_vl_4b?"),
-        (
-            ["train", "--recipe", "gemma3_vl_4b", "tpp=2"],
-            "tpp: not an argument of a recipe; did you mean tp?",
-        ),
-        (["train", "--recipe", "gemma3_vl_4b", "train.step=2"], "did you mean train.steps?"),
-        (["train", "--recipe", "gemma3_vl_4b", "tp=2"], "needs 2 processes and this is one; add --nproc 2"),
-        (["train", "--recipe", "gemma3_vl_4b", "tp=3", "--nproc", "4"], "does not divide 4 processes"),
-        (
-            ["train", "--recipe", "gemma3_vl_4b", "tp=1"],
-            "data.train_data_path: not set; pass --train_data_path",
-        ),
         (
             ["train", "--recipe=gemma3_vl_4b", "tp=1", "--train_data_path=/no"],
             "/no does not exist; write one",
         ),
-        (["train", "--config", "no.yaml"], "no.yaml: not readable (No such file or directory)"),
-        (["train", "--dryrun"], "No such option"),
-        (["train", "--nproc", "0"], "--nproc"),
         (["export", "/no", "out"], "/no does not exist"),
-        (["generate", "/no", "What is this?"], "/no does not exist"),
-        (["exprot"], "exprot"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_users_mistake_is_a_short_message_and_code_2(arguments, message):
+    """`test_mistakes.py` makes all the others."""
     answer = ask(*COMMAND, *arguments)
     assert answer.returncode == 2
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr and len(answer.stderr.splitlines()) <= 5
-
-
-def test_export_without_a_configuration_names_the_file(tmp_path):
-    answer = ask(*COMMAND, "export", str(tmp_path), "out")
-    assert answer.returncode == 2
-    assert f"{tmp_path}/config.yaml: not readable" in answer.stderr
 
 
 def test_a_librarys_error_names_the_file_of_its_traceback():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from config_changes import (
     without_effect,
 )
 from odd_configs import Cell
+from programs import run_anew, run_program
 from test_transformers_versions import OLDEST
 
 from megatron_vlm.config import ParallelConfig
@@ -49,10 +49,14 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 
 def fields(overlay: Path | None, folders: list[Path]) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).with_name("config_fields.py")), *map(str, folders)]
     paths = [str(overlay) if overlay else None, *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    program = run_program if overlay is None else run_anew
+    done = program(
+        Path(__file__).with_name("config_fields.py"),
+        *folders,
+        timeout=600,
+        PYTHONPATH=os.pathsep.join(filter(None, paths)),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run_anew, run_program
 from safetensors.torch import load_file, save_file
 
 from tiny.checkpoints import build_tiny_checkpoint
 
-CONVERT = [sys.executable, str(Path(__file__).parent.parent / "tools" / "convert_checkpoint.py")]
+CONVERT = ROOT / "tools" / "convert_checkpoint.py"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 def convert(*arguments: str | Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*CONVERT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    return run_program(CONVERT, *arguments, HF_HUB_OFFLINE="1")
 
 
 def differences(answer: subprocess.CompletedProcess) -> list[float]:
@@ -50,7 +43,7 @@ def converted(tmp_path_factory) -> Path:
 
 
 def test_help_shows_the_three_commands():
-    lines = convert("--help").stdout.splitlines()
+    lines = run_anew(CONVERT, "--help").stdout.splitlines()
     assert {"import", "export", "verify"} <= {line.split()[0] for line in lines if line.strip()}
     assert not {"train", "generate"} & {line.split()[0] for line in lines if line.strip()}
 
@@ -62,7 +55,7 @@ def test_an_export_of_an_import_has_the_logits_of_the_source(converted):
 
 
 def test_a_run_has_the_logits_of_its_export(converted):
-    answer = convert("verify", converted / "run", converted / "export")
+    answer = run_anew(CONVERT, "verify", converted / "run", converted / "export")
     assert answer.returncode == 0, answer.stderr
     assert differences(answer)[0] < 1e-4  # another implementation
 

@@ -1,5 +1,6 @@
 """The fast path makes of a sample what the Hugging Face processor makes of it, to the bit."""
 
+import functools
 import io
 import json
 import random
@@ -85,8 +86,13 @@ def picture(size, mode, format, options, seed=0):
     return out.getvalue()
 
 
+@functools.cache
 def samples():
     """Each file alone, then 0 to 3 of them in up to 8 turns, beside one another too."""
+    return list(_samples())
+
+
+def _samples():
     rng = random.Random(0)
     files = [picture(*file, seed=seed) for seed, file in enumerate(FILES)]
     for number in range(len(FILES) + 12):
@@ -126,7 +132,16 @@ def clip(size, count):
 def video_samples(processor):
     """Videos alone, several, and beside images, for processors that take them."""
     if "pixel_values_videos" not in processor.visual_keys:
-        return
+        return []
+    return _video_samples(processor.images_or_videos)
+
+
+@functools.cache
+def _video_samples(images_or_videos):
+    return list(_videos_and_images(images_or_videos))
+
+
+def _videos_and_images(images_or_videos):
     videos = [
         clip((64, 48), 1),
         clip((201, 77), 3),
@@ -135,7 +150,7 @@ def video_samples(processor):
         film((160, 90), 12),
     ]
     rows = [([], [video]) for video in videos] + [([], videos[2:])]
-    if not processor.images_or_videos:
+    if not images_or_videos:
         image = picture(*FILES[3])
         rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], videos[:2])]
     rng = random.Random(0)
@@ -160,7 +175,9 @@ def processor(request):
     sizes = PUBLISHED[name] if at == "published" else {}
     parts = TINY_FAMILIES[name]
     processor = parts.processor(default_corpus(), parts.template, **sizes)
-    return known_as(name, processor)
+    known_as(name, processor).made = {}
+    yield processor
+    processor.made.clear()
 
 
 def known_as(family, processor):
@@ -174,6 +191,15 @@ def encoders(processor, needs: DataNeeds | None = None, chat_template: str | Non
     data = DataConfig(seq_length=100_000, **settings)
     parts = (processor, data, needs or DataNeeds(processor.visual_keys))
     return [HFEncoderVLMTaskEncoder(*parts, fast=fast, chat_template=chat_template) for fast in (True, False)]
+
+
+def by_processor(processor, sample):
+    """What the Hugging Face processor makes of a sample, computed once for all tests."""
+    if "encoder" not in processor.made:
+        processor.made["encoder"] = encoders(processor)[1]
+    if sample.__key__ not in processor.made:
+        processor.made[sample.__key__] = processor.made["encoder"].encode_sample(sample)
+    return processor.made[sample.__key__]
 
 
 def ready(processor, visual: GenericVisualInputs | None) -> dict[str, torch.Tensor]:
@@ -198,7 +224,7 @@ def test_everything_equals_what_the_processor_makes(processor):
     assert fast.documents.why_hf_processor is None and hf.documents.why_hf_processor
     lengths = set()
     for sample in (*samples(), *video_samples(processor)):
-        theirs = hf.encode_sample(sample)
+        theirs = by_processor(processor, sample)
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), theirs)
         lengths.add(len(theirs.input_ids))
     assert len(lengths) > 5
@@ -207,7 +233,7 @@ def test_everything_equals_what_the_processor_makes(processor):
 def test_bounds_on_pixels_are_kept(processor):
     for bounds in ({"max_pixels": 9000, "video_max_pixels": 5000}, {"min_pixels": 60_000}):
         fast, hf = encoders(processor, **bounds)
-        for sample in (*list(samples())[: len(FILES)], *video_samples(processor)):
+        for sample in (*samples()[: len(FILES)], *video_samples(processor)):
             assert_equal_but_for_normalization(
                 processor, fast.encode_sample(sample), hf.encode_sample(sample)
             )
@@ -215,7 +241,7 @@ def test_bounds_on_pixels_are_kept(processor):
 
 def test_templates_without_generation_blocks(processor):
     fast, hf = encoders(processor, chat_template=without_generation_tags(processor.chat_template))
-    for sample in list(samples())[len(FILES) :]:
+    for sample in samples()[len(FILES) :]:
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), hf.encode_sample(sample))
 
 
@@ -224,7 +250,8 @@ def test_rows_of_several_samples_are_equal(processor):
     fast, hf = encoders(processor)
     some = [sample for sample in samples() if int(sample.__key__) % 4 == 2]
     some += video_samples(processor)
-    ours, theirs = (encoder.batch([encoder.encode_sample(s) for s in some]) for encoder in (fast, hf))
+    ours = fast.batch([fast.encode_sample(sample) for sample in some])
+    theirs = hf.batch([by_processor(processor, sample) for sample in some])
     visual, expected = (ready(processor, batch.visual_inputs) for batch in (ours, theirs))
     assert visual.keys() == expected.keys()
     assert all(torch.equal(visual[name], expected[name]) for name in expected)
@@ -235,10 +262,9 @@ def test_packed_samples_are_equal_too(processor):
     packing = PackingVLMTaskEncoder(
         processor, DataConfig(seq_length=100_000), DataNeeds(processor.visual_keys)
     )
-    _, hf = encoders(processor)
-    for sample in (*list(samples())[len(FILES) :], *video_samples(processor)):
+    for sample in (*samples()[len(FILES) :], *video_samples(processor)):
         ours = packing.postencode_sample(packing.preencode_sample(sample))
-        assert_equal_but_for_normalization(processor, ours, hf.encode_sample(sample))
+        assert_equal_but_for_normalization(processor, ours, by_processor(processor, sample))
 
 
 def tiny_qwen():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.job.failures import named
@@ -91,13 +92,14 @@ LONG_CASES = [
 
 def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str]:
     """(exit code, all that was printed) of a job in which this happens."""
-    command = [sys.executable, *launcher, "-m", "small_job", str(run_dir), fault, "--hang-seconds", str(HANG)]
-    if ranks == 1:
-        command += ["--alone", "--rank", "0"]
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=280
-    )
+    words = [run_dir, fault, "--hang-seconds", HANG, *(["--alone", "--rank", 0] if ranks == 1 else [])]
+    environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if launcher:
+        command, environment = [sys.executable, *launcher, "-m", "small_job"], os.environ | environment
+        options = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
+        done = subprocess.run([*command, *map(str, words)], **options)
+    else:  # of two ranks, torchrun starts both from nothing
+        done = run_program(TESTS / "small_job.py", *words, timeout=280, **environment)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,12 +1,11 @@
 """Another number of ranks goes on where some stopped: every sample of the epoch once, or a refusal."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
@@ -187,11 +186,11 @@ def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worl
 
 
 def train(run_dir, checkpoint, folder, ranks, steps, *settings):
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
-    command += ["--nproc", str(ranks), "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "tp=1"]
+    command = ["train", "--recipe", "gemma3_tiny_digits", *(["--nproc", ranks] if ranks > 1 else [])]
+    command += ["--run_dir", run_dir, "--hf_path", checkpoint, "tp=1"]
     command += ["--dataset_type", "hf", "--train_data_path", str(folder / "rows"), f"steps={steps}"]
     command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ended = run_program(COMMAND, *command)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

@@ -1,6 +1,5 @@
 """Packed rows out of Energon: whole documents at a fixed length, each once, resumed exactly."""
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -9,6 +8,7 @@ import pytest
 import test_sources
 import torch
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+from pairs import pairs
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
@@ -119,16 +119,10 @@ def kinds(dataset, tmp_path_factory):
     return out
 
 
-def in_turn(*cells):
-    """Of each kind, packed and not, one of the cells, once the first, which costs most; others are long."""
-    kinds = itertools.product(["records", "blend", "documents", "in_lmdb"], ["none", "stream"])
-    for number, (kind, packing) in enumerate(kinds):
-        for place, cell in enumerate(cells):
-            often = (number == 1 and place == 0) or place == 1 + number % (len(cells) - 1)
-            yield pytest.param(kind, packing, *cell, marks=() if often else pytest.mark.long)
+KINDS, PACKED = ["records", "blend", "documents", "in_lmdb"], ["none", "stream"]
 
 
-@pytest.mark.parametrize("kind, packing, num_workers", list(in_turn((3,), (0,))))
+@pytest.mark.parametrize("kind, packing, num_workers", list(pairs(KINDS, PACKED, [(0,), (3,)])))
 def test_every_kind_resumes_exactly(kinds, processor, kind, packing, num_workers):
     """Amid a buffer, and around an epoch's end; saved again right after the restore, and a batch later."""
 
@@ -195,7 +189,8 @@ def test_the_patch_budget_holds_in_every_row(dataset, processor):
 
 
 @pytest.mark.parametrize(
-    "kind, packing, world_size, num_workers", list(in_turn((3, 3), (1, 0), (1, 1), (1, 3), (3, 0), (3, 1)))
+    "kind, packing, world_size, num_workers",
+    list(pairs(KINDS, PACKED, [(1, 0), (1, 3), (3, 0), (1, 1), (3, 3), (3, 1)])),
 )
 def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packing, world_size, num_workers):
     path, expected = kinds[kind]

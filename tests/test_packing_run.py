@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from programs import COMMAND, ROOT, run_program
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
@@ -18,8 +16,6 @@ from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import train_encoder
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,7 @@ def paths(tmp_path_factory):
 
 def train(run_dir, checkpoint, paths, source, *settings):
     """Through the command line; the loss and the trained tokens of each step."""
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = ["train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint), "--dataset_type", source]
     command += [
         "--train_data_path",
@@ -70,7 +66,7 @@ def train(run_dir, checkpoint, paths, source, *settings):
         "data.packing_buffer_size=16",
     ]
     command += [f"data.lengths_cache={run_dir.parent / 'lengths'}", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_program(COMMAND, *command)
     (run_dir / "log").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, (run_dir / "log").read_text()[-4000:]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -100,8 +96,7 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
         "data.packing=global",
         f"data.lengths_cache={tmp_path}",
     ]
-    tool = [sys.executable, str(ROOT / "tools/precompute_tokens.py"), "--recipe", "gemma3_tiny_digits"]
-    done = subprocess.run([*tool, *settings], capture_output=True, text=True, timeout=100)
+    done = run_program(ROOT / "tools/precompute_tokens.py", "--recipe", "gemma3_tiny_digits", *settings)
     assert "40 of 40 samples fit; 0 will be dropped" in done.stdout, done.stderr
     (measured,) = tmp_path.rglob("*.npy")
     written = measured.stat().st_mtime_ns
@@ -113,15 +108,7 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
 
 def test_the_benchmark_measures_what_the_limits_name(tmp_path):
     report = tmp_path / "report.json"
-    tool = [
-        sys.executable,
-        str(ROOT / "tools/bench_packing.py"),
-        "--documents",
-        "20000",
-        "--out",
-        str(report),
-    ]
-    done = subprocess.run(tool, capture_output=True, text=True, timeout=200)
+    done = run_program(ROOT / "tools/bench_packing.py", "--documents", 20000, "--out", report)
     assert "straggler_attention" in done.stdout, done.stderr
     rows = json.loads(report.read_text())["rows"]
     assert len(rows) == 4

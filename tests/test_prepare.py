@@ -12,6 +12,7 @@ import datasets
 import pytest
 import yaml
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
+from programs import ROOT, run_program
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -208,35 +209,35 @@ def test_refuses_an_output_that_holds_anything(tmp_path):
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
 
 
-def run_tool(*arguments):
-    script = os.path.join(os.path.dirname(__file__), "../tools/prepare_energon_dataset.py")
-    command = [sys.executable, script, *map(str, arguments)]
+TOOL = ROOT / "tools/prepare_energon_dataset.py"
+
+
+def start_tool(*arguments):
+    command = [sys.executable, TOOL, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
 
 
 def test_nothing_to_write_exits_non_zero_and_leaves_nothing(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"conversations": 1}\n')
-    process = run_tool(tmp_path / "data.jsonl", tmp_path / "out", "--workers", "1")
-    error = process.communicate()[1]
-    assert process.returncode == 2
-    assert "nothing to write; skipped {'bad_conversation': 1}" in error
+    ended = run_program(TOOL, tmp_path / "data.jsonl", tmp_path / "out", "--workers", "1")
+    assert ended.returncode == 2
+    assert "nothing to write; skipped {'bad_conversation': 1}" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
     source = write_sharegpt(tmp_path / "in", 10)
     (tmp_path / "in/images").rename(tmp_path / "images")
-    process = run_tool(source, tmp_path / "out", "--workers", "1")
-    assert f"add --image-root {tmp_path}." in process.communicate()[1] and process.returncode == 2
+    ended = run_program(TOOL, source, tmp_path / "out", "--workers", "1")
+    assert f"add --image-root {tmp_path}." in ended.stderr and ended.returncode == 2
     (tmp_path / "in/images").mkdir()
     last = sorted((tmp_path / "images").iterdir())[-1]
     last.rename(tmp_path / "in/images" / last.name)
-    process = run_tool(source, tmp_path / "out", "--workers", "1")
-    output, error = process.communicate()
-    assert process.returncode == 1 and (tmp_path / "out/.nv-meta").is_dir()
-    assert "missing_media: 7" in output and "--image-root" in output
-    assert "7 of 10 records were skipped, over --max-skip-share 0.5" in error
+    ended = run_program(TOOL, source, tmp_path / "out", "--workers", "1")
+    assert ended.returncode == 1 and (tmp_path / "out/.nv-meta").is_dir()
+    assert "missing_media: 7" in ended.stdout and "--image-root" in ended.stdout
+    assert "7 of 10 records were skipped, over --max-skip-share 0.5" in ended.stderr
     detail = json.loads((tmp_path / "out/skipped.jsonl").read_text().splitlines()[0])["detail"]
     assert f"images/0-0.jpg under {tmp_path / 'in'}" in detail
     (tmp_path / "in/data.jsonl").write_text("".join(source.read_text().splitlines(True)[:2]))
@@ -247,7 +248,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, stop):
     """As Ctrl-C does it: the signal goes to the whole process group, in the middle of the work."""
     source = write_sharegpt(tmp_path / "source", 40)
     source.write_text(source.read_text() * 500)
-    process = run_tool(source, tmp_path / "out", "--workers", "2", "--samples-per-shard", "100")
+    process = start_tool(source, tmp_path / "out", "--workers", "2", "--samples-per-shard", "100")
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".out.partial-*/train-*.tar")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tiny.distributed import run_distributed
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 PARAMETERS = {  # of the published models, tied output weights counted once
@@ -38,21 +37,13 @@ OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
 RECIPES = [(name, OFTEN) for name in OFTEN]
 RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.long) for name in OTHERS]
 
-COUNT = """
-import json, sys
-import torch
 
-from megatron_vlm.config import fewest_processes
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.hf import load_config
-from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
-from megatron_vlm.parallel import setup
-from megatron_vlm.planning.plan import make_plan
-from megatron_vlm.recipes import load_recipe
+def count(recipe: str, config: str, untied: bool) -> dict:
+    from megatron_vlm.config import fewest_processes
+    from megatron_vlm.models.hf import load_config
+    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.recipes import load_recipe
 
-
-def count(recipe, config, untied):
     run, hf_config = load_recipe(recipe)(train_data_path="none://"), load_config(config)
     hf_config.tie_word_embeddings &= not untied
     processes = fewest_processes(run.parallel)
@@ -65,7 +56,14 @@ def count(recipe, config, untied):
     }
 
 
-def count_on(rank, processes, run, hf_config):
+def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] | None:
+    import torch
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
+    from megatron_vlm.parallel import setup
+
     family = family_for(hf_config)
     rules, total, held = family.weights(hf_config), 0, 0
     with setup.pretended(run.parallel, processes, rank):
@@ -88,16 +86,15 @@ def count_on(rank, processes, run, hf_config):
     return total, held, stage
 
 
-print(json.dumps({recipe: count(recipe, *job) for recipe, job in json.loads(sys.argv[1]).items()}))
-"""
+def all_counts(jobs: dict[str, tuple[str, bool]]) -> dict[str, dict]:
+    return {recipe: count(recipe, *job) for recipe, job in jobs.items()}
 
 
 @functools.cache
 def counts(names: tuple[str, ...]) -> dict[str, dict]:
-    jobs = json.dumps({name: (str(CONFIGS / f"{name}.json"), name in UNTIED) for name in names})
-    result = subprocess.run([sys.executable, "-c", COUNT, jobs], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    """Computed in a process of its own, as pretending changes Megatron's state."""
+    jobs = {name: (str(CONFIGS / f"{name}.json"), name in UNTIED) for name in names}
+    return run_distributed(1, all_counts, jobs)[0]
 
 
 @pytest.mark.parametrize(("recipe", "group"), RECIPES)

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
+from pairs import pairs
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
@@ -180,16 +181,7 @@ SOURCES = [
     documents,
 ]
 PACKED = ["none", "stream", "global"]
-
-
-def every_source(cells):
-    """Of each source and packing the first cell and one of the others in turn; the rest take long."""
-    for number, (write, packing) in enumerate(itertools.product(SOURCES, PACKED)):
-        if packing == "global" and write in (streamed, streamed_shards):
-            continue
-        for place, cell in enumerate(cells):
-            often = place in (0, 1 + number % (len(cells) - 1))
-            yield pytest.param(write, packing, *cell, marks=() if often else pytest.mark.long)
+UNKNOWN = [(write, "global") for write in (streamed, streamed_shards)]  # a stream has no lengths
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +253,7 @@ GOOD = Counter(set(range(ROWS)) - set(BAD))
 
 @pytest.mark.parametrize(
     "write, packing, world_size, num_workers",
-    list(every_source([(1, 0), (1, 3), (3, 0), (3, 1), (3, 3), (1, 1)])),
+    list(pairs(SOURCES, PACKED, [(1, 0), (3, 3), (1, 3), (3, 0), (1, 1), (3, 1)], UNKNOWN)),
 )
 def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, world_size, num_workers):
     trained, lost = Counter(), Counter()
@@ -275,7 +267,7 @@ def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, 
     assert len(lost) == len(BAD)  # keys; workers read ahead, into the next epoch
 
 
-@pytest.mark.parametrize("write, packing, num_workers", list(every_source([(0,), (3,)])))
+@pytest.mark.parametrize("write, packing, num_workers", list(pairs(SOURCES, PACKED, [(0,), (3,)], UNKNOWN)))
 def test_every_source_resumes_exactly(source, processor, write, packing, num_workers):
     """At the beginning, amid an epoch, at its end and in the next; saved again at once, and after a batch."""
 

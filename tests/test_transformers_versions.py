@@ -11,6 +11,7 @@ from pathlib import Path
 import hf_generate
 import pytest
 from PIL import Image
+from programs import run_anew, run_program
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
@@ -59,9 +60,9 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
 
 
 def answers_of_transformers(picture: str, folders: list[str], overlay: Path | None = None) -> dict:
-    command = [sys.executable, hf_generate.__file__, picture, *folders]
-    environment = os.environ | {"PYTHONPATH": str(overlay) if overlay else "", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    environment = {"PYTHONPATH": str(overlay) if overlay else "", "HF_HUB_OFFLINE": "1"}
+    program = run_program if overlay is None else run_anew
+    result = program(Path(hf_generate.__file__), picture, *folders, **environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import re
 import struct
-import subprocess
-import sys
 import tarfile
 from fractions import Fraction
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from programs import COMMAND, run_program
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
@@ -539,7 +538,7 @@ def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
 )
 def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     checkpoint = build_tiny_checkpoint(name, tmp_path / "checkpoint")
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
+    command = ["train", "--recipe", "gemma3_tiny_digits"]
     command += ["--run_dir", str(tmp_path / "run"), "--hf_path", str(checkpoint)]
     command += ["--train_data_path", str(energon), "tp=1", "micro_batch_size=5", "global_batch_size=5"]
     command += [
@@ -550,7 +549,7 @@ def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
         "save_every=0",
         "seq_length=512",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_program(COMMAND, *command)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

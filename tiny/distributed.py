@@ -7,6 +7,7 @@ every rank is a fork of it. It is still faster if one function goes through many
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -57,6 +58,7 @@ def _rank_main(
 ) -> None:
     os.setpgrp()  # so that what it starts dies with it
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    gc.freeze()  # a worker of Energon, forked from here, looks through all else for garbage
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,0 +1,57 @@
+"""Programs as they are typed, in processes forked from the one that `run_distributed` keeps with all imports.
+
+Arguments, environment, output and exit code are a real process's; only the ten seconds of imports are shared.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tiny.distributed import IMPORTED_ONCE
+
+ROOT = Path(__file__).parent.parent
+COMMAND = ROOT / "src/megatron_vlm/cli.py"
+
+
+def run_program(
+    path: Path, *arguments: object, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
+    """`python PATH ARGUMENTS...` with these changes to the environment."""
+    words = [str(path), *map(str, arguments)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    with tempfile.TemporaryDirectory(prefix="program_") as folder:
+        process = context.Process(target=_main, args=(folder, words, os.environ | environment))
+        process.start()
+        process.join(timeout)
+        in_time = process.exitcode is not None
+        process.kill()
+        process.join()
+        said, errors = (Path(folder, name).read_text(errors="replace") for name in ("out", "err"))
+    assert in_time, f"{words} took more than {timeout} s: {errors[-3000:]}"
+    return subprocess.CompletedProcess(words, process.exitcode, said, errors)
+
+
+def run_anew(
+    path: Path, *arguments: object, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
+    """The same in a process that imports for itself."""
+    command, environment = [sys.executable, path, *map(str, arguments)], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+
+
+def _main(folder: str, words: list[str], environment: dict[str, str]) -> None:
+    for name, descriptor in {"out": 1, "err": 2}.items():
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # see conftest.py
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
