@@ -47,7 +47,7 @@ from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
-ROUNDS = 7
+ROUNDS = 3
 LIMITS = {"padded": 1.25, "packed": 2.0}  # the least speed over Transformers, on a CPU
 
 
@@ -165,7 +165,7 @@ def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--families", nargs="+", default=["gemma3", "qwen3_vl"])
-    parser.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "full"])
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "full"])
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench_step.json")
     arguments = parser.parse_args()
     setup.init_distributed(ParallelConfig(), seed=1)
