@@ -89,7 +89,7 @@ def test_without_a_wanted_token_gradients_are_zero():
 
 
 def memory_of_a_step() -> tuple[int, int]:
-    """Peak bytes of forward and backward by us and from whole logits."""
+    """Peak bytes of forward and backward, and those of a chunk."""
     from megatron_vlm.models import head
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.tensor_memory import TensorMemory
@@ -104,9 +104,10 @@ def memory_of_a_step() -> tuple[int, int]:
     labels = torch.randint(0, vocabulary, (trained,))
     with TensorMemory() as memory:
         head.log_probabilities(hidden[:trained], weight, labels)[0].sum().backward()
-    return memory.peak, 4 * tokens * vocabulary
+    return memory.peak, head.CHUNK_BYTES
 
 
 def test_a_step_never_holds_the_logits_of_a_row():
-    [(peak, logits)] = run_distributed(1, memory_of_a_step)
-    assert peak < 0.06 * logits
+    """The logits of the 4096 tokens would be 64 chunks, those of the 400 trained ones 6.25."""
+    [(peak, chunk)] = run_distributed(1, memory_of_a_step)
+    assert peak < 1.6 * chunk  # besides it, gradients of the weights

@@ -48,7 +48,6 @@ from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
 ROUNDS = 3
-LIMITS = {"padded": 1.25, "packed": 2.0}  # the least speed over Transformers, on a CPU
 
 
 def text_config(family: str, vocabulary: int) -> dict[str, int]:

@@ -43,7 +43,7 @@ class ParallelConfig:
     ep: int = 1  # expert; over the ranks of tensor and data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
-    vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if there are any
+    vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if several
 
     @property
     def sequence_parallel(self) -> bool:

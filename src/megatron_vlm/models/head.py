@@ -51,8 +51,7 @@ def log_probabilities(
     """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
-    and labels and get the same result. Logits are divided by `temperature`. Both results have
-    gradients.
+    and labels and get the same result. Logits are divided by `temperature`. Both have gradients.
     """
     return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy)
 
@@ -64,14 +63,15 @@ class _LogProbabilities(torch.autograd.Function):
         first = group.rank() * len(weight_VD)
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
-        parts, kept = [], None
+        parts, logits = [], None
         for rows in _chunks(hidden_ND, weight_VD):
-            kept = None  # frees the one before
-            kept = logits = _logits(hidden_ND[rows], weight_VD, scale)
+            logits = None  # frees the chunk before
+            logits = _logits(hidden_ND[rows], weight_VD, scale)
             numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
             if entropy:
                 log_p = logits.sub(numbers[0][:, None])
                 numbers.append(-(log_p.exp() * log_p).sum(-1))
+                del log_p
             parts.append(torch.stack(numbers))
         log_sums_RN, labels_RN, *entropies_RN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
         log_sum_N = log_sums_RN.logsumexp(0)
@@ -80,7 +80,7 @@ class _LogProbabilities(torch.autograd.Function):
             log_share_RN = log_sums_RN - log_sum_N
             entropy_N = (log_share_RN.exp() * (entropies_RN[0] - log_share_RN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
-        ctx.scale, ctx.kept = scale, kept
+        ctx.scale, ctx.kept = scale, logits
         return labels_RN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
@@ -99,9 +99,13 @@ class _LogProbabilities(torch.autograd.Function):
             grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
             grad = grad.mul_(ctx.scale).to(weight_VD.dtype)
             grad_hidden_ND[rows] = grad @ weight_VD
-            part_VD = grad.t() @ hidden_ND[rows]
-            grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None
+            if ctx.needs_input_grad[1]:
+                part_VD = grad.t() @ hidden_ND[rows]
+                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
+            del log_p, factor, grad  # before the next chunk is made
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float) -> Tensor:

@@ -33,6 +33,7 @@ class Stream:
     output_rows     (n,) the tokens whose loss or logits are wanted
     labels          (n,) of these
     output_places   (n,) where their outputs stand among the `outputs` of all ranks
+    outputs         how many those are
     trained_tokens  number of trained tokens of the micro batch, on all ranks of context parallelism
     """
 

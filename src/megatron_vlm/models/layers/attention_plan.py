@@ -118,11 +118,8 @@ class AttentionPlan:
         self.places = placement.tokens[rank]
         self.local = np.where(placement.owner == rank, placement.row, -1)  # rows of places; -1: elsewhere
         self.views = {window: self._view(window) for window in set(windows)}
-
-    @cached_property
-    def masks(self) -> dict[tuple[int | None, torch.dtype], Tensor]:
-        """Of the dense backend, made once for all layers."""
-        return {}
+        # of the dense backend by window and dtype, made once for all layers
+        self.masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def _view(self, window: int | None) -> View:
         pieces, seen = self.placement.pieces[self.rank], self._seen(self.rank, window)
