@@ -64,6 +64,9 @@ def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] 
     from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
     from megatron_vlm.parallel import setup
 
+    def parameters(weight: torch.Tensor) -> torch.Tensor | None:
+        return weight if isinstance(weight, torch.nn.Parameter) else None
+
     family = family_for(hf_config)
     rules, total, held = family.weights(hf_config), 0, 0
     with setup.pretended(run.parallel, processes, rank):
@@ -74,14 +77,12 @@ def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] 
             chunks = build_model(run, family, hf_config, torch.device("meta"))
         stage = ps.get_pipeline_model_parallel_rank()
         for chunk in chunks:
-            for name, param in named_global_weights(chunk):
-                if not isinstance(param, torch.nn.Parameter):
-                    continue
+            for name, param in named_global_weights(chunk, parameters):
                 held += param.numel()
                 rule, _ = find_rule(rules, name)
                 if rule.export:
                     whole = isinstance(rule.operation, Whole)
-                    ranks = run.parallel.ep if ".local_experts." in name else 1 if whole else run.parallel.tp
+                    ranks = run.parallel.ep if ".experts." in name else 1 if whole else run.parallel.tp
                     total += ranks * param.numel()
     return total, held, stage
 

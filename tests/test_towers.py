@@ -11,6 +11,8 @@ from transformers import AutoConfig
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.families import FAMILIES, family_for, load
+from megatron_vlm.models.layers import tower_attention
+from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.parallel import setup
@@ -60,11 +62,50 @@ def test_items_are_the_inverse_of_cat():
     assert all(value.equal(getattr(visual, name)) for name, value in joined.items())
 
 
-# Megatron's dispatcher reads on the host how many tokens each expert gets: families with experts wait there
-DENSE = [name for name in FAMILIES if not load(name).has_experts]
+def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs) -> list[torch.Tensor]:
+    vision.zero_grad()
+    features = vision(**visual.as_model_kwargs())
+    features.square().sum().backward()
+    return [features.detach(), *(p.grad for p in vision.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", DENSE)
+SEGMENTED = [name for name in FAMILIES if name != "gemma3"]  # its images are all of one size
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_towers_attend_to_all_images_in_one_call_as_transformers_does_in_one_each(
+    name, tmp_path, monkeypatch
+):
+    """To the bit; but where Transformers masks all pairs of patches its sums have other parts."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
+    family, calls = load(name), []
+    torch.manual_seed(0)
+    vision = family.build_vision(hf_config)
+    blank = [GenericVisualInputs(**family.blank_image(hf_config, side**2)) for side in (28, 84, 56)]
+    visual = GenericVisualInputs.cat(blank).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+    forward = tower_attention.KERNELS["documents"].forward
+    monkeypatch.setitem(
+        tower_attention.KERNELS,
+        "documents",
+        KERNELS["documents"]._replace(forward=lambda *x: calls.append(x[3]) or forward(*x)),
+    )
+    ours = features_and_gradients(vision, visual)
+    layers = len(calls)
+    sizes = hf_config.vision_config
+    assert layers == (getattr(sizes, "depth", None) or sizes.num_hidden_layers)
+    assert all(len(segments.query_lengths) >= 3 for segments in calls)
+    assert len(set(map(id, calls))) <= 2  # whole images, and the windows of Qwen2.5-VL
+    tower_attention.use_sdpa(vision)
+    theirs = features_and_gradients(vision, visual)
+    assert len(calls) == layers and len(ours) == len(theirs) > 5
+    for mine, expected in zip(ours, theirs, strict=True):
+        if name == "mistral3":
+            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        else:
+            assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_path):
     """Nothing can be read from a meta tensor: whatever the host asked of the device would raise."""

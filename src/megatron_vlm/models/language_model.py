@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_vlm.config import ModelConfig, RunConfig
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
-from megatron_vlm.models.layers.moe import Router, balancing_settings, moe_mlp
+from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream
@@ -160,7 +160,7 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=moe_mlp() if has_experts(megatron_config, layer) else dense_mlp,
+            mlp=MoE if has_experts(megatron_config, layer) else dense_mlp,
             mlp_bda=add,
         ),
     )

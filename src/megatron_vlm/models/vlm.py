@@ -19,7 +19,7 @@ from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_logits, output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
-from megatron_vlm.models.layers.attention_check import check_attention
+from megatron_vlm.models.layers.attention_check import check_attention, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
@@ -177,6 +177,8 @@ def build_model(
     for chunk in chunks:
         freeze(chunk, family, config.model.freeze)
         chunk.to(device)
+        if device.type == "cuda" and chunk.pre_process:
+            check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks
 
 

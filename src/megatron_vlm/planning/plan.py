@@ -175,7 +175,7 @@ class _Held:
 
 
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
-    experts = sum(p.numel() for name, p in module.named_parameters() if ".local_experts." in name)
+    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
     dense = sum(p.numel() for p in module.parameters()) - experts
     return Parameters(dense, experts, dense * trained, experts * trained)
 

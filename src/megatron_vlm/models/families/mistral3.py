@@ -18,6 +18,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import keys, llama, llava_keys
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.weights import Rule
 
 
@@ -76,8 +77,10 @@ class Ministral3Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        self.vision_tower = use_segments(
+            AutoModel.from_config(
+                hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+            )
         )
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
         layer = hf_config.vision_feature_layer
@@ -85,7 +88,11 @@ class Ministral3Vision(nn.Module):
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         sizes = image_sizes.tolist()  # they stay on the host, see batch.HOST_FIELDS
-        states = self.vision_tower(pixel_values, image_sizes=sizes, output_hidden_states=True).hidden_states
+        patches = (image_sizes // self.vision_tower.patch_size).prod(-1)
+        bounds = nn.functional.pad(patches.cumsum(0), (1, 0))
+        states = self.vision_tower(
+            pixel_values, image_sizes=sizes, output_hidden_states=True, host_bounds=bounds
+        ).hidden_states
         return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes)
 
 

@@ -23,8 +23,8 @@ def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
     A checkpoint fuses the experts of a layer into one tensor per projection, transposed or not, or stores
     them one by one.
     """
-    fc1 = "mlp.experts.local_experts.*.linear_fc1.weight"
-    fc2 = "mlp.experts.local_experts.*.linear_fc2.weight"
+    fc1 = "mlp.experts.*.linear_fc1"
+    fc2 = "mlp.experts.*.linear_fc2"
     one = "mlp.experts.*."
     gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     return [

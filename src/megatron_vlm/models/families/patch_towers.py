@@ -12,6 +12,7 @@ from transformers import AutoModel, vision_utils
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import keys, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
+from megatron_vlm.models.layers.tower_attention import use_segments
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 TOP = keys.TOP | keys.any_of("image_token_id", "video_token_id")
@@ -27,8 +28,10 @@ class GridVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.visual = AutoModel.from_config(
-            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+        self.visual = use_segments(
+            AutoModel.from_config(
+                hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+            )
         )
         self.deepstack = deepstack_features(hf_config)
 

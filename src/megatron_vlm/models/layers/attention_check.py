@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.models.layers.attention import Attend, dense
-from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.kernels import KERNELS, Kernel
+from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
+from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
 
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
 DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
@@ -18,16 +21,16 @@ DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
 
 def check_attention(megatron_config: TransformerConfig, device: torch.device) -> None:
     """Changes the backend to dense, with a warning, if it does not agree with that on this device."""
-    backend, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size
-    if backend == "dense":
+    name, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size
+    if name == "dense":
         return
-    heads = (
+    sizes = (
         megatron_config.num_attention_heads // tp,
         megatron_config.num_query_groups // tp,
         megatron_config.kv_channels,
     )
     windows = set(megatron_config.layer_windows) or {None}
-    if problem := disagreement(backend, heads, windows, device, megatron_config.params_dtype):
+    if problem := disagreement(name, sizes, windows, device, megatron_config.params_dtype):
         warnings.warn(
             f"model.attention: {problem}. Dense attention takes its place: slow, with memory that grows as "
             "the square of a row.",
@@ -36,46 +39,78 @@ def check_attention(megatron_config: TransformerConfig, device: torch.device) ->
         megatron_config.attention_backend_name = "dense"
 
 
+def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives towers Transformers' own attention, with a warning, if theirs does not agree with dense.
+
+    In fp32 on CUDA, for which there is no kernel, without a warning.
+    """
+    if device.type == "cuda" and dtype == torch.float32:
+        return use_sdpa(vision)
+    for number, width in heads(vision):
+        if problem := tower_disagreement(number, width, device, dtype):
+            warnings.warn(
+                f"vision tower: {problem}. Transformers' own attention takes its place, with one call for "
+                "each image or a mask of all pairs of patches: slower.",
+                stacklevel=2,
+            )
+            return use_sdpa(vision)
+
+
 def disagreement(
-    backend: str,
-    heads: tuple[int, int, int],
+    name: str,
+    sizes: tuple[int, int, int],
     windows: set[int | None],
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
     """What is wrong with the backend on this device, for the user; None if nothing is.
 
-    `heads` are the numbers of query heads, of key heads and of channels. Context and gradients are compared
+    `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients are compared
     with the dense backend's in fp32 on the same numbers, for every window and image blocks.
     """
     plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), windows, device)
-    made = torch.Generator(device).manual_seed(0)
-    (queries, keys, width), tokens = heads, sum(DOCUMENTS)
-    given = [
-        torch.randn(tokens, n, width, generator=made, device=device).to(dtype)
-        for n in (queries, keys, keys, queries)
-    ]
+    given = _random(sizes, device, dtype)
     for window in windows:
-        try:
-            found = _context_and_gradients(given, plan, window, KERNELS[backend])
-        except (RuntimeError, NotImplementedError) as error:
-            return f"{backend} does not run here: {str(error).splitlines()[0]}"
-        expected = _context_and_gradients([x.float() for x in given], plan, window, None)
-        for name, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
-            error = ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
-            if not error <= LARGEST[dtype]:
-                return f"{backend} has a {name} that differs by {error:.1e} in layers of window {window}"
+        if problem := _compare(name, given, plan, plan.views[window], plan.views[window]):
+            return f"{problem} in layers of window {window}"
     return None
 
 
-def _context_and_gradients(
-    given: list[Tensor], plan: AttentionPlan, window: int | None, kernel: Kernel | None
-) -> list[Tensor]:
+def tower_disagreement(number: int, width: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The same for a tower's attention, in which all patches of a segment see each other."""
+    whole = [(number, 0, length) for number, length in enumerate(DOCUMENTS)]
+    plan = AttentionPlan(Placement(DOCUMENTS, whole, 1), 0, sum(DOCUMENTS), {None}, device)
+    given, view = _random((number, number, width), device, dtype), view_of(np.array(DOCUMENTS), device)
+    return _compare(backend(device), given, plan, view, plan.views[None])
+
+
+def _random(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value and the gradient of the context."""
+    made = torch.Generator(device).manual_seed(0)
+    (queries, keys, width), tokens = sizes, sum(DOCUMENTS)
+    return [
+        torch.randn(tokens, n, width, generator=made, device=device).to(dtype)
+        for n in (queries, keys, keys, queries)
+    ]
+
+
+def _compare(name: str, given: list[Tensor], plan: AttentionPlan, view: View, seen: View) -> str | None:
+    """The backend on `view`, against dense attention in fp32 with the mask of `seen`."""
+    scale = given[0].shape[-1] ** -0.5
+    try:
+        found = _with_gradients(given, lambda *x: Attend.apply(*x, view, KERNELS[name], scale))
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{name} does not run here ({str(error).splitlines()[0]})"
+    expected = _with_gradients([x.float() for x in given], lambda *x: dense(*x, plan, seen, scale))
+    for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
+        error = ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
+        if not error <= LARGEST[given[0].dtype]:
+            return f"{name} has a {what} that differs by {error:.1e}"
+    return None
+
+
+def _with_gradients(given: list[Tensor], attention: Callable[..., Tensor]) -> list[Tensor]:
     *inputs, gradient = given
     inputs = [x.clone().requires_grad_() for x in inputs]
-    view, scale = plan.views[window], inputs[0].shape[-1] ** -0.5
-    if kernel is None:
-        context = dense(*inputs, plan, view, scale)
-    else:
-        context = Attend.apply(*inputs, view, kernel, scale)
+    context = attention(*inputs)
     return [context.detach(), *torch.autograd.grad(context, inputs, gradient)]

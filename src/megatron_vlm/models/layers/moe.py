@@ -1,4 +1,4 @@
-"""Mixture of experts from Megatron's own layer, with what our families need beyond it.
+"""Mixture of experts: Megatron's router and shared experts, and experts computed together.
 
 Tensor parallelism never cuts experts: those of our families are a few hundred channels wide. Expert
 parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
@@ -6,15 +6,25 @@ parallelism spreads them over tensor- and data-parallel ranks alike; each rank h
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import grouped_mm
+
+from megatron_vlm.models.layers.routes import Exchange, Join, Order, Spread
 
 
 class Router(TopKRouter):
@@ -38,31 +48,100 @@ class Router(TopKRouter):
         """Does nothing. Megatron counts tokens here to update the bias (and 0.19 fails on a padding mask)."""
 
 
-class Experts(SequentialMLP):
-    """This rank's experts, one after the other.
+class Experts(MegatronModule):
+    """This rank's experts, each a gated MLP, computed by one grouped matrix product per projection.
 
-    Megatron reduces their gradients over a group for experts, and gives them their own optimizer, only if
-    that group differs from the data-parallel one. Here it always does both. This changes no number and lets a
-    checkpoint go from any expert parallelism to any other.
+    `linear_fc1` (E, 2 * I, D) holds gate, then up; `linear_fc2` (E, D, I). Only in bf16 on CUDA is the
+    grouped product one kernel; in fp32 there, torch loops and waits for the device.
+
+    Megatron reduces the gradients of experts over a group of their own, and gives them their own optimizer,
+    only if that group differs from the data-parallel one. Here it always does both. This changes no number
+    and lets a checkpoint go from any expert parallelism to any other.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        for param in self.parameters():
-            param.allreduce = False
+    def __init__(self, config: TransformerConfig, experts: int, groups: ProcessGroupCollection):
+        super().__init__(config)
+        self.experts, self.groups = experts, groups
+        width, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = self._weights(2 * ffn, width, config.init_method)
+        self.linear_fc2 = self._weights(width, ffn, config.output_layer_init_method)
+
+    def _weights(self, rows: int, columns: int, init: Callable[[Tensor], Any]) -> Parameter:
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+        weights = Parameter(
+            torch.empty(self.experts, rows, columns, dtype=self.config.params_dtype, device=device)
+        )
+        weights.allreduce = False
+        if self.config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init(weights)
+        return weights
+
+    def forward(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
+        """The experts' outputs (R, D), times `weights_R`. Rows are sorted by expert, `counts_E` of each."""
+        ends_E = counts_E.cumsum(0).int()
+        gate, up = grouped_mm(rows_RD, self.linear_fc1.mT, offs=ends_E).chunk(2, dim=-1)
+        inner = self.config.activation_func(gate) * up * weights_R[:, None]
+        return grouped_mm(inner.to(rows_RD.dtype), self.linear_fc2.mT, offs=ends_E)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
+        """The keys and global shapes of Megatron's SequentialMLP, which wrote the first checkpoints."""
+        ep, replica = self.groups.ep, (0, 0, self.groups.expt_dp.rank())
+        axis = len(sharded_offsets)
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{name}.weight",
+                weights,
+                *sharded_offsets,
+                (axis, ep.rank(), ep.size()),
+                replica_id=replica,
+                prepend_axis_num=axis,
+            )
+            for name, weights in self.named_parameters()
+        }
 
 
-def moe_mlp() -> partial[MoELayer]:
-    """A layer's MLP with routed experts and, if the config has them, shared ones."""
-    linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-    return partial(
-        MoELayer,
-        submodules=MoESubmodules(
-            experts=partial(Experts, submodules=linears),
-            shared_experts=partial(SharedExpertMLP, submodules=linears),
-            router=Router,
-        ),
-    )
+class MoE(BaseMoELayer):
+    """A layer's feed-forward: routed experts and, if the config has them, shared ones, which all tokens pass.
+
+    The host waits for the device only to learn how many rows go to and come from other ranks: never without
+    expert parallelism, and once with it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool, **_
+    ):
+        super().__init__(config, None, pg_collection, is_mtp_layer)
+        self.router = Router(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.experts = Experts(config, self.num_local_experts, pg_collection)
+        if self.use_shared_expert:
+            linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+            gate = config.moe_shared_expert_gate
+            self.shared_experts = SharedExpertMLP(config, linears, gate, pg_collection)
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
+        """(T, 1, D) → the same; the second is Megatron's bias, which there is not."""
+        weights_TE, chosen_TE = self.router(hidden_states, padding_mask.t())
+        output_TD = self._routed(hidden_states[:, 0], weights_TE, chosen_TE)[:, None]
+        if self.use_shared_expert:
+            output_TD = output_TD + self.shared_experts(hidden_states)
+        return output_TD, None
+
+    def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        choices = self.config.moe_router_topk
+        experts_TC = chosen_TE.byte().argsort(dim=-1, descending=True, stable=True)[:, :choices]
+        by_expert = Order.by(experts_TC.flatten(), choices)
+        rows = Spread.apply(hidden_TD, by_expert)
+        weights = weights_TE.gather(1, experts_TC).flatten()[by_expert.places]
+        counts_E = chosen_TE.sum(0)
+        if self.ep_group.size() == 1:
+            return Join.apply(self.experts(rows, counts_E, weights), by_expert)
+        exchange = Exchange(counts_E, self.ep_group)
+        rows, weights = exchange.there(rows), exchange.there(weights)
+        by_local = Order.by(exchange.experts)
+        rows, weights = Spread.apply(rows, by_local), weights[by_local.places]
+        output = Join.apply(self.experts(rows, exchange.counts, weights), by_local)
+        return Join.apply(exchange.back(output), by_expert)
 
 
 def balancing_settings(coefficient: float, moe_layers: int, topk: int) -> dict:

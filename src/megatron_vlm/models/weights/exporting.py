@@ -81,10 +81,9 @@ def hf_pieces(
 ) -> Iterator[Piece]:
     """What `hf_tensors` gives, before rows are joined; nothing on a rank where `collect` gives nothing."""
     for chunk in chunks:
-        for name, weight in named_global_weights(chunk):
+        for name, local in named_global_weights(chunk, value):
             rule, _ = find_rule(rules, name, files)
-            local = value(weight) if rule.export else None
-            if local is None:
+            if not rule.export:
                 continue
             watchdog.beat()
             names = _names_of_group(name, chunk.config)

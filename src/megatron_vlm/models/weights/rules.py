@@ -228,17 +228,29 @@ class WeightMap:
 
 
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
-EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_STACKED = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]$)")  # all experts of a rank in one tensor
+EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+")
 
 
-def named_global_weights(model: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of a chunk; layers and experts are numbered over the whole model."""
+def named_global_weights(
+    model: MegatronModule, value: Callable[[Tensor], Tensor | None] = lambda weight: weight
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of a chunk, each expert's as one of its own, a view.
+
+    Layers and experts are numbered over the whole model. With `value`, what it makes of each parameter or
+    buffer; those of which it makes None are left out.
+    """
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if torch.is_tensor(tensor):
-            name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
-            yield EXPERT.sub(lambda match: str(first_expert + int(match[0])), name), tensor
+        if not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
+            continue
+        name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
+        if not _STACKED.search(name):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor, first_expert):
+            yield _STACKED.sub(f"{number}.", name), expert
 
 
 def experts_per_rank(config: TransformerConfig) -> int:

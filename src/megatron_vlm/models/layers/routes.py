@@ -1,0 +1,94 @@
+"""The way of tokens to their experts and back: rows in another order, here and on other ranks.
+
+Indices are made on the device and stay there. Each gradient is a sum in a fixed order, so it is the same at
+every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows sorted by a key: the sorted row i was number `places[i]`, and row i is now number `rows[i]`.
+
+    Unsorted, the `copies` of each original row follow one another.
+    """
+
+    places: Tensor
+    rows: Tensor
+    copies: int
+
+    @classmethod
+    def by(cls, keys: Tensor, copies: int = 1) -> Order:
+        """Rows of equal keys stay in their order."""
+        places = keys.argsort(stable=True)
+        numbers = torch.arange(len(places), device=places.device)
+        return cls(places, torch.empty_like(places).scatter_(0, places, numbers), copies)
+
+
+class Spread(torch.autograd.Function):
+    """The copies of rows (N, D), sorted."""
+
+    @staticmethod
+    def forward(ctx, rows_ND: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _spread(rows_ND, order)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _join(gradient, ctx.order), None
+
+
+class Join(torch.autograd.Function):
+    """From the sorted copies (N * copies, D), the sum of each row's copies (N, D)."""
+
+    @staticmethod
+    def forward(ctx, sorted_rows: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _join(sorted_rows, order)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _spread(gradient, ctx.order), None
+
+
+def _spread(rows_ND: Tensor, order: Order) -> Tensor:
+    return rows_ND.index_select(0, order.places // order.copies)
+
+
+def _join(sorted_rows: Tensor, order: Order) -> Tensor:
+    unsorted = sorted_rows.index_select(0, order.rows)
+    if order.copies == 1:
+        return unsorted
+    return unsorted.unflatten(0, (len(unsorted) // order.copies, order.copies)).sum(1)
+
+
+class Exchange:
+    """Rows sorted by expert that travel to the ranks of their experts.
+
+    `counts_E` are this rank's rows of every expert. Afterwards `counts` are the rows of each expert here and
+    `experts` (R) says for which each received row is. Collective; the host waits once, for the numbers.
+    """
+
+    def __init__(self, counts_E: Tensor, group: dist.ProcessGroup):
+        self._group, ranks = group, group.size()
+        mine = counts_E.view(ranks, -1)
+        theirs = torch.empty_like(mine)  # [rank, expert]: rows that the rank has for an expert of mine
+        dist.all_to_all_single(theirs, mine.contiguous(), group=group)
+        self._sent, self._received = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
+        self.counts = theirs.sum(0)
+        numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(ranks)
+        self.experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self._received))
+
+    def there(self, rows: Tensor) -> Tensor:
+        return all_to_all(self._group, rows, self._received, self._sent)
+
+    def back(self, rows: Tensor) -> Tensor:
+        return all_to_all(self._group, rows, self._sent, self._received)

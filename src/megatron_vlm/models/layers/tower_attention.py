@@ -1,0 +1,75 @@
+"""Attention of vision towers: images, frames or windows as segments of one call, without loop or mask.
+
+Transformers' towers call one function for all images of a batch, and hand it their bounds, only if the name of
+the implementation says "flash"; else they loop over images, or make a mask of all pairs of patches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
+
+from megatron_vlm.models.layers.attention import Attend
+from megatron_vlm.models.layers.attention_plan import View
+from megatron_vlm.models.layers.kernels import KERNELS, Segments
+
+NAME = "flash_segments"
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of bounds: made once for all layers
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor | None = None,
+    host_bounds: Tensor | None = None,
+    **_,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function: (1, H, P, K) each → (1, P, H, K) and no weights.
+
+    The bounds of the segments (n + 1,) are on the host: `host_bounds` where a tower makes its own on the device.
+    """
+    bounds = cu_seq_lens_q if host_bounds is None else host_bounds
+    if bounds not in _views:
+        _views[bounds] = view_of(np.diff(bounds.numpy()), query.device)
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    return Attend.apply(*rows, _views[bounds], KERNELS[backend(query.device)], scaling)[None], None
+
+
+def view_of(lengths: np.ndarray, device: torch.device) -> View:
+    """Segments of these lengths, in each of which all see all."""
+    return View(Segments(lengths, lengths, None, None, device), None, np.empty(0, np.int64))
+
+
+def backend(device: torch.device) -> str:
+    return "varlen" if device.type == "cuda" else "documents"
+
+
+def use_segments(tower: PreTrainedModel) -> PreTrainedModel:
+    """The tower, built with "sdpa", with `attend` as its attention."""
+    AttentionInterface.register(NAME, attend)
+    tower.config._attn_implementation = NAME
+    return tower
+
+
+def use_sdpa(vision: nn.Module) -> None:
+    """Takes `use_segments` back for every tower in `vision`."""
+    for part in vision.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+            part.config._attn_implementation = "sdpa"
+
+
+def heads(vision: nn.Module) -> set[tuple[int, int]]:
+    """(heads, channels of a head) of the towers in `vision` that use `attend`."""
+    return {
+        (part.num_heads, part.head_dim)
+        for part in vision.modules()
+        if hasattr(part, "head_dim") and part.config._attn_implementation == NAME
+    }
