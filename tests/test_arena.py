@@ -4,12 +4,15 @@ import gc
 import os
 import sys
 import threading
+import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.ledger import LostSample
+from megatron_vlm.data.load.base import close_loader
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 
 COUNT = 5 * PLACES
@@ -126,11 +129,30 @@ class NotSent(Numbered):
 
 def test_a_result_that_cannot_be_sent_ends_the_loader(capfd):
     """Python prints the error and leaves out the result; the loader would wait for it and never end."""
-    loader = DataLoader(NotSent(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=30)
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(NotSent(), batch_size=None, timeout=30, **workers)
     with pytest.raises((RuntimeError, EOFError, ConnectionError)) as ended:  # as loaders.py expects
-        list(through_arenas(loader))
+        try:
+            list(through_arenas(loader))
+        finally:
+            close_loader(loader)  # else the other worker's death is reported at any later line
     assert "timed out" not in str(ended.value)
     assert "cannot pickle '_thread.lock'" in capfd.readouterr().err
+
+
+def test_a_closed_loader_closes_no_pipe_any_more(monkeypatch):
+    """While a thread closes a pipe, a forked worker would inherit that and close its own."""
+
+    def slowly(connection, close=Connection._close):
+        close(connection)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Connection, "_close", slowly)
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(Numbered(), batch_size=None, **workers)
+    next(iter(loader))
+    close_loader(loader)
+    assert not [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
 
 
 def test_without_workers_nothing_changes():

@@ -180,8 +180,15 @@ def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Bat
 
 
 def close_loader(loader: DataLoader) -> None:
-    """End the workers at once; garbage collection would take 5 s for each worker of Energon."""
+    """End the workers at once; garbage collection would take 5 s for each worker of Energon.
+
+    The threads that fed them have ended, too. A worker forked while such a thread closes its pipe would have
+    a copy of the pipe, whose number may by then be that of the worker's own, and would close that.
+    """
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:
         with contextlib.suppress(RuntimeError):  # torch reports a killed worker here, too
             iterator._shutdown_workers()
+        for queue in getattr(iterator, "_index_queues", ()):
+            if queue._thread is not None:
+                queue._thread.join(timeout=1)

@@ -1,7 +1,7 @@
 """Attention of vision towers: images, frames or windows as segments of one call, without loop or mask.
 
-Transformers' towers call one function for all images of a batch, and hand it their bounds, only if the name of
-the implementation says "flash"; else they loop over images, or make a mask of all pairs of patches.
+Transformers' towers call one function for all images of a batch, and hand it their bounds, only if the name
+of the implementation says "flash"; else they loop over images, or make a mask of all pairs of patches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: (1, H, P, K) each → (1, P, H, K) and no weights.
 
-    The bounds of the segments (n + 1,) are on the host: `host_bounds` where a tower makes its own on the device.
+    The bounds of the segments (n + 1,) are on the host: `host_bounds` if a tower makes its own on the device.
     """
     bounds = cu_seq_lens_q if host_bounds is None else host_bounds
     if bounds not in _views:
