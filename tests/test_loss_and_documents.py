@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
 import parity
@@ -28,6 +29,33 @@ def on_two_ranks(path: str, cases: str) -> dict:
         "per token": parity.compare(layout, path, case),
         "mean of means": parity.compare(layout, path, case, per_token_loss=False),
     }
+
+
+def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
+    """The gradients of the third step over all rows, as many micro batches as rows."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import step
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    run = RunConfig(parallel=ParallelConfig(distributed_optimizer=False))
+    run.model.dtype, run.optimizer.lr = "fp32", 1e-3
+    setup.init_distributed(run.parallel, seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    chunks = build_model(run, family, hf_config, setup.device())
+    import_hf(chunks, path, family.weight_map(hf_config))
+    ddp = step.data_parallel(chunks, run)
+    rank, ranks = setup.data_parallel_place()
+    rows = torch.load(cases, weights_only=False)["rows"][rank::ranks]
+    optimizer, scheduler = build_optimizer(ddp, run)
+    for _ in range(3):
+        step.train_step(ddp, optimizer, scheduler, rows)
+    return {name: param.main_grad.clone() for name, param in ddp[0].module.named_parameters()}
 
 
 def in_one_process(path: str, cases: str) -> dict:
@@ -122,6 +150,19 @@ def test_rows_of_unequal_tokens_give_the_single_process_gradient(measured):
 def test_a_mean_of_micro_batch_means_does_not(measured):
     result = measured("two")["mean of means"]
     assert result["max_rel_grad"] > 100 * parity.MAX_REL_GRAD
+
+
+def test_gradients_reduced_during_the_backward_pass_are_those_of_one_process(tmp_path):
+    """From the second step on, in the last of several micro batches; with a layer that is never used."""
+    path = build_tiny_checkpoint("mistral3", tmp_path / "checkpoint")
+    config = json.loads((path / "config.json").read_text()) | {"vision_feature_layer": -2}
+    (path / "config.json").write_text(json.dumps(config))
+    torch.save(parity.case_for(str(path), ["t", "it", "ititit", "it"]), tmp_path / "case.pt")
+    one, two = (run_distributed(n, third_step, str(path), str(tmp_path / "case.pt"))[0] for n in (1, 2))
+    unused = max(name for name in one if name.startswith("vision.vision_tower.transformer.layers."))
+    assert not one[unused].any()
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

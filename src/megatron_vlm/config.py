@@ -119,6 +119,12 @@ class TrainConfig:
     keep_checkpoints: int = 2
     hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
 
+    def evaluates_after(self, step: int) -> bool:
+        return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.steps)
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
 
 @dataclass
 class LoggingConfig:

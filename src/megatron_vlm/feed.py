@@ -1,8 +1,13 @@
-"""A run's data on every rank: one rank of each model-parallel group reads, and the others receive."""
+"""A run's data on every rank: one rank of each model-parallel group reads, and the others receive.
+
+While a step is trained, a thread on every rank reads the micro batches of the next.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -26,7 +31,11 @@ class Feed:
     """
 
     def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
-        self._run_dir = config.run_dir
+        self._run_dir, self._train = config.run_dir, config.train
+        # without workers, encoding would disturb the process's generators in the middle of a step
+        self._reads_ahead = config.data.num_workers > 0
+        self._coming: Future[list[Batch]] | None = None
+        self._dropped: int | None = None
         self._count = derived(config, setup.world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
         self._data: RunData | None = None  # None on a rank that only receives
@@ -50,10 +59,24 @@ class Feed:
 
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
-        micro_batches = self._broadcaster.take(self._batches, self._count, self._data and self._data.drops)
+        coming = self._coming or self._read()
+        micro_batches, self._coming = coming.result(), None
         if self._data:
+            self._dropped = self._data.dropped_everywhere
             self._log.write(step, micro_batches)
+        if self._reads_ahead and not self._pauses_after(step):
+            self._coming = self._read()
         return micro_batches
+
+    def _read(self) -> Future[list[Batch]]:
+        """The next micro batches, read by a thread, in which the death of a data worker is an error like any
+        other; in the main thread it could interrupt a step."""
+        take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
+        return in_thread(take) if self._reads_ahead else done(take)
+
+    def _pauses_after(self, step: int) -> bool:
+        """Whether the loader's state or the validation split is read before the next step."""
+        return self._train.saves_after(step) or self._train.evaluates_after(step)
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""
@@ -69,7 +92,7 @@ class Feed:
 
     def dropped_everywhere(self) -> int | None:
         """Samples dropped by all ranks, as of the last step; None on a rank that does not read."""
-        return self._data and self._data.dropped_everywhere
+        return self._dropped
 
     def dropped_by_reason(self) -> dict[str, int]:
         """The drops of all ranks by reason."""
@@ -80,3 +103,24 @@ class Feed:
         if self._data:
             with closing(self._log, self._data):
                 pass
+
+
+def done(do: Callable[[], list[Batch]]) -> Future[list[Batch]]:
+    """The future of what has happened already."""
+    future: Future[list[Batch]] = Future()
+    future.set_result(do())
+    return future
+
+
+def in_thread(do: Callable[[], list[Batch]]) -> Future[list[Batch]]:
+    """What `do` returns or raises; nobody waits for the thread when the process ends."""
+    future: Future[list[Batch]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="read-ahead", daemon=True).start()
+    return future

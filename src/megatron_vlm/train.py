@@ -57,10 +57,10 @@ def train(config: RunConfig) -> None:
             seconds = time.monotonic() - began
             log.log_step(step, loss, lr, grad_norm, tokens, seconds, feed.dropped_everywhere())
 
-            if is_due(step, config.train.eval_every, config.train.steps):
+            if config.train.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
                 log.log_eval(step, validation_loss(model, feed.valid(), config.train.eval_steps))
-            if is_due(step, config.train.save_every, config.train.steps) or step == config.train.steps:
+            if config.train.saves_after(step):
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 parts = (model, optimizer, scheduler, feed.state())
                 extra = {"trained_tokens": log.trained_tokens}
@@ -93,8 +93,3 @@ def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None
             yield "data.restart: the data begins again from here"
     if feed.why_hf_processor:
         yield f"data: the Hugging Face processor encodes every sample, slower: {feed.why_hf_processor}"
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether what is done `every` steps is due after `step`: also after the last step; never if 0."""
-    return every > 0 and (step % every == 0 or step == last)

@@ -33,16 +33,22 @@ class SharedCounts(Protocol):
 class BatchBroadcaster:
     """Sends the batches of one reading rank to all ranks that share its data-parallel rank.
 
-    All ranks create one, as it creates process groups. All ranks of a group call `next` or `take` the same
-    number of times, outside of Megatron's pipeline schedule, whose order of calls differs between ranks.
+    All ranks create one, as it creates process groups. They are its own and on the host, so that a thread can
+    read while the model's collectives run. All ranks of a group call `next` or `take` the same number of
+    times, one call at a time.
     """
 
     def __init__(self):
-        self._group = _group_of_same_data()
-        self._stage_group = parallel_state.get_tensor_and_context_parallel_group()
+        data, stage = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        self._all = _group_of(0)
+        self._group = _group_of(data)
+        self._stage_group = _group_of((data, stage))
         self._source = dist.get_process_group_ranks(self._group)[0]
-        self._device = device()
-        self._first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+        self._copies = HostToDevice()
+        self._first_stage = stage == 0
 
     @property
     def reads(self) -> bool:
@@ -70,14 +76,20 @@ class BatchBroadcaster:
     def _agree(self, failure: ReadFailed | None, counts: SharedCounts | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
         counted = counts.counted() if counts is not None else [0, 0]
-        failures, *everywhere = _added([failure is not None, *counted])
+        failures, *everywhere = self._added([failure is not None, *counted])
         if counts is not None:
             counts.tell_others([total - own for total, own in zip(everywhere, counted, strict=True)])
         if not failures:
             return
         texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, failure and str(failure))
+        dist.all_gather_object(texts, failure and str(failure), group=self._all)
         raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
+
+    def _added(self, numbers: list[int]) -> list[int]:
+        """The sums of `numbers` over all ranks."""
+        total = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(total, group=self._all)
+        return total.tolist()
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch; None on every rank when the iterator has ended.
@@ -116,40 +128,49 @@ class BatchBroadcaster:
     def _deliver(self, header: dict[str, Any], batch: Batch | dict) -> Batch:
         received = dict(header["values"])
         for name, shape, dtype in header["tensors"]:
-            received[name] = _broadcast(batch.get(name), shape, dtype, _HOST, self._source, self._group)
+            received[name] = self._broadcast(batch.get(name), shape, dtype, self._group)
         received["visual_inputs"] = None
         if header["visual"] and self._first_stage:
             held = batch["visual_inputs"].as_model_kwargs() if batch else {}
+            visual = {
+                name: self._broadcast(held.get(name), shape, dtype, self._stage_group)
+                for name, shape, dtype in header["visual"]
+            }
             received["visual_inputs"] = GenericVisualInputs(
-                **{
-                    name: _broadcast(
-                        held.get(name), shape, dtype, self._device, self._source, self._stage_group
-                    )
-                    for name, shape, dtype in header["visual"]
-                },
-                **header["visual_on_host"],
+                **self._copies.done(visual), **header["visual_on_host"]
             )
         return received
 
-
-def _broadcast(
-    tensor: Tensor | None, shape, dtype, device: torch.device, source: int, group: dist.ProcessGroup
-) -> Tensor:
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        tensor = tensor.to(device, non_blocking=True).contiguous()
-    if group.size() > 1 and tensor.numel():
-        # as bytes: gloo does not know every dtype
-        dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)
-    return tensor
+    def _broadcast(self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
+        if group.size() > 1 and tensor.numel():
+            # as bytes: gloo does not know every dtype
+            dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
+        return tensor
 
 
-def _added(numbers: list[int]) -> list[int]:
-    """The sums of `numbers` over all ranks, on the CPU, so that no stream waits for them."""
-    total = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(total)
-    return total.tolist()
+class HostToDevice:
+    """Copies to this process's device on a stream of their own. On CUDA it has not run yet."""
+
+    def __init__(self):
+        self._device = device()
+        self._on_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream() if self._on_cuda else None
+
+    def done(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors on the device, when they have arrived there; only the calling thread waits."""
+        if not self._on_cuda:
+            return tensors
+        torch.cuda.set_device(self._device)  # each thread has its own
+        reader = torch.cuda.default_stream()
+        with torch.cuda.stream(self._stream):
+            copies = {
+                name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()
+            }
+        self._stream.synchronize()
+        for copy in copies.values():
+            copy.record_stream(reader)
+        return copies
 
 
 def add_counts(counts: dict[str, int]) -> dict[str, int]:
@@ -159,12 +180,12 @@ def add_counts(counts: dict[str, int]) -> dict[str, int]:
     return dict(sum(map(Counter, gathered), Counter()))
 
 
-def _group_of_same_data() -> dist.ProcessGroup:
-    """All ranks of this rank's data-parallel rank: Megatron's model-parallel group leaves out CP."""
-    dp_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank())
-    members = [[r for r, dp in enumerate(dp_ranks) if dp == d] for d in sorted(set(dp_ranks))]
-    return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout())[0]
+def _group_of(key: Any) -> dist.ProcessGroup:
+    """A new group on the host of all ranks with the same `key`."""
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, key)
+    members = [[rank for rank, theirs in enumerate(keys) if theirs == one] for one in sorted(set(keys))]
+    return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout(), backend="gloo")[0]
 
 
 def _header(batch: Batch) -> dict[str, Any]:

@@ -47,7 +47,15 @@ def build_optimizer(
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
             part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
+    fuse(optimizer)
     return optimizer, _scheduler(optimizer, config)
+
+
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's Adams update all parameters in one kernel; also after loading, which brings back groups."""
+    for adam in torch_adams(optimizer):
+        for group in adam.param_groups:
+            group.update(fused=True, foreach=False)
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:

@@ -28,7 +28,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.metadata import check_metadata, weights_only
-from megatron_vlm.training.optimizer import torch_adams
+from megatron_vlm.training.optimizer import fuse, torch_adams
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
@@ -123,7 +123,7 @@ def _give_state(adam: torch.optim.Adam) -> None:
         for parameter in group["params"]:
             if not adam.state[parameter]:
                 adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
@@ -133,9 +133,12 @@ def _load_optimizer(optimizer, loaded, scheduler) -> None:
     if scheduler is not None:
         _follow_config(loaded, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr})
     optimizer.load_state_dict(loaded)
+    fuse(optimizer)
     for adam in torch_adams(optimizer):
-        for state in adam.state.values():  # Megatron gives all parameters one tensor; each would add to it
-            state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+        for parameter, state in adam.state.items():
+            # Megatron gives all parameters one tensor; each would add to it
+            step = float(state["step"]) if "step" in state else 0.0
+            state["step"] = torch.tensor(step, device=parameter.device)
 
 
 def _follow_config(loaded, current: dict[str, float]) -> None:
