@@ -264,7 +264,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import hf_tensors, import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import generate, step
+    from megatron_vlm.training import generate, gradients, step
 
     run = RunConfig(parallel=layout)
     run.model = ModelConfig(dtype="fp32", **model)
@@ -273,7 +273,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, path, family.weight_map(hf_config))
     chunks[0].config.calculate_per_token_loss = per_token_loss
-    ddp = step.data_parallel(chunks, run)
+    ddp = gradients.data_parallel(chunks, run)
     mine = my_micro_batches(case, layout)
 
     for chunk in ddp:

@@ -39,7 +39,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import step
+    from megatron_vlm.training import gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     run = RunConfig(parallel=ParallelConfig(distributed_optimizer=False))
@@ -49,7 +49,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     family = family_for(hf_config)
     chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, path, family.weight_map(hf_config))
-    ddp = step.data_parallel(chunks, run)
+    ddp = gradients.data_parallel(chunks, run)
     rank, ranks = setup.data_parallel_place()
     rows = torch.load(cases, weights_only=False)["rows"][rank::ranks]
     optimizer, scheduler = build_optimizer(ddp, run)
@@ -65,7 +65,7 @@ def in_one_process(path: str, cases: str) -> dict:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.step import data_parallel
+    from megatron_vlm.training.gradients import data_parallel
 
     setup.init_distributed(ParallelConfig(), seed=1)
     case = torch.load(cases, weights_only=False)

@@ -60,7 +60,10 @@ def memory() -> int:
     """Bytes of memory of this process and its children that no file holds, shared pages counted once."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except ProcessLookupError:  # one that has ended and is not waited for yet
+            continue
         total += sum(int(found) for found in re.findall(r"Pss_(?:Anon|Shmem): +(\d+) kB", rollup))
     return total * 1024
 

@@ -141,7 +141,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
     from megatron_vlm.models.families import family_for
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import checkpoint, step
+    from megatron_vlm.training import checkpoint, gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
@@ -154,7 +154,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
         chunks = build_model(run, family, hf_config, setup.device())
         weights.import_hf(chunks, path, family.weight_map(hf_config))
-        ddp = step.data_parallel(chunks, run)
+        ddp = gradients.data_parallel(chunks, run)
         return ddp, *build_optimizer(ddp, run)
 
     def losses(state, layout: ParallelConfig) -> list[float]:

@@ -73,9 +73,7 @@ SEGMENTED = [name for name in FAMILIES if name != "gemma3"]  # its images are al
 
 
 @pytest.mark.parametrize("name", SEGMENTED)
-def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
-    name, tmp_path, monkeypatch
-):
+def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(name, tmp_path, monkeypatch):
     """To the bit; but where Transformers masks all pairs of patches its sums have other parts."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
     family, calls = load(name), []

@@ -42,7 +42,7 @@ from megatron_vlm.models.vlm import build_model  # noqa: E402
 from megatron_vlm.models.weights import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
 from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
-from megatron_vlm.training import step  # noqa: E402
+from megatron_vlm.training import gradients, step  # noqa: E402
 from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
@@ -118,7 +118,7 @@ def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none")
     config = RunConfig(model=ModelConfig(dtype="bf16" if on_gpu else "fp32", recompute=recompute))
     chunks = build_model(config, family, hf_config, setup.device(), load_processor(path))
     import_hf(chunks, path, family.weight_map(hf_config))
-    ddp = step.data_parallel(chunks, config)
+    ddp = gradients.data_parallel(chunks, config)
     optimizer, scheduler = build_optimizer(ddp, config)
     hf_model = load_model(path, chunks[0].config.params_dtype)
     hf_model.to(setup.device()).train()

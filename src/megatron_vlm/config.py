@@ -30,7 +30,8 @@ class ModelConfig:
     # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
     # at a time; "varlen": torch's kernel for CUDA in bf16; "auto": the fastest that the device has
     attention: str = "auto"
-    recompute: str = "none"  # "none", "selective" or "full": activation recomputation
+    # activation recomputation: "none", "selective" (feed-forwards) or "full" (whole layers)
+    recompute: str = "none"
     load_balancing: float | None = None  # weight of the load-balancing loss; None: as in the checkpoint
 
 

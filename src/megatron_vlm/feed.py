@@ -5,11 +5,10 @@ While a step is trained, a thread on every rank reads the micro batches of the n
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 from megatron_vlm.batch import Batch
@@ -32,9 +31,9 @@ class Feed:
 
     def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
         self._run_dir, self._train = config.run_dir, config.train
-        # without workers, encoding would disturb the process's generators in the middle of a step
-        self._reads_ahead = config.data.num_workers > 0
-        self._coming: Future[list[Batch]] | None = None
+        # Without workers, encoding would disturb the process's generators in the middle of a step.
+        self._reader = ThreadPool(1) if config.data.num_workers else None
+        self._coming: AsyncResult | None = None  # the next step's micro batches
         self._dropped: int | None = None
         self._count = derived(config, setup.world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
@@ -59,20 +58,18 @@ class Feed:
 
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
-        coming = self._coming or self._read()
-        micro_batches, self._coming = coming.result(), None
+        take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
+        if self._reader is None:
+            micro_batches = take()
+        else:  # there the death of a data worker is an error like others; here it would interrupt a step
+            coming = self._coming or self._reader.apply_async(take)
+            micro_batches, self._coming = coming.get(), None
         if self._data:
             self._dropped = self._data.dropped_everywhere
             self._log.write(step, micro_batches)
-        if self._reads_ahead and not self._pauses_after(step):
-            self._coming = self._read()
+        if self._reader is not None and not self._pauses_after(step):
+            self._coming = self._reader.apply_async(take)
         return micro_batches
-
-    def _read(self) -> Future[list[Batch]]:
-        """The next micro batches, read by a thread, in which the death of a data worker is an error like any
-        other; in the main thread it could interrupt a step."""
-        take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
-        return in_thread(take) if self._reads_ahead else done(take)
 
     def _pauses_after(self, step: int) -> bool:
         """Whether the loader's state or the validation split is read before the next step."""
@@ -100,27 +97,8 @@ class Feed:
 
     def close(self) -> None:
         """End the data workers at once."""
+        if self._reader is not None:
+            self._reader.close()
         if self._data:
             with closing(self._log, self._data):
                 pass
-
-
-def done(do: Callable[[], list[Batch]]) -> Future[list[Batch]]:
-    """The future of what has happened already."""
-    future: Future[list[Batch]] = Future()
-    future.set_result(do())
-    return future
-
-
-def in_thread(do: Callable[[], list[Batch]]) -> Future[list[Batch]]:
-    """What `do` returns or raises; nobody waits for the thread when the process ends."""
-    future: Future[list[Batch]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(do())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="read-ahead", daemon=True).start()
-    return future

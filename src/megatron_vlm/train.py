@@ -19,8 +19,9 @@ from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.checkpoint import CheckpointState
 from megatron_vlm.training.evaluate import validation_loss
+from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import data_parallel, train_step
+from megatron_vlm.training.step import train_step
 
 
 def train(config: RunConfig) -> None:

@@ -16,8 +16,8 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.generate import generate
+from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import data_parallel
 
 PROMPTS_AT_ONCE = 32
 

@@ -66,7 +66,7 @@ def language_model_config(
     dtype = DTYPES[config.model.dtype]
     recompute = {
         "none": {},
-        "selective": {"recompute_granularity": "selective"},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }[config.model.recompute]
     return LanguageModelConfig(
@@ -79,7 +79,7 @@ def language_model_config(
             "attention_dropout": 0.0,
             "moe_token_dispatcher_type": "alltoall",
             **architecture,
-            **_balancing(config, architecture),
+            **balancing_settings(config, architecture),
         },
         **recompute,
         attention_backend_name=attention_backend(config.model),
@@ -109,21 +109,6 @@ def attention_backend(model: ModelConfig) -> str:
     if not torch.cuda.is_available():
         return "documents"
     return "varlen" if model.dtype == "bf16" else "dense"  # the kernels are for 16 bits
-
-
-def _balancing(config: RunConfig, architecture: dict) -> dict:
-    if "num_moe_experts" not in architecture:
-        return {}
-    coefficient = config.model.load_balancing
-    if coefficient is None:
-        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
-    if coefficient and config.model.recompute == "full" and config.parallel.pp > 1:
-        raise ValueError(
-            f"model: load_balancing {coefficient} with full recomputation and pp {config.parallel.pp} would "
-            "weigh one micro batch by another's tokens; use selective recomputation, pp 1 or no balancing."
-        )
-    layers, topk = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
-    return balancing_settings(coefficient, layers, topk)
 
 
 def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:

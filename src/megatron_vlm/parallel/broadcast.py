@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import named
-from megatron_vlm.parallel.setup import collective_timeout, device, parallel_state
+from megatron_vlm.parallel.copies import HostToDevice
+from megatron_vlm.parallel.setup import collective_timeout, parallel_state
 
 _HOST = torch.device("cpu")
 
@@ -39,10 +40,8 @@ class BatchBroadcaster:
     """
 
     def __init__(self):
-        data, stage = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
+        data = parallel_state.get_data_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         self._all = _group_of(0)
         self._group = _group_of(data)
         self._stage_group = _group_of((data, stage))
@@ -96,8 +95,7 @@ class BatchBroadcaster:
 
         The reading rank passes its iterator, the others None. All tensors and plain values arrive bit-equal
         on the host of all ranks, except `visual_inputs`, which arrives on the devices of the first pipeline
-        stage and is None beyond. If the iterator
-        raises, every rank of the group raises ReadFailed with the same text.
+        stage and is None beyond. If it raises, every rank of the group raises ReadFailed with the same text.
         """
         if self.reads:
             header, batch = self._read(iterator)
@@ -147,30 +145,6 @@ class BatchBroadcaster:
             # as bytes: gloo does not know every dtype
             dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
         return tensor
-
-
-class HostToDevice:
-    """Copies to this process's device on a stream of their own. On CUDA it has not run yet."""
-
-    def __init__(self):
-        self._device = device()
-        self._on_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream() if self._on_cuda else None
-
-    def done(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on the device, when they have arrived there; only the calling thread waits."""
-        if not self._on_cuda:
-            return tensors
-        torch.cuda.set_device(self._device)  # each thread has its own
-        reader = torch.cuda.default_stream()
-        with torch.cuda.stream(self._stream):
-            copies = {
-                name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()
-            }
-        self._stream.synchronize()
-        for copy in copies.values():
-            copy.record_stream(reader)
-        return copies
 
 
 def add_counts(counts: dict[str, int]) -> dict[str, int]:

@@ -52,7 +52,7 @@ def build_optimizer(
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's Adams update all parameters in one kernel; also after loading, which brings back groups."""
+    """Lets torch's Adams update all parameters in one kernel; again after loading, which replaces groups."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             group.update(fused=True, foreach=False)

@@ -10,24 +10,20 @@ from typing import NoReturn
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch import distributed as dist
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
+from megatron_vlm.training.gradients import empty_gradients
 
 
 class NotFinite(ValueError):
@@ -52,44 +48,6 @@ def token_loss(losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     total = losses_N.sum()
     count = torch.full_like(total, len(losses_N))
     return total, count.int(), {"sum_and_count": torch.stack((total.detach(), count)).double()}
-
-
-def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
-    """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step.
-
-    A bucket's reduction starts as soon as the backward pass of the last micro batch has filled it.
-    """
-    megatron_config = chunks[0].config
-    megatron_config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
-    )
-    wrapped = [DistributedDataParallel(megatron_config, ddp, chunk) for chunk in chunks]
-    # without it, schedules would start a reduction in every micro batch
-    megatron_config.no_sync_func = [chunk.no_sync for chunk in wrapped]
-    if len(wrapped) == 1:
-        megatron_config.no_sync_func = wrapped[0].no_sync
-    return wrapped
-
-
-def empty_gradients(chunk: DistributedDataParallel) -> None:
-    """Empties the gradient buffers before a step.
-
-    Megatron reduces a bucket when as many gradients have come as in the first step, and expects one of every
-    parameter. Those that a model never uses, such as layers after the tower's last used one, count as come.
-    """
-    groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-    for group in groups:
-        if group.per_param_grad_ready_counts:  # of the step before
-            group.per_param_grad_ready_counts |= dict.fromkeys(
-                group.params - group.per_param_grad_ready_counts.keys(), 0
-            )
-    chunk.zero_grad_buffer()
-    for group in groups:
-        expected = group.golden_per_param_grad_ready_counts
-        group.per_param_grad_ready_counts |= {param: 0 for param, count in expected.items() if not count}
 
 
 def forward_backward(

@@ -5,11 +5,8 @@ What a query sees is said in `attention_plan`. Tensors are (T, H, K) here: T tok
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -146,12 +143,7 @@ class RotarySelfAttention(SelfAttention):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         tables = rotary_pos_emb[self.rotary_index].to(query.dtype)
         query, key = rotate(query, *tables[0]), rotate(key, *tables[-1])
-        core_attention = partial(self.core_attention, plan=packed_seq_params)
-        if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(core_attention, False, query, key, value)
-        else:
-            context = core_attention(query, key, value)
-        return self.linear_proj(context)
+        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))
 
 
 def rotate(x_SBHK: Tensor, cos_SB1R: Tensor, sin_SB1R: Tensor) -> Tensor:

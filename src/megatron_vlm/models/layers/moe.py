@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import grouped_mm
 
+from megatron_vlm.config import RunConfig
 from megatron_vlm.models.layers.routes import Exchange, Join, Order, Spread
 
 
@@ -144,16 +145,27 @@ class MoE(BaseMoELayer):
         return Join.apply(exchange.back(output), by_expert)
 
 
-def balancing_settings(coefficient: float, moe_layers: int, topk: int) -> dict:
-    """Megatron's settings for the load-balancing loss of Transformers (Switch, arXiv 2101.03961); 0: none.
+def balancing_settings(config: RunConfig, architecture: dict) -> dict:
+    """Megatron's settings for the load-balancing loss of Transformers (Switch, arXiv 2101.03961), if any.
 
     Transformers balances all layers as one and counts a token once for each of its experts; Megatron sums
     over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
     Transformers, several have the mean.
     """
+    if "num_moe_experts" not in architecture:
+        return {}
+    coefficient = config.model.load_balancing
+    if coefficient is None:
+        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
     if not coefficient:
         return {"moe_router_load_balancing_type": "none"}
+    if config.model.recompute != "none" and config.parallel.pp > 1:
+        raise ValueError(
+            f"model: load_balancing {coefficient} with recomputation and pp {config.parallel.pp} would weigh "
+            "one micro batch by another's tokens; use no recomputation, pp 1 or no balancing."
+        )
+    layers, choices = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
     return {
         "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": coefficient * topk / moe_layers,
+        "moe_aux_loss_coeff": coefficient * choices / layers,
     }
