@@ -267,14 +267,14 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron_vlm.training import generate, gradients, step
 
     run = RunConfig(parallel=layout)
-    run.model = ModelConfig(dtype="fp32", **model)
+    run.model = ModelConfig(**{"dtype": "fp32", **model})
     hf_config = AutoConfig.from_pretrained(path)
     family = family_for(hf_config)
     chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, path, family.weight_map(hf_config))
     chunks[0].config.calculate_per_token_loss = per_token_loss
     ddp = gradients.data_parallel(chunks, run)
-    mine = my_micro_batches(case, layout)
+    mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
 
     for chunk in ddp:
         chunk.zero_grad_buffer()
@@ -286,7 +286,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         chunks, family.weights(hf_config), value=lambda weight: getattr(weight, "main_grad", None)
     ):
         expected = case["grads"].get(key)
-        expected = torch.zeros_like(grad) if expected is None else expected
+        expected = torch.zeros_like(grad) if expected is None else expected.to(grad.device)
         scale = gradient_scale(case["grads"], key)
         worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
 
@@ -295,7 +295,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
         real_BS = batch["attention_mask"].bool()
         expected = case["logits"][rows][:, : real_BS.shape[1]]
-        difference = (logits.view(*real_BS.shape, -1) - expected)[real_BS]
+        difference = (logits.cpu().view(*real_BS.shape, -1) - expected)[real_BS]
         logits_error = max([logits_error, *difference.abs().flatten(1).amax(1).tolist()])
 
     worst_of_all: list[Any] = [None] * dist.get_world_size()
@@ -314,6 +314,14 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     )
     assert parallel_state.get_data_parallel_world_size() * layout.model_size == dist.get_world_size()
     return result
+
+
+def on_device(batch: dict) -> dict:
+    """The batch as the feed delivers it: its pixels on the device."""
+    from megatron_vlm.parallel import setup
+
+    visual = batch["visual_inputs"]
+    return batch | {"visual_inputs": visual and visual.to(setup.device())}
 
 
 def gradient_scale(grads: dict[str, torch.Tensor | None], key: str) -> float:

@@ -1,4 +1,5 @@
 import pytest
+from programs import ROOT, run_program
 
 from tables import REPORTS, TABLES, data, parity, replaced
 
@@ -58,3 +59,11 @@ def test_only_what_is_between_the_marks_changes():
 def test_a_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="no <!-- parity:begin -->"):
         replaced("nothing here", "new", "parity")
+
+
+def test_the_check_of_a_gpu_runs_on_a_cpu_too():
+    """So that nothing but the GPU is new to it there."""
+    done = run_program(ROOT / "tools/gpu_check.py", "--parts", "kernels", "parity", "--families", "mistral3")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ok")]
+    assert len(lines) == 23 and "values, 0 beyond their limits" in done.stdout

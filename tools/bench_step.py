@@ -38,6 +38,7 @@ from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
 from megatron_vlm.models.families import family_for  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
+from megatron_vlm.models.language_model import DTYPES  # noqa: E402
 from megatron_vlm.models.vlm import build_model  # noqa: E402
 from megatron_vlm.models.weights import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
@@ -47,10 +48,11 @@ from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
+VOCABULARY = 32_768
 ROUNDS = 3
 
 
-def text_config(family: str, vocabulary: int) -> dict[str, int]:
+def text_config(family: str, vocabulary: int = VOCABULARY) -> dict[str, int]:
     text = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
     text |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": vocabulary}
     if family.startswith("qwen"):
@@ -71,8 +73,9 @@ def conversation(rng: np.random.Generator, words: int) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": [text(words)]}]
 
 
-def batches(path: Path, family: Any, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
+def batches(path: Path, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
     """The arguments of Transformers, and ours, padded and packed."""
+    family = family_for(hf_config)
     rng = np.random.default_rng(0)
     made = iter([conversation(rng, words) for words in REPLY_WORDS])
     rows = ["it"] * len(REPLY_WORDS)
@@ -108,24 +111,29 @@ def peak_of(call: Callable[[], Any]) -> int:
     return memory.peak
 
 
-def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none") -> list[dict[str, Any]]:
-    path = Path(tempfile.mkdtemp(prefix="bench_step_"))
-    build_tiny_checkpoint(family_name, path, text=text_config(family_name, vocabulary))
+def built(path: Path, config: RunConfig) -> tuple[list, Any, Any]:
+    """Our model from the checkpoint, its optimizer and schedule."""
     setup.reset_layout(ParallelConfig(), seed=1)
     hf_config = load_config(path)
     family = family_for(hf_config)
-    on_gpu = torch.cuda.is_available()
-    config = RunConfig(model=ModelConfig(dtype="bf16" if on_gpu else "fp32", recompute=recompute))
     chunks = build_model(config, family, hf_config, setup.device(), load_processor(path))
     import_hf(chunks, path, family.weight_map(hf_config))
     ddp = gradients.data_parallel(chunks, config)
-    optimizer, scheduler = build_optimizer(ddp, config)
-    hf_model = load_model(path, chunks[0].config.params_dtype)
+    return ddp, *build_optimizer(ddp, config)
+
+
+def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
+    """Rows of the report for the checkpoint in `path`, padded and packed."""
+    hf_config = load_config(path)
+    on_gpu = torch.cuda.is_available()
+    config = RunConfig(model=ModelConfig(dtype="bf16" if on_gpu else "fp32", recompute=recompute))
+    ddp, optimizer, scheduler = built(path, config)
+    hf_model = load_model(path, DTYPES[config.model.dtype])
     hf_model.to(setup.device()).train()
     if recompute == "full":
         hf_model.gradient_checkpointing_enable()
-    hf_optimizer = torch.optim.AdamW(hf_model.parameters(), lr=1e-5)
-    hf_arguments, ours = batches(path, family, hf_config)
+    hf_optimizer = torch.optim.AdamW(hf_model.parameters(), lr=1e-5, fused=True)
+    hf_arguments, ours = batches(path, hf_config)
 
     def hf_step() -> float:
         hf_optimizer.zero_grad()
@@ -147,7 +155,7 @@ def measure(family_name: str, vocabulary: int = 32_768, recompute: str = "none")
     seconds = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
-            "family": family_name,
+            "family": family_for(hf_config).model_type,
             "mode": mode,
             "recompute": recompute,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -171,7 +179,9 @@ def main() -> None:
     rows = []
     for family in arguments.families:
         for recompute in arguments.recompute:
-            rows += measure(family, recompute=recompute)
+            with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
+                path = build_tiny_checkpoint(family, folder, text=text_config(family))
+                rows += measure(path, recompute)
             for row in rows[-2:]:
                 print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     report = {

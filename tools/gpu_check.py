@@ -1,0 +1,240 @@
+"""What a machine with a GPU must show, in one call of a few minutes: a table, and reports/gpu_check.json.
+
+python tools/gpu_check.py [--parts NAMES] [--families NAMES] [--out FILE]
+
+parts:
+  kernels   the attention kernel and the grouped product against plain references, for all head widths
+  parity    logits, loss and gradients of tiny models against Transformers, in fp32 and bf16
+  speed     the attention kernel's operations a second beside PyTorch's own attention
+  step      a training step against Transformers, as in tools/bench_step.py
+  memory    the peak memory of a training step against `megatron-vlm plan`
+It exits with 1 if a value is beyond its limit. Without CUDA, parts that need it are left out and the others
+use the CPU's kernels: that tests this script, not a GPU. It has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
+
+import numpy as np  # noqa: E402
+import parity  # noqa: E402
+import torch  # noqa: E402
+
+import bench_step  # noqa: E402
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
+from megatron_vlm.models.families import FAMILIES  # noqa: E402
+from megatron_vlm.models.hf import load_config  # noqa: E402
+from megatron_vlm.models.layers.attention import Attend  # noqa: E402
+from megatron_vlm.models.layers.attention_check import disagreement, tower_disagreement  # noqa: E402
+from megatron_vlm.models.layers.kernels import KERNELS  # noqa: E402
+from megatron_vlm.models.layers.tower_attention import backend, view_of  # noqa: E402
+from megatron_vlm.parallel import setup  # noqa: E402
+from megatron_vlm.planning.plan import RESERVE, make_plan  # noqa: E402
+from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
+
+ON_CUDA = torch.cuda.is_available()
+WIDTHS = (64, 72, 80, 128, 256)
+BF16_LOSS = 0.02  # of tiny random models, against fp32
+ROWS = ["t", "it", "ititit"]  # without an image, with one and with three
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Without a limit the value is only shown."""
+
+    part: str
+    what: str
+    value: float | str
+    limit: float | None = None
+    at_least: bool = False  # the limit is the smallest value, not the largest
+
+    @property
+    def verdict(self) -> str:
+        if self.limit is None:
+            return ""
+        good = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return "ok" if good else "WRONG"
+
+
+def kernels(families: list[str]) -> Iterator[Row]:
+    device, dtype = setup.device(), torch.bfloat16 if ON_CUDA else torch.float32
+    for width in WIDTHS:
+        for groups in (8, 2):
+            sizes = (8, groups, width)
+            problem = disagreement(backend(device), sizes, {None, 128}, device, dtype)
+            yield verdict("kernels", f"{backend(device)}, 8 heads, {groups} of keys, {width} wide", problem)
+        if width <= 128:
+            problem = tower_disagreement(8, width, device, dtype)
+            yield verdict("kernels", f"{backend(device)} in a tower, {width} wide", problem)
+    yield Row(
+        "kernels", "grouped product against a loop, with empty groups", grouped_error(device, dtype), 2e-2
+    )
+
+
+def verdict(part: str, what: str, problem: str | None) -> Row:
+    return Row(part, f"{what}: {problem}" if problem else what, float(problem is not None), 0)
+
+
+def grouped_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Of outputs and gradients, relative to the largest, against one product for each group."""
+    torch.manual_seed(0)
+    counts = [0, 100, 0, 1, 27, 0]
+    rows = torch.randn(sum(counts), 64, device=device, dtype=dtype)
+    weights = torch.randn(len(counts), 96, 64, device=device, dtype=dtype)
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+
+    def grouped(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(rows, weights.mT, offs=ends)
+
+    def loop(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = zip(rows.split(counts), weights, strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts])
+
+    found, expected = (with_gradients(function, rows, weights) for function in (grouped, loop))
+    pairs = zip(found, expected, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def with_gradients(function: Callable, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    output = function(*inputs)
+    return [x.float() for x in (output, *torch.autograd.grad(output.square().sum(), inputs))]
+
+
+def parity_rows(families: list[str]) -> Iterator[Row]:
+    limits = (parity.MAX_ABS_LOGITS, parity.MAX_ABS_LOSS, parity.MAX_REL_GRAD)
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(build_tiny_checkpoint(family, folder))
+            padded = parity.case_for(path, ROWS)
+            cases = {"padded": padded, "packed": parity.packed(padded)}
+            for name, case in cases.items():
+                found = parity.compare(ParallelConfig(), path, case)
+                for key, limit in zip(("max_abs_logits", "abs_loss", "max_rel_grad"), limits, strict=True):
+                    yield Row("parity", f"{family}, fp32, {name}, {key}", found[key], limit)
+                found = parity.compare(ParallelConfig(), path, case, dtype="bf16")
+                yield Row("parity", f"{family}, bf16, {name}, abs_loss", found["abs_loss"], BF16_LOSS)
+                # no limit: where bf16 chooses another expert, gradients are others
+                yield Row("parity", f"{family}, bf16, {name}, max_rel_grad", found["max_rel_grad"])
+
+
+def speed(families: list[str]) -> Iterator[Row]:
+    """Forward and backward over 16 segments of 1,024 tokens with all keys, 16 heads."""
+    if not ON_CUDA:
+        return
+    lengths, device = np.full(16, 1024), setup.device()
+    view = view_of(lengths, device)
+    for width in WIDTHS:
+        operations = 3.5 * 4 * 16 * width * float((lengths**2).sum())  # the backward pass is 2.5 forward
+        shape = (int(lengths.sum()), 16, width)
+        inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        scale = width**-0.5
+
+        def ours(*x: torch.Tensor, scale: float = scale) -> torch.Tensor:
+            return Attend.apply(*x, view, KERNELS["varlen"], scale)
+
+        def batched(*x: torch.Tensor) -> torch.Tensor:
+            rows = (part.unflatten(0, (16, 1024)).transpose(1, 2) for part in x)
+            return torch.nn.functional.scaled_dot_product_attention(*rows)
+
+        for name, function in (("varlen", ours), ("PyTorch, batched", batched)):
+            seconds = seconds_on_gpu(lambda f=function, x=inputs: with_gradients(f, *x))
+            yield Row("speed", f"{name}, {width} wide, TFLOP/s", round(operations / seconds / 1e12, 1))
+
+
+def seconds_on_gpu(call: Callable[[], object], rounds: int = 10) -> float:
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / rounds
+
+
+def step(families: list[str]) -> Iterator[Row]:
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            path = build_tiny_checkpoint(family, folder, text=bench_step.text_config(family))
+            for row in bench_step.measure(path):
+                yield Row("step", f"{family}, {row['mode']}, speed over Transformers", row["speed_over_hf"])
+                share = round(row["peak_memory"] / row["hf_peak_memory"], 2)
+                yield Row("step", f"{family}, {row['mode']}, peak memory of theirs", share, 1.0)
+
+
+def memory(families: list[str]) -> Iterator[Row]:
+    """A step of the bench's model on its packed row, against the plan of such a row."""
+    if not ON_CUDA:
+        return
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            path = build_tiny_checkpoint(family, folder, text=bench_step.text_config(family))
+            config = RunConfig(model=ModelConfig(dtype="bf16", hf_path=str(path)))
+            peak, tokens, images = peak_of_a_step(path, config)
+            config.data.seq_length, config.data.visual_share = tokens, images / tokens
+            config.train.global_batch_size = 1
+            planned = max(stage.memory - RESERVE for stage in make_plan(config, load_config(path), 1).stages)
+        yield Row("memory", f"{family}, measured over planned", round(peak / planned, 2))
+
+
+def peak_of_a_step(path: Path, config: RunConfig) -> tuple[int, int, int]:
+    """(bytes, tokens of the row, those of images)."""
+    torch.cuda.empty_cache()
+    parts = bench_step.built(path, config)
+    _, ours = bench_step.batches(path, load_config(path))
+    row = ours["packed"]
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        bench_step.step.train_step(*parts, [row])
+    images = int((parts[0][0].module.visual_kinds(row["input_ids"]) > 0).sum())
+    return torch.cuda.max_memory_allocated(), row["input_ids"].shape[1], images
+
+
+PARTS = {"kernels": kernels, "parity": parity_rows, "speed": speed, "step": step, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu_check.json")
+    arguments = parser.parse_args()
+    if not ON_CUDA:
+        print("no CUDA: this tests the script on a CPU and says nothing about a GPU; no report is written")
+    setup.init_distributed(ParallelConfig(), seed=1)
+    rows, began = [], time.monotonic()
+    for part in arguments.parts:
+        for row in PARTS[part](arguments.families):
+            rows.append(row)
+            value = row.value if isinstance(row.value, str) else f"{row.value:.3g}"
+            limit = "" if row.limit is None else f"{'>=' if row.at_least else '<='} {row.limit:g}"
+            print(f"{row.verdict:5}  {part:8} {value:>10} {limit:10} {row.what}", flush=True)
+    wrong = [row for row in rows if row.verdict == "WRONG"]
+    print(f"{len(rows)} values, {len(wrong)} beyond their limits, {time.monotonic() - began:.0f} s")
+    if ON_CUDA:
+        about = {
+            "date": datetime.date.today().isoformat(),
+            "card": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+        listed = [asdict(row) | {"verdict": row.verdict} for row in rows]
+        arguments.out.write_text(json.dumps(about | {"rows": listed}, indent=1) + "\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
