@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_vlm.config import ParallelConfig  # noqa: E402
+from megatron_vlm.models.layers.moe import MoE  # noqa: E402
 from megatron_vlm.parallel.layout import megatron_settings  # noqa: E402
 
 SEQ, ROWS, VOCAB = 16, 2, 64
@@ -44,8 +45,9 @@ def build(parallel: ParallelConfig, moe=False, dtype=torch.float32, only_embeddi
     LocalSpecProvider.layer_norm = lambda self, **_: RMSNorm
     transformer_block.LayerNormImpl = RMSNorm
     config = _config(parallel, moe, dtype)
-    experts = {"num_experts": 4, "moe_grouped_gemm": False} if moe else {}
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **experts)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    if moe:
+        spec.submodules.mlp = MoE
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     models = [_gpt(config, spec, vp) for vp in stages]
     if only_embedding:
@@ -58,7 +60,6 @@ def _config(parallel, moe, dtype) -> TransformerConfig:
     experts = dict(
         num_moe_experts=4,
         moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
         moe_ffn_hidden_size=32,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -103,10 +104,8 @@ def _gpt(config, spec, vp_stage) -> torch.nn.Module:
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         tp.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if ".local_experts." in name:
-            parameter.allreduce = False  # as models.moe.Experts
     return Float16Module(config, model) if config.bf16 else model
 
 

@@ -77,7 +77,6 @@ def language_model_config(
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
-            "moe_token_dispatcher_type": "alltoall",
             **architecture,
             **balancing_settings(config, architecture),
         },

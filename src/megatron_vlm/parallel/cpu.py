@@ -14,7 +14,6 @@ import logging
 import sys
 
 import torch
-import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
@@ -37,8 +36,6 @@ def install() -> None:
     _redirect_tensor_methods()
     _answer_cuda_module()
     _keep_rng_on_cpu()
-    _split_sizes_as_ints()
-    _pad_uneven_collectives()
 
 
 def _import_megatron_without_compiler() -> None:
@@ -149,7 +146,7 @@ def _answer_cuda_module() -> None:
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None  # pipeline communication, checkpoint writer
     cuda.empty_cache = lambda: None
-    cuda.Stream = cuda.Event = _Stream  # MoE dispatcher, shared experts, DDP
+    cuda.Stream = cuda.Event = _Stream  # shared experts, DDP
     cuda.current_stream = lambda device=None: _Stream()
     cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -171,54 +168,3 @@ def _keep_rng_on_cpu() -> None:
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     # The tracker warns if the CPU generator moved inside `fork`; here it is the generator that it forks.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
-
-
-def _split_sizes_as_ints() -> None:
-    """Turns split sizes into the ints that gloo needs: the MoE dispatcher only does so for CUDA tensors."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-
-    def on_host(tensor, as_numpy=False, record_stream=False):
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = on_host
-
-
-def _pad_uneven_collectives() -> None:
-    """Pads lists of tensors of different lengths, which gloo refuses: expert tokens under TP x EP.
-
-    Each tensor is padded along its first axis to the longest of its list; all ranks know all lengths.
-    """
-    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
-
-    @functools.wraps(all_gather)
-    def padded_all_gather(tensor_list, tensor, group=None, async_op=False):
-        if _same_length(tensor_list):
-            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
-        assert not async_op, "uneven all_gather on gloo is synchronous"
-        longest = max(len(t) for t in tensor_list)
-        gathered = [_padded(t, longest) for t in tensor_list]
-        all_gather(gathered, _padded(tensor, longest), group=group)
-        for out, full in zip(tensor_list, gathered, strict=True):
-            out.copy_(full[: len(out)])
-
-    @functools.wraps(reduce_scatter)
-    def padded_reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if _same_length(input_list):
-            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        assert not async_op, "uneven reduce_scatter on gloo is synchronous"
-        longest = max(len(t) for t in input_list)
-        full = _padded(output, longest)
-        reduce_scatter(full, [_padded(t, longest) for t in input_list], op=op, group=group)
-        output.copy_(full[: len(output)])
-
-    dist.all_gather, dist.reduce_scatter = padded_all_gather, padded_reduce_scatter
-
-
-def _same_length(tensors) -> bool:
-    return len({t.shape[:1] for t in tensors}) == 1
-
-
-def _padded(tensor, length: int):
-    padding = tensor.new_zeros(length - len(tensor), *tensor.shape[1:])
-    return torch.cat([tensor, padding])

@@ -120,13 +120,13 @@ class MoE(BaseMoELayer):
             gate = config.moe_shared_expert_gate
             self.shared_experts = SharedExpertMLP(config, linears, gate, pg_collection)
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
-        """(T, 1, D) → the same; the second is Megatron's bias, which there is not."""
-        weights_TE, chosen_TE = self.router(hidden_states, padding_mask.t())
-        output_TD = self._routed(hidden_states[:, 0], weights_TE, chosen_TE)[:, None]
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S)."""
+        weights_TE, chosen_TE = self.router(hidden_SBD, None if padding_mask is None else padding_mask.t())
+        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, chosen_TE).view_as(hidden_SBD)
         if self.use_shared_expert:
-            output_TD = output_TD + self.shared_experts(hidden_states)
-        return output_TD, None
+            output_SBD = output_SBD + self.shared_experts(hidden_SBD)
+        return output_SBD, None
 
     def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         choices = self.config.moe_router_topk
