@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-LINES = 19_490  # of src: who adds lines changes the number, and says why in the commit
-CORE_LINES = 6_500  # of what one reads to understand a run
+LINES = 19_990  # of src: who adds lines changes the number, and says why in the commit
+CORE_LINES = 6_540  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/drops", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
@@ -34,7 +34,7 @@ MODELS = {
     **dict.fromkeys(
         ("language_model", "pixels", "positions", "vision_parallel", "stream", "head"), "models.parts"
     ),
-    **dict.fromkeys(("vlm", "costs"), "models.whole"),
+    **dict.fromkeys(("vlm", "costs", "step_work"), "models.whole"),
 }
 # at module level, and with them what they import; each line after what the lines above it imported
 WITHOUT = {

@@ -37,6 +37,20 @@ def test_a_step_is_a_row_with_its_numbers(tmp_path):
     assert (second["loss"], second["trained_tokens"]) == (None, 40)
 
 
+def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
+    figures = {"mfu": 0.4127, "tflops_per_device": 408.0, "tokens_per_second_per_device": 9876.5}
+    figures |= {"images_per_second_per_device": 12.0, "padding": 0.257, "data_seconds": 0.25}
+    figures |= {"peak_memory_gb": 61.24, "expert_balance": 1.5, "expert_balance_worst": 2.5}
+    logger = RunLogger(tmp_path, config("logging.tensorboard=true"), total_steps=1)
+    logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, figures=figures)
+    logger.close()
+    assert figures.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("mfu")[0].value == pytest.approx(0.4127)
+    shown = "MFU 41.3% · 9,876 tokens/s/device · 12.0 images/s/device · padding 26% · data 0.25 s · 61.2 GB"
+    assert f" · 20 trained tokens/s · {shown} · experts 1.50 · " in capsys.readouterr().out
+
+
 def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
     first = RunLogger(tmp_path, config(), total_steps=6)
     log_steps(first, 1, 4)

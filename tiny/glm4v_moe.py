@@ -124,7 +124,7 @@ def config(processor: Glm4vProcessor, text: dict, vision: dict) -> Glm4vMoeConfi
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "out_hidden_size": text_config["hidden_size"],
+        "out_hidden_size": text.get("hidden_size", text_config["hidden_size"]),
         "intermediate_size": 96,
     }
     text_config |= text

@@ -1,13 +1,13 @@
 """Measure a training step against Transformers and write reports/bench_step.json.
 
-python tools/bench_step.py [--families gemma3 qwen3_vl] [--out FILE]
+python tools/bench_step.py [--families gemma3 qwen3_vl] [--recompute none full] [--out FILE]
 
 The same weights, conversations and optimizer (AdamW, fp32 on a CPU, bf16 on a GPU) in one process: eight
 conversations of very different length with an image each, half of their text trained, through a language
 model of 8 layers of 512 channels and a vocabulary of 32,768. Transformers takes them as eight padded rows,
-which is all it can do; ours are the same padded rows, or packed into one. Seconds are medians over rounds
-taken in turns (CPU time of one thread; wall time on a GPU). Peak memory is that of the tensors that a step
-makes.
+which is all it can do; ours are the same padded rows, or packed into one. With recomputation, Transformers'
+gradient checkpointing is on, and ours is "full". Seconds are medians over rounds taken in turns (CPU time of
+one thread; wall time on a GPU). Peak memory is that of the tensors that a step makes.
 """
 
 from __future__ import annotations
@@ -45,18 +45,26 @@ from megatron_vlm.parallel import setup  # noqa: E402
 from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
 from megatron_vlm.training import gradients, step  # noqa: E402
 from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
-from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
 REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
 VOCABULARY = 32_768
 ROUNDS = 3
+ROPE = {  # of heads of 64 channels
+    "qwen2_5_vl": {"mrope_section": [8, 12, 12]},
+    "glm4v_moe": {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5},
+}
 
 
-def text_config(family: str, vocabulary: int = VOCABULARY) -> dict[str, int]:
+def text_config(family: str, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     text = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
     text |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": vocabulary}
-    if family.startswith("qwen"):
+    if family.startswith("qwen3"):
         text["head_dim"] = 32
+    if family.endswith("moe"):
+        text["moe_intermediate_size"] = 512
+    if family in ROPE:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, **ROPE[family]}
     if family == "gemma3":
         text |= {"query_pre_attn_scalar": 64, "sliding_window": 128}
     return text
@@ -171,8 +179,8 @@ def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=["gemma3", "qwen3_vl"])
-    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "full"])
+    parser.add_argument("--families", nargs="+", default=["gemma3", "qwen3_vl"], choices=list(TINY_FAMILIES))
+    parser.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "full"])
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench_step.json")
     arguments = parser.parse_args()
     setup.init_distributed(ParallelConfig(), seed=1)

@@ -12,6 +12,7 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.arguments import (
     check,
+    check_profile,
     check_run_folder,
     config_of_data,
     config_of_run,
@@ -67,12 +68,15 @@ def train(
     hf_path: Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
     nproc: Processes = None,
+    profile: Annotated[
+        int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
     """Train by a recipe. In torchrun's processes, or here with --nproc.
 
-    The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), and which each
-    step was trained on (batches/, see `replay`).
+    The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), which each
+    step was trained on (batches/, see `replay`), and what --profile recorded (profile/).
     """
     flags = {
         "dataset_type": dataset_type,
@@ -88,15 +92,16 @@ def train(
         return
     check(config, nproc)
     check_run_folder(config)
+    check_profile(config, profile)
     if nproc:
-        options = {"recipe": recipe, "config": file, **arguments}
+        options = {"recipe": recipe, "config": file, **arguments, "profile": profile}
         given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
         raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
 
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
 
-        run(config)
+        run(config, profile)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from typing import Any
 DataPaths = Any  # a path, or a list of paths; `paths_of` lists them
 # In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
 PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
+PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
 MISSING = "???"  # a setting without a default; OmegaConf's own mark
 
 

@@ -11,6 +11,8 @@ from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
+from torch.profiler import record_function
+
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.run_data import RunData
@@ -56,6 +58,7 @@ class Feed:
         """Why this rank's samples go through the HF processor, which is slower; None if they do not."""
         return self._data and self._data.why_hf_processor
 
+    @record_function("data")
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
         take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)

@@ -19,15 +19,18 @@ from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.checkpoint import CheckpointState
 from megatron_vlm.training.evaluate import validation_loss
+from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.profile import Profile
 from megatron_vlm.training.step import train_step
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig, profile_steps: int = 0) -> None:
     """Train up to step `config.train.steps`, from the run folder's latest checkpoint if it has one.
 
-    Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures.
+    Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures, and
+    with `profile_steps` a trace of so many steps (see `training.profile`).
     """
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
@@ -38,6 +41,7 @@ def train(config: RunConfig) -> None:
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
+    figures = StepFigures(config, source.family, source.hf_config, model)
 
     watchdog.beat("opening the data")
     feed = Feed(config, source, resumed)
@@ -46,17 +50,21 @@ def train(config: RunConfig) -> None:
     for message in opening_words(config, feed, resumed):
         log.message(message)
 
-    with closing(log, feed):
+    profile = Profile(config.run_dir, profile_steps, start + 1, model, log.message)
+    with closing(log, feed), profile:
         for step in range(start + 1, config.train.steps + 1):
             began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
             watchdog.beat(f"waiting for the data of step {step}")
             micro_batches = feed.train(step)
+            waited = time.monotonic() - began
             watchdog.beat(f"training step {step}")
             with feed.naming_samples(step, micro_batches):
-                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches)
+                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches, figures)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
-            log.log_step(step, loss, lr, grad_norm, tokens, seconds, feed.dropped_everywhere())
+            numbers = (loss, lr, grad_norm, tokens, seconds, feed.dropped_everywhere())
+            log.log_step(step, *numbers, figures.of_step(seconds, waited))
+            profile.step()
 
             if config.train.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")

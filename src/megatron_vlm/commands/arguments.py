@@ -37,6 +37,18 @@ def check_run_folder(config: RunConfig) -> None:
         check_start(config.run_dir, config.model.hf_path)
 
 
+def check_profile(config: RunConfig, steps: int) -> None:
+    """Raises ConfigError if the run ends before `steps` steps are recorded, counted from its checkpoint."""
+    latest = latest_checkpoint(config.run_dir)
+    done = int(latest.name.removeprefix("step_")) if latest else 0
+    needed = done + configs.PROFILE_WARM_UP + steps
+    if steps and config.train.steps < needed:
+        raise ConfigError(
+            f"--profile {steps}: with {configs.PROFILE_WARM_UP} steps of warm-up after step {done} it needs "
+            f"train.steps={needed}, which is {config.train.steps}; raise it, or profile fewer steps."
+        )
+
+
 def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
     """The run's own configuration. One process ignores its layout, since checkpoints load in any."""
     file = existing(run_dir) / "config.yaml"

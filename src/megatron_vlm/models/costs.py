@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,18 +43,27 @@ class ImageCost:
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
     """Operations of a forward pass of one token through `layer`, in a document of `seq_length` tokens."""
-    width, head = architecture["hidden_size"], architecture["kv_channels"]
-    heads, groups = architecture["num_attention_heads"], architecture["num_query_groups"]
     windows = architecture.get("layer_windows")
-    projections = 2 * width * head * (2 * heads + 2 * groups)
-    scores = 4 * heads * head * _keys_seen(seq_length, windows[layer] if windows else None)
-    return projections + scores + _feed_forward_flops(architecture, layer)
+    pairs = pairs_seen(seq_length, windows[layer] if windows else None)
+    return product_flops(architecture, layer) + pair_flops(architecture) * pairs / seq_length
 
 
-def _keys_seen(seq_length: int, window: int | None) -> float:
-    """The mean number of keys that a token sees, itself included."""
-    window = min(window or seq_length, seq_length)
-    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
+def product_flops(architecture: dict, layer: int) -> float:
+    """Operations of a forward pass of one token through `layer`, without those of attention."""
+    heads, groups = architecture["num_attention_heads"], architecture["num_query_groups"]
+    projections = 2 * architecture["hidden_size"] * architecture["kv_channels"] * (2 * heads + 2 * groups)
+    return projections + _feed_forward_flops(architecture, layer)
+
+
+def pair_flops(architecture: dict) -> float:
+    """Operations of a layer's attention for a token and one that it sees: their score and the value."""
+    return 4 * architecture["num_attention_heads"] * architecture["kv_channels"]
+
+
+def pairs_seen(length: int | np.ndarray, window: int | None) -> float | np.ndarray:
+    """How many pairs of a token and one that it sees, itself included, a document of `length` tokens has."""
+    window = length if window is None else np.minimum(window, length)
+    return window * (window + 1) / 2 + (length - window) * window
 
 
 def _feed_forward_flops(architecture: dict, layer: int) -> float:
@@ -71,12 +82,9 @@ def output_flops(architecture: dict) -> float:
 
 def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     """The cost of an image of `data.max_pixels`: tower and projector run on shapes alone, without numbers."""
-    pixels, dtype = config.data.max_pixels or DEFAULT_IMAGE, DTYPES[config.model.dtype]
-    with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
-        image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
-    with torch.device("meta"):
-        vision = family.build_vision(hf_config).to(dtype)
-    visual = image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
+    image, vision, visual = tower_of_shapes(
+        config, family, hf_config, config.data.max_pixels or DEFAULT_IMAGE
+    )
     saved: list[torch.Tensor] = []
     inputs: list[int] = []
     for module in vision.modules():
@@ -86,7 +94,7 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
         torch.device("cpu"),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         FlopCounterMode(display=False) as linear,
-        _FusedAttention() as attention,
+        AttentionOfShapes() as attention,
     ):
         vision(**visual.as_model_kwargs())
     weights = {p.untyped_storage()._cdata for p in vision.parameters()}
@@ -96,8 +104,23 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept, tuple(inputs))
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention as devices run it, without storing its matrix; `flops` counts its operations."""
+def tower_of_shapes(
+    config: RunConfig, family: Family, hf_config: Any, pixels: int
+) -> tuple[GenericVisualInputs, nn.Module, GenericVisualInputs]:
+    """A blank image of about `pixels` on the host; tower and projector on the meta device, and the image."""
+    dtype = DTYPES[config.model.dtype]
+    with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
+        image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
+    with torch.device("meta"):
+        vision = family.build_vision(hf_config).to(dtype)
+    return image, vision, image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
+
+
+class AttentionOfShapes(TorchFunctionMode):
+    """Attention as devices run it, without storing its matrix; `flops` counts its operations.
+
+    A backward pass has twice those of the forward pass: scores that a kernel computes again do not count.
+    """
 
     def __init__(self):
         super().__init__()
@@ -107,18 +130,24 @@ class _FusedAttention(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args
-        self.flops += 4 * query.numel() * key.shape[-2]
-        return _AttentionShapes.apply(query, key, value)
+        return _AttentionShapes.apply(query, key, value, self)
 
 
 class _AttentionShapes(torch.autograd.Function):
     """Saves what fused attention saves, and gives a result of its shape."""
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, counter: AttentionOfShapes):
         output = torch.empty_like(query)
         ctx.save_for_backward(query, key, value, output)
+        ctx.counter, ctx.flops = counter, 4 * query.numel() * key.shape[-2]
+        counter.flops += ctx.flops
         return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.counter.flops += 2 * ctx.flops
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
 def images_per_row(config: RunConfig, image: ImageCost) -> float:

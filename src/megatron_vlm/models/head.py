@@ -15,12 +15,14 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_vlm.models.stream import Stream
 
 CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
 
 
+@record_function("head")
 def output_losses(
     *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
 ) -> Tensor:

@@ -3,7 +3,7 @@
 Steps are counted from 1. In a run folder:
 
     config.yaml     the full configuration
-    metrics.jsonl   one row a step, `step` and its numbers; validation rows hold `valid_loss`
+    metrics.jsonl   one row a step, its numbers as in docs/metrics.md; validation rows hold `valid_loss`
     tensorboard/    the same numbers as events
     loss.png        training and validation loss over steps
 """
@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder.folder import write_whole
 
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
+IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
+    "mfu": "MFU {:.1%}",
+    "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
+    "images_per_second_per_device": "{:,.1f} images/s/device",
+    "padding": "padding {:.0%}",
+    "data_seconds": "data {:.2f} s",
+    "peak_memory_gb": "{:.1f} GB",
+    "expert_balance": "experts {:.2f}",
+}
 
 
 class RunLogger:
@@ -74,8 +83,10 @@ class RunLogger:
         trained_tokens: int,
         seconds: float,
         dropped: int | None = None,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
-        """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples so far."""
+        """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples so far, and
+        `figures` what `training.figures` says of it."""
         if not self.is_writer:
             return
         self.trained_tokens += trained_tokens
@@ -87,10 +98,9 @@ class RunLogger:
                 "trained_tokens": self.trained_tokens,
                 "dropped_samples": dropped or 0,
             }
-            self._write(step, {**numbers, **totals})
-        self._show(
-            step, f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"
-        )
+            self._write(step, {**numbers, **totals, **(figures or {})})
+        words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
+        self._show(step, " · ".join([*words, *_in_words(figures or {})]))
 
     def log_eval(self, step: int, loss: float | None) -> None:
         """Log the validation loss after `step`, the last logged step; None if there is no validation data."""
@@ -271,6 +281,10 @@ def _side_by_side(pictures: Sequence[Any]) -> Any:
 
 def _wrapped(caption: str) -> list[str]:
     return [line for part in caption.splitlines() for line in textwrap.wrap(part, 30) or [""]]
+
+
+def _in_words(figures: Mapping[str, float]) -> list[str]:
+    return [words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures]
 
 
 def _short(number: float) -> str:

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch import distributed as dist
+from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.job import watchdog
@@ -23,6 +24,7 @@ from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
+from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients
 
 
@@ -95,20 +97,30 @@ def _streams(
     ]
 
 
-def train_step(chunks: list[DistributedDataParallel], optimizer, scheduler, micro_batches: list[Batch]):
+@record_function("step")
+def train_step(
+    chunks: list[DistributedDataParallel],
+    optimizer,
+    scheduler,
+    micro_batches: list[Batch],
+    figures: StepFigures | None = None,
+):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    If loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights
-    are then unusable.
+    `figures` are then those of this step. If loss or norm are not finite, one rank raises NotFinite and the
+    others AnotherRankFailed; the weights are then unusable.
     """
     for chunk in chunks:
         empty_gradients(chunk)
     optimizer.zero_grad()
     reports = forward_backward(chunks, micro_batches)
-    updated, grad_norm, _ = optimizer.step()
+    if figures:
+        figures.count(micro_batches)
+    with record_function("optimizer"):
+        updated, grad_norm, _ = optimizer.step()
     if updated:
         scheduler.step(increment=1)
-    loss, tokens = mean_loss(reports)
+    loss, tokens = mean_loss(reports, figures)
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         _raise_not_finite(what, reports)
@@ -131,15 +143,20 @@ def _raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
     )
 
 
-def mean_loss(reports: list[dict[str, Tensor]]) -> tuple[float, int]:
+def mean_loss(reports: list[dict[str, Tensor]], figures: StepFigures | None = None) -> tuple[float, int]:
     """Mean loss over all trained tokens of all ranks, and their number; NaN if there are none.
 
-    Collective: the last stage's reports are summed over data-parallel ranks and sent to all ranks.
+    Collective: the last stage's reports are summed over data-parallel ranks and sent to all ranks, and with
+    them the figures of the step, which a rank reads from its device here and nowhere else.
     """
     total = torch.zeros(2, dtype=torch.float64, device=setup.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
             total += report["sum_and_count"]
+    if figures:
+        total = torch.cat((total, figures.of_this_rank()))
     dist.all_reduce(total)
-    loss_sum, count = total.tolist()
+    loss_sum, count, *sums = total.tolist()
+    if figures:
+        figures.added(sums)
     return (loss_sum / count if count else float("nan")), int(count)

@@ -24,6 +24,8 @@ class Family:
     where the further n are added to the hidden states after each of the first n layers (`deepstack_layers`).
     `blank_image(hf_config, pixels)` gives its arguments for a black image of about that area (0: smallest).
     `visual_tokens(hf_config, visual_inputs)` gives the number of features of each item, images before videos.
+    `tower_pairs(hf_config, visual_inputs)` gives the number of pairs of patches that see each other in the
+    tower's attention, over all items and layers, or over one layer if all are alike.
     """
 
     model_type: str
@@ -34,6 +36,7 @@ class Family:
     build_vision: Callable[[Any], nn.Module]
     blank_image: Callable[[Any, int], dict[str, Tensor]]
     visual_tokens: Callable[[Any, GenericVisualInputs], list[int]]
+    tower_pairs: Callable[[Any, GenericVisualInputs], int]
     weights: Callable[[Any], list[Rule]]
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()

@@ -99,6 +99,11 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     return [hf_config.mm_tokens_per_image] * len(visual.pixel_values)
 
 
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    vision = hf_config.vision_config
+    return len(visual.pixel_values) * (vision.image_size // vision.patch_size) ** 4
+
+
 def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
     norms_after = {"self_attn_bda": "post_attention_layernorm", "mlp_bda": "post_feedforward_layernorm"}
@@ -124,6 +129,7 @@ FAMILY = Family(
     build_vision=Gemma3Vision,
     blank_image=blank_image,
     visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
     weights=weights,
     renames=llava_keys.RENAMES,
     bidirectional_images=True,

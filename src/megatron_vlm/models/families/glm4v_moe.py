@@ -152,6 +152,7 @@ FAMILY = Family(
     build_vision=Glm4vMoeVision,
     blank_image=patch_towers.blank_image,
     visual_tokens=patch_towers.visual_tokens,
+    tower_pairs=patch_towers.tower_pairs,
     weights=weights,
     ignored_keys=ignored_keys,
     groups={

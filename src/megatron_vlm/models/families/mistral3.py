@@ -113,6 +113,11 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     return (visual.image_sizes // merged).prod(-1).tolist()
 
 
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    patches_N = (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1)
+    return int((patches_N**2).sum())
+
+
 def weights(hf_config: Any) -> list[Rule]:
     return [
         *llava_keys.outer_rules(hf_config),
@@ -140,6 +145,7 @@ FAMILY = Family(
     build_vision=Ministral3Vision,
     blank_image=blank_image,
     visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
     weights=weights,
     renames=llava_keys.RENAMES,
     portable_config=portable_config,

@@ -110,6 +110,25 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
 
 
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    """Patches see those of their image or moment of a video, in some layers of their window only."""
+    vision = hf_config.vision_config
+    frames_N, heights_N, widths_N = _joined(visual.image_grid_thw, visual.video_grid_thw).cpu().unbind(-1)
+    whole = int((frames_N * (heights_N * widths_N) ** 2).sum())
+    if not hasattr(vision, "fullatt_block_indexes"):
+        return whole
+    side = vision.window_size // vision.patch_size // vision.spatial_merge_size * vision.spatial_merge_size
+    # windows are all pairs of a run of rows and a run of columns, and so are the squares of their sizes
+    windows = int((frames_N * _squares(heights_N, side) * _squares(widths_N, side)).sum())
+    layers = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
+    return layers * whole + (vision.depth - layers) * windows
+
+
+def _squares(length_N: Tensor, run: int) -> Tensor:
+    """The sum of the squares of the lengths when `length_N` is cut into runs; the last may be shorter."""
+    return length_N // run * run**2 + (length_N % run) ** 2
+
+
 @dataclass(frozen=True)
 class MRope:
     """A family's M-RoPE, in chunks or `interleaved`; the family decides which, not the config.

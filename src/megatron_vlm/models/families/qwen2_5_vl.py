@@ -70,6 +70,7 @@ FAMILY = Family(
     build_vision=patch_towers.GridVision,
     blank_image=patch_towers.blank_image,
     visual_tokens=patch_towers.visual_tokens,
+    tower_pairs=patch_towers.tower_pairs,
     weights=weights,
     renames=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     groups={

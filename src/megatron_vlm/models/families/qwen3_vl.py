@@ -65,6 +65,7 @@ FAMILY = Family(
     build_vision=patch_towers.GridVision,
     blank_image=patch_towers.blank_image,
     visual_tokens=patch_towers.visual_tokens,
+    tower_pairs=patch_towers.tower_pairs,
     weights=weights,
     groups=GROUPS,
     position_ids=position_ids,

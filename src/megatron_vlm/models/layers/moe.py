@@ -35,6 +35,7 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.frozen_expert_bias = True
         self.trained_tokens = 0  # of the current micro batch, on all ranks of context parallelism
+        self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
@@ -46,7 +47,13 @@ class Router(TopKRouter):
         return super().attach_and_log_load_balancing_loss(*args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Does nothing. Megatron counts tokens here to update the bias (and 0.19 fails on a padding mask)."""
+        """Counts each expert's tokens in training, once if a layer is recomputed. Megatron would do it to
+        update the bias (and 0.19 fails on a padding mask)."""
+        if self.expert_tokens is None or not torch.is_grad_enabled():
+            return
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        self.expert_tokens += routing_map.sum(dim=0)
 
 
 class Experts(MegatronModule):

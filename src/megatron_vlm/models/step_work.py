@@ -1,0 +1,97 @@
+"""What the batches of a training step ask of a model: tokens, images, and model FLOPs.
+
+Model FLOPs are the operations that the step's documents and images need, however they are computed: what is
+computed again (recomputation), padding and blank images count nothing. It is what PaLM's model FLOP
+utilisation counts (arXiv 2204.02311, appendix B), with three differences for this package's batches:
+attention counts the pairs of tokens that see each other, documents and windows for themselves and without the
+half that a causal mask hides; the output layer counts trained tokens only; the tower counts its images.
+
+A product of (m, k) and (k, n) is 2 m k n operations in the forward pass, as many for the gradient of its
+input, and as many for that of its weight, if that is trained. What is in front of all that is trained has no
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models import costs
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.layers.tower_attention import use_sdpa
+from megatron_vlm.models.stream import StreamLayout
+from megatron_vlm.models.vlm import freeze
+
+
+class Work(NamedTuple):
+    """Of micro batches. `places` are tokens of rows, padding included; a video counts as one image."""
+
+    flops: float
+    tokens: int
+    places: int
+    images: int
+
+
+class StepWork:
+    """Counts what micro batches ask of one model; everything is read on the host."""
+
+    def __init__(self, config: RunConfig, family: Family, hf_config: Any):
+        self._family, self._hf_config = family, hf_config
+        self._kinds = family.visual_kinds(hf_config)
+        architecture = family.architecture(hf_config)
+        layers = range(architecture["num_layers"])
+        # The hidden states have gradients in any case: embeddings are trained, or images come from what is.
+        passes = 2 + ("language_model" not in config.model.freeze)
+        self._per_token = passes * sum(costs.product_flops(architecture, i) for i in layers)
+        self._per_trained_token = passes * costs.output_flops(architecture)
+        self._per_pair = 3 * costs.pair_flops(architecture)
+        self._layers_by_window = Counter(architecture.get("layer_windows") or [None] * len(layers))
+        self._per_visual_token, self._per_tower_pair = tower_flops(config, family, hf_config)
+
+    def of(self, batch: Batch) -> Work:
+        """Of a micro batch on the first pipeline stage, which has the images."""
+        layout = StreamLayout(batch, self._kinds, self._family.bidirectional_images, ranks=1)
+        trained = int((batch["labels"] != IGNORE_INDEX).sum())
+        flops = self._per_token * len(layout.real) + self._per_trained_token * trained
+        flops += self._per_pair * self._pairs(layout)
+        images = 0
+        if batch["visual_inputs"] is not None:
+            visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
+            tokens_N = self._family.visual_tokens(self._hf_config, visual)
+            images = len(tokens_N)
+            flops += self._per_visual_token * sum(tokens_N)
+            flops += self._per_tower_pair * self._family.tower_pairs(self._hf_config, visual)
+        return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
+
+    def _pairs(self, layout: StreamLayout) -> float:
+        """Pairs of a token and one that it sees, over all layers; a later one is seen in an image block."""
+        lengths = layout.placement.ends - layout.placement.starts
+        later = sum((stop - start) * (stop - start - 1) / 2 for _, start, stop in layout.placement.blocks)
+        return sum(
+            layers * (costs.pairs_seen(lengths, window).sum() + later)
+            for window, layers in self._layers_by_window.items()
+        )
+
+
+def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[float, float]:
+    """Operations that a step has for a visual token in tower and projector, and for a pair of patches in the
+    tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
+    image, vision, visual = costs.tower_of_shapes(config, family, hf_config, 0)
+    use_sdpa(vision)  # which `AttentionOfShapes` counts
+    freeze(nn.ModuleDict({"vision": vision}), family, config.model.freeze)
+    with (
+        torch.device("cpu"),
+        FlopCounterMode(display=False) as products,
+        costs.AttentionOfShapes() as attention,
+    ):
+        features = vision(**visual.as_model_kwargs())
+        if features.requires_grad:
+            features.sum().backward()
+    tokens, pairs = family.visual_tokens(hf_config, image), family.tower_pairs(hf_config, image)
+    return products.get_total_flops() / sum(tokens), attention.flops / pairs

@@ -1,0 +1,125 @@
+"""The figures of a step: how well it used its devices and what it had to do; see docs/metrics.md."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_vlm.batch import Batch
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.layers.moe import Router
+from megatron_vlm.models.step_work import StepWork, Work
+from megatron_vlm.parallel import setup
+
+# Operations per second in bf16 on tensor cores without sparsity, from NVIDIA's data sheets. The first line of
+# which a device's name has all words counts.
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100 HBM3": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The most operations per second in bf16; None if the device is not in the table, or a part of one."""
+    words = set(re.findall(r"\w+", device_name))
+    if "MIG" in words:
+        return None
+    return next((peak for name, peak in PEAKS.items() if words.issuperset(name.split())), None)
+
+
+class StepFigures:
+    """Gathers the figures of a step on every rank without waiting for anything: they are added over ranks
+    together with the loss (`training.step.train_step`).
+
+    While it lives, the routers of `chunks` count the tokens of each expert.
+    """
+
+    def __init__(self, config: RunConfig, family: Any, hf_config: Any, chunks: list[torch.nn.Module]):
+        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        first &= parallel_state.get_tensor_and_context_parallel_rank() == 0
+        # one of the ranks that share data
+        self._work = StepWork(config, family, hf_config) if first else None
+        self._done = Work(0, 0, 0, 0)
+        self._sums: list[float] = []
+        on_gpu = setup.device().type == "cuda"
+        name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
+        self._peak = peak_flops(name)
+        experts = family.architecture(hf_config).get("num_moe_experts", 0)
+        layers = family.architecture(hf_config)["num_layers"] if experts else 0
+        self._expert_tokens = torch.zeros(layers, experts, dtype=torch.int64, device=setup.device())
+        for router in (module for chunk in chunks for module in chunk.modules()):
+            if isinstance(router, Router):
+                router.expert_tokens = self._expert_tokens[router.layer_number - 1]
+
+    def count(self, micro_batches: list[Batch]) -> None:
+        """Called when a step's work is under way on the device, which needs no host meanwhile."""
+        if self._work:
+            self._done = Work(*map(sum, zip(*map(self._work.of, micro_batches), strict=True)))
+
+    def of_this_rank(self) -> Tensor:
+        """The numbers to add over all ranks, fp64 on the device."""
+        memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
+        memory[dist.get_rank()] = _peak_memory()
+        numbers = torch.tensor([*self._done, *memory], dtype=torch.float64)
+        numbers = numbers.to(setup.device(), non_blocking=True)
+        experts = self._expert_tokens.flatten().double()
+        self._expert_tokens.zero_()
+        return torch.cat((numbers, experts))
+
+    def added(self, sums: list[float]) -> None:
+        """Takes the sums over all ranks of what `of_this_rank` returned."""
+        self._sums = sums
+
+    def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
+        """Of the step that the last sums are of; it took `seconds`, of which `data_seconds` without data."""
+        done, ranks = Work(*self._sums[: len(Work._fields)]), dist.get_world_size()
+        memory, experts = np.split(np.array(self._sums[len(done) :]), [ranks])
+        device_seconds = max(seconds, 1e-9) * ranks
+        figures = {
+            "mfu": done.flops / device_seconds / self._peak if self._peak else None,
+            "tflops_per_device": done.flops / device_seconds / 1e12,
+            "tokens_per_second_per_device": done.tokens / device_seconds,
+            "images_per_second_per_device": done.images / device_seconds,
+            "padding": 1 - done.tokens / done.places if done.places else 0.0,
+            "data_seconds": data_seconds,
+            "peak_memory_gb": memory.max().item() / 1e9,
+            **_balance(experts.reshape(self._expert_tokens.shape)),
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def _balance(tokens_LE: np.ndarray) -> dict[str, float]:
+    """The tokens of the busiest expert over the mean, for the layers that have experts."""
+    tokens_LE = tokens_LE[tokens_LE.any(1)] if tokens_LE.size else tokens_LE
+    if not tokens_LE.size:
+        return {}
+    balance_L = tokens_LE.max(1) / tokens_LE.mean(1)
+    return {"expert_balance": balance_L.mean().item(), "expert_balance_worst": balance_L.max().item()}
+
+
+def _peak_memory() -> int:
+    """Bytes: the most that tensors had on this GPU since the last call; on a CPU, the most that this process
+    ever had in memory."""
+    if setup.device().type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,198 @@
+"""Where the time of some steps goes: a trace for a viewer and a table by parts of the model."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import distributed as dist
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, record_function, schedule
+from torch.profiler import profile as torch_profile
+
+from megatron_vlm.config import PROFILE_WARM_UP
+from megatron_vlm.job import watchdog
+from megatron_vlm.models.language_model import LanguageModel
+from megatron_vlm.models.layers.attention import CoreAttention
+from megatron_vlm.models.layers.moe import MoE
+from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.parallel import setup
+
+MODULES = {CoreAttention: "attention", MoE: "experts", LanguageModel: "language model"}
+# Ranges that the code itself names, each where it is; all other time of a step is "other".
+WHOLE = ("data", "step")
+PARTS = {*MODULES.values(), "tower", "head", "optimizer", "data"}
+OPERATIONS = {  # names of operations begin with, on any thread
+    **dict.fromkeys(("nccl:", "c10d::", "record_param_comms"), "communication"),
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad": "gradients",
+}
+
+
+class Profile:
+    """Records `steps` steps of a run that begins with `first`, after a warm-up; if 0, it does nothing.
+
+    One rank of each pipeline stage records. Its trace and its table go into `run_dir`/profile, and `say` gets
+    the first rank's table. It changes no number of the run. Nothing is written of steps that do not come.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        steps: int,
+        first: int,
+        chunks: list[torch.nn.Module],
+        say: Callable[[str], None],
+    ):
+        self._profiler: torch_profile | None = None
+        if steps and _first_of_its_stage():
+            first += PROFILE_WARM_UP
+            name = f"steps_{first}-{first + steps - 1}_rank{dist.get_rank()}"
+            self._path, self._steps, self._say = Path(run_dir) / "profile" / name, steps, say
+            self._hooks = name_ranges(chunks)
+            if not torch.cuda.is_available():
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that as an error
+            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
+            plan = schedule(wait=PROFILE_WARM_UP - 1, warmup=1, active=steps, repeat=1)
+            self._profiler = torch_profile(
+                activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=True
+            )
+
+    def step(self) -> None:
+        """Called after each step."""
+        if self._profiler:
+            self._profiler.step()
+
+    def __enter__(self) -> Profile:
+        if self._profiler:
+            self._profiler.start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if self._profiler:
+            if error:
+                self._profiler.on_trace_ready = None  # its steps are not all there
+            self._profiler.stop()
+
+    def _write(self, profiler: torch_profile) -> None:
+        watchdog.beat(f"writing the profile {self._path}", files=True)
+        for hook in self._hooks:
+            hook.remove()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(f"{self._path}.json.gz")
+        watchdog.beat("adding up the profile")
+        text = table(seconds_by_part(profiler.events()), self._steps)
+        Path(f"{self._path}.txt").write_text(text + "\n", encoding="utf-8")
+        if setup.is_first_rank():
+            self._say(f"{text}\ntrace: {self._path}.json.gz, for https://ui.perfetto.dev")
+
+
+def _first_of_its_stage() -> bool:
+    ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_and_context_parallel_rank(),
+    )
+    return ranks == (0, 0)
+
+
+def name_ranges(chunks: list[torch.nn.Module]) -> list[Any]:
+    """Hooks that name what modules do in the forward pass; each has `remove`."""
+    named = []
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        named += [(module, name) for kind, name in MODULES.items() if isinstance(module, kind)]
+        if isinstance(module, VLMModel) and module.pre_process:
+            named.append((module.vision, "tower"))
+    return [hook for module, name in named for hook in _named(module, name)]
+
+
+def _named(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
+    entered: list[record_function] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(record_function(name))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
+
+def seconds_by_part(events: list[FunctionEvent]) -> dict[str, float]:
+    """The seconds of all recorded steps by part, with "all" for their sum and more where there is a GPU.
+
+    On a CPU they are those of the thread that trains, so they add up. On a GPU a part's seconds are those of
+    its kernels, which may run beside each other, and "device idle" is when none ran. The operations of a
+    backward pass belong to the part of the operation that they are the gradient of.
+    """
+    on_host = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
+    steps = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_host if e.name in WHOLE)
+    starts = [start for start, *_ in steps]
+
+    def recorded(event: FunctionEvent) -> bool:
+        at = bisect(starts, event.time_range.start) - 1
+        return at >= 0 and event.time_range.start <= steps[at][1]
+
+    part_of = _parts(on_host)
+    trains = {e.thread for e in on_host if e.name == "step"}
+    seconds: dict[str, float] = defaultdict(float)
+    for event in filter(recorded, on_host):
+        if torch.cuda.is_available():
+            seconds[part_of[id(event)]] += event.self_device_time_total / 1e6
+        elif event.thread in trains:
+            seconds[part_of[id(event)]] += event.self_cpu_time_total / 1e6
+    seconds["all"] = sum(stop - start for start, stop, _ in steps) / 1e6
+    if torch.cuda.is_available():
+        seconds["data"] = sum(stop - start for start, stop, name in steps if name == "data") / 1e6
+        seconds["device idle"] = seconds["all"] - _busy(filter(recorded, events))
+    return dict(seconds)
+
+
+def _parts(on_host: list[FunctionEvent]) -> dict[int, str]:
+    """The part of every event, by its id."""
+    forward: dict[tuple[int, int], FunctionEvent] = {}
+    by_start = sorted(on_host, key=lambda e: (e.time_range.start, -e.time_range.end))
+    for event in by_start:  # of operations with one number, the last made the node of the backward pass
+        if not event.fwd_thread and event.sequence_nr >= 0:
+            forward[event.thread, event.sequence_nr] = event
+    found: dict[int, str] = {}
+    for event in by_start:  # what an event is in comes before it
+        found[id(event)] = _own_part(event, forward, found) or found.get(id(event.cpu_parent), "other")
+    return found
+
+
+def _own_part(event: FunctionEvent, forward: dict, found: dict[int, str]) -> str | None:
+    """None if it is that of what the event is in. Only nodes of a backward pass have a forward thread."""
+    if event.name in PARTS:
+        return event.name
+    for name, part in OPERATIONS.items():
+        if event.name.startswith(name):
+            return part
+    origin = forward.get((event.fwd_thread, event.sequence_nr)) if event.fwd_thread else None
+    return found.get(id(origin))
+
+
+def _busy(events: Any) -> float:
+    """Seconds in which at least one kernel ran."""
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    busy, until = 0.0, 0.0
+    for event in sorted(kernels, key=lambda e: e.time_range.start):
+        busy += max(0.0, event.time_range.end - max(event.time_range.start, until))
+        until = max(until, event.time_range.end)
+    return busy / 1e6
+
+
+def table(seconds: dict[str, float], steps: int) -> str:
+    """Milliseconds of a step by part, the longest first."""
+    whole = seconds["all"]
+    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda part: -part[1])
+    lines = [f"{'part':<16}{'ms a step':>12}{'share':>8}"]
+    for name, part in [*parts, ("all", whole)]:
+        lines.append(f"{name:<16}{1000 * part / steps:>12.1f}{part / whole:>8.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""The figures of a step: its operations against a counter of what torch does, and what every rank adds."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.layers.moe import Router
+from megatron_vlm.training.figures import StepFigures, peak_flops
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FREEZE = {"nothing": [], "tower": ["tower"], "all but projector": ["tower", "language_model"]}
+FREEZE |= {"tower and projector": ["tower", "projector"], "language model": ["language_model"]}
+
+# ---- in the processes -------------------------------------------------------------------------------------
+
+
+def operations(path: str, cases: str) -> dict[str, list[float]]:
+    """By case, what StepWork counts of a batch, and what a step does, with attention as it must be."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.step_work import StepWork
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import gradients, step
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family, found = family_for(hf_config), {}
+    for name, (freeze, recompute, batch) in torch.load(cases, weights_only=False).items():
+        run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
+        chunks = build_model(run, family, hf_config, setup.device())
+        ddp = gradients.data_parallel(chunks, run)
+        counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
+        with counter:
+            step.forward_backward(ddp, [batch])
+        done = products(counter) + 3 * seen_pairs(chunks[0], batch)
+        if batch["visual_inputs"]:
+            done += (1 if "tower" in freeze else 3) * tower_attention(chunks[0].vision, batch)
+        work = StepWork(run, family, hf_config).of(batch)
+        if "language_model" in freeze:
+            done -= 2 * work.tokens * router_weights(chunks[0])  # Megatron has no frozen router
+        found[name] = [work.flops, done, work.tokens, work.places, work.images]
+    return found
+
+
+def grouped(shape_a, shape_b, *_, **__) -> int:
+    """Rows of (rows, k) each by one of (experts, k, n), or (k, rows) by (rows, n) in as many groups."""
+    return 2 * shape_a[0] * shape_a[1] * shape_b[-1]
+
+
+GROUPED = {torch.ops.aten._grouped_mm: grouped}
+
+
+def products(counter: FlopCounterMode) -> int:
+    """All but attention."""
+    return sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+
+
+def seen_pairs(model: Any, batch: dict) -> float:
+    """Operations of attention's forward pass over the pairs that the dense backend's mask allows."""
+    from megatron_vlm.models.layers.attention import mask
+
+    config = model.config
+    windows = config.layer_windows or (None,) * config.num_layers
+    layout = model.layout(batch)
+    plan = layout.stream(0, layout.longest, windows, torch.device("cpu")).plan
+    pairs = sum(int(mask(plan, plan.views[window]).sum()) for window in windows)
+    return 4 * config.num_attention_heads * config.kv_channels * pairs
+
+
+def router_weights(model: Any) -> int:
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, Router))
+
+
+def tower_attention(vision: torch.nn.Module, batch: dict) -> int:
+    """Operations of the forward pass of the tower's attention, item by item."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for item in batch["visual_inputs"].items():
+            vision(**item.as_model_kwargs())
+    return counter.get_total_flops() - products(counter)
+
+
+def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
+    """By layout, the figures of a step of 2 seconds."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import evaluate, gradients, step
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family, found = family_for(hf_config), {}
+    rows = torch.load(cases, weights_only=False)
+    for name, (layout, recompute) in LAYOUTS.items():
+        setup.reset_layout(layout, seed=1)
+        run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32", recompute=recompute))
+        chunks = build_model(run, family, hf_config, setup.device())
+        import_hf(chunks, path, family.weight_map(hf_config))
+        ddp = gradients.data_parallel(chunks, run)
+        figures = StepFigures(run, family, hf_config, ddp)
+        mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
+        left = iter(2 * mine[:1])
+        evaluate.validation_loss(ddp, lambda count, left=left: list(islice(left, count)))  # is not counted
+        step.train_step(ddp, *build_optimizer(ddp, run), mine, figures)
+        found[name] = figures.of_step(seconds=2.0, data_seconds=0.5)
+    return found
+
+
+LAYOUTS = {
+    "DP2": (ParallelConfig(), "none"),
+    "EP2": (ParallelConfig(ep=2), "none"),
+    "EP2·TP2+SP, recomputed": (ParallelConfig(ep=2, tp=2), "full"),
+    "CP2": (ParallelConfig(cp=2), "none"),
+    "PP2": (ParallelConfig(pp=2), "none"),
+}
+
+# ---- the tests --------------------------------------------------------------------------------------------
+
+
+def encoded(path: Path, rows: list[str]) -> dict:
+    from transformers import AutoConfig, AutoProcessor
+
+    from megatron_vlm.models.families import family_for
+
+    hf_config = AutoConfig.from_pretrained(path)
+    _, padded, single = parity.encode(
+        AutoProcessor.from_pretrained(path), family_for(hf_config), hf_config, rows
+    )
+    return {"padded": padded, "packed": parity.pack(single)}
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_operations_are_those_that_torch_counts(family, tmp_path):
+    path = build_tiny_checkpoint(family, tmp_path / "model")
+    # Pixtral's first convolution also takes the padding of images of different sizes
+    rows = ["t", "it"] if family == "mistral3" else ["t", "it", "ititit"]
+    batches = encoded(path, rows)
+    cases = {rows: ([], "none", batch) for rows, batch in batches.items()}
+    cases |= {name: (freeze, "none", batches["packed"]) for name, freeze in FREEZE.items()}
+    if "video" in parity.inputs_of(family):
+        cases["video"] = ([], "none", encoded(path, ["vt", "it"])["packed"])
+    torch.save(cases, tmp_path / "cases.pt")
+    found = run_distributed(1, operations, str(path), str(tmp_path / "cases.pt"))[0]
+    assert len({done for _, done, *_ in found.values()}) >= 5
+    assert {name: counted for name, (counted, *_) in found.items()} == {
+        name: done for name, (_, done, *_) in found.items()
+    }
+    tokens = int((batches["padded"]["attention_mask"] > 0).sum())
+    assert found["padded"][2:] == [tokens, batches["padded"]["input_ids"].numel(), "".join(rows).count("i")]
+    assert found["packed"][2] == tokens
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """The figures of a step in every layout, and those that they must be."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.step_work import StepWork
+
+    folder = tmp_path_factory.mktemp("figures")
+    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model")
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    hf, _, rows = parity.encode(
+        AutoProcessor.from_pretrained(path), family, hf_config, ["t", "it", "t", "ititit"]
+    )
+    torch.save(rows, folder / "rows.pt")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    logits = model(**hf, output_router_logits=True, use_cache=False).router_logits
+    real = hf["attention_mask"].bool().flatten()
+    chosen = [layer[real].topk(hf_config.text_config.num_experts_per_tok).indices for layer in logits]
+    tokens = torch.stack(
+        [layer.flatten().bincount(minlength=hf_config.text_config.num_experts) for layer in chosen]
+    )
+    balance = tokens.amax(1) / tokens.double().mean(1)
+    work = StepWork(RunConfig(), family, hf_config)
+    expected = {
+        "tflops_per_device": sum(work.of(row).flops for row in rows) / 4e12,
+        "tokens_per_second_per_device": real.sum().item() / 4,
+        "images_per_second_per_device": 4 / 4,
+        "padding": 1 - real.sum().item() / sum(row["input_ids"].numel() for row in rows),
+        "data_seconds": 0.5,
+        "expert_balance": balance.mean().item(),
+        "expert_balance_worst": balance.max().item(),
+    }
+    ranks = run_distributed(2, figures_of_a_step, str(path), str(folder / "rows.pt"))
+    assert ranks[0] == ranks[1]
+    return ranks[0], expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_are_the_same_in_every_layout(steps, layout):
+    found, expected = steps
+    gigabytes = found[layout].pop("peak_memory_gb")
+    assert found[layout] == pytest.approx(expected, rel=1e-12)
+    assert 1.2 < expected["expert_balance"] < expected["expert_balance_worst"] and 0.2 < gigabytes < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA GH200 480GB": 989e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA B200": 2250e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA GeForce RTX 4090": None,
+        "": None,
+    }.items(),
+)
+def test_the_peak_is_that_of_the_named_device(name, peak):
+    assert peak_flops(name) == peak

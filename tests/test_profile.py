@@ -1,0 +1,151 @@
+"""`--profile`: a trace and a table, and the run's numbers are what they are without."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from programs import COMMAND, run_program
+from sources import write_hf_folder, write_sharegpt
+from torch.distributed.checkpoint import FileSystemReader
+from torch.profiler import profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+from megatron_vlm.training.profile import seconds_by_part, table
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_gemma3, tmp_path_factory):
+    """The same run without a profile, and with one of its last two steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_hf_folder(folder / "data", write_sharegpt(folder / "source", 20))
+    command = [
+        "train",
+        "--recipe",
+        "gemma3_tiny_digits",
+        "--hf_path",
+        str(tiny_gemma3),
+        "--dataset_type",
+        "hf",
+    ]
+    command += ["--train_data_path", str(data), "tp=1", "micro_batch_size=1", "global_batch_size=2"]
+    command += [f"steps={STEPS}", "warmup_steps=0", "eval_every=0", "num_workers=1"]
+    said = {}
+    for name, more in {"plain": [], "profiled": ["--profile", "2"]}.items():
+        done = run_program(COMMAND, *command, "--run_dir", folder / name, *more)
+        assert done.returncode == 0, done.stderr[-4000:]
+        said[name] = done.stdout
+    return folder, said
+
+
+def weights(run_dir) -> dict:
+    import torch.distributed.checkpoint as dcp
+    from torch import empty
+
+    reader = FileSystemReader(run_dir / "checkpoints" / f"step_{STEPS:08d}")
+    stored = reader.read_metadata().state_dict_metadata.items()
+    state = {name: empty(meta.size) for name, meta in stored if hasattr(meta, "size")}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def rows(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_profile_changes_no_number(runs):
+    folder, _ = runs
+    plain, profiled = (weights(folder / name) for name in ("plain", "profiled"))
+    assert plain.keys() == profiled.keys() and len(plain) > 50
+    assert [name for name in plain if not plain[name].equal(profiled[name])] == []
+    plain, profiled = ([row["loss"] for row in rows(folder / name)] for name in ("plain", "profiled"))
+    assert plain == profiled
+
+
+def test_the_trace_holds_the_steps_after_the_warm_up(runs):
+    folder, said = runs
+    assert sorted(file.name for file in (folder / "profiled/profile").iterdir()) == [
+        "steps_4-5_rank0.json.gz",
+        "steps_4-5_rank0.txt",
+    ]
+    assert not (folder / "plain/profile").exists() and "ms a step" not in said["plain"]
+    with gzip.open(folder / "profiled/profile/steps_4-5_rank0.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("step") == names.count("data") == 2 and names.count("optimizer") == 2
+    assert {n for n in names if n.startswith("ProfilerStep")} == {"ProfilerStep#3", "ProfilerStep#4"}
+
+
+def test_the_table_says_where_the_time_of_the_steps_went(runs):
+    folder, said = runs
+    text = (folder / "profiled/profile/steps_4-5_rank0.txt").read_text()
+    assert text in said["profiled"]
+    found = {line[:16].strip(): float(line[16:28]) for line in text.splitlines()[1:]}
+    assert {"attention", "head", "tower", "language model", "optimizer", "data", "other"} <= found.keys()
+    assert sum(found.values()) - found["all"] == pytest.approx(found["all"], rel=0.01)
+    logged = sum(row["seconds"] for row in rows(folder / "profiled")[3:5]) / 2
+    assert found["all"] / 1000 == pytest.approx(logged, rel=0.2)
+    assert found["other"] < 0.4 * found["all"]
+    assert min(found[name] for name in ("tower", "language model", "attention", "head")) > 0
+
+
+def test_the_longest_part_is_first():
+    lines = table({"head": 0.1, "tower": 0.3, "all": 0.4}, steps=2).splitlines()
+    assert lines[1:] == [
+        "tower                  150.0   75.0%",
+        "head                    50.0   25.0%",
+        "all                    200.0  100.0%",
+    ]
+
+
+def test_a_run_that_ends_before_is_refused(tmp_path, tiny_gemma3):
+    command = ["train", "--recipe", "gemma3_tiny_digits", "--hf_path", tiny_gemma3, "--profile", "3"]
+    data = [
+        "--train_data_path",
+        tmp_path / "data.jsonl",
+        "--dataset_type",
+        "hf",
+        "tp=1",
+        f"steps={STEPS}",
+        "warmup_steps=0",
+    ]
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    done = run_program(COMMAND, *command, *data, "--run_dir", tmp_path / "run")
+    assert done.returncode == 2
+    message = "--profile 3: with 3 steps of warm-up after step 0 it needs train.steps=6, which is 5"
+    assert message in done.stderr
+
+
+def test_a_backward_pass_belongs_to_the_part_of_its_forward_pass():
+    """Also that of a function with its own backward, and what is computed again."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.linalg.svd(torch.ones(150, 150))  # much longer than all else
+            return 2 * gradient * ctx.saved_tensors[0]
+
+    def head(x):
+        with record_function("head"):
+            return torch.linalg.svdvals(x @ x)
+
+    x = torch.ones(200, 200, requires_grad=True)
+    with profile(acc_events=True) as recorded, record_function("step"):
+        with record_function("attention"):
+            squares = Square.apply(x)
+        checkpoint(head, squares, use_reentrant=False).sum().backward()
+    seconds = seconds_by_part(recorded.events())
+    own = {name: sum(e.cpu_time_total for e in recorded.events() if e.name == name) / 1e6 for name in SLOW}
+    assert min(own.values()) > 0
+    assert seconds["attention"] >= own["SquareBackward"]
+    assert seconds["attention"] + seconds["head"] >= own["aten::linalg_svd"] > 5 * seconds["other"]
+    assert sum(seconds.values()) - seconds["all"] == pytest.approx(seconds["all"])
+
+
+SLOW = ("aten::linalg_svd", "SquareBackward")
