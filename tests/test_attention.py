@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_vlm.models.layers.attention import Attend, dense, mask
-from megatron_vlm.models.layers.attention_check import disagreement
+from megatron_vlm.models.layers.attention_check import disagreement, tower_disagreement
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel, Segments
 from megatron_vlm.planning.tensor_memory import TensorMemory
@@ -212,10 +212,11 @@ def check(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_before_a_run_passes_what_agrees(dtype):
     assert check("documents", dtype) is None
+    assert tower_disagreement(4, 16, CPU, dtype) is None
 
 
 def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
-    assert re.match("varlen does not run here: .+", check("varlen"))
+    assert re.match(r"varlen does not run here \(.+\) in layers of window", check("varlen"))
     forward, backward = KERNELS["documents"]
 
     def wrong_gradient(*args):
@@ -226,3 +227,4 @@ def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
     assert re.match(
         r"documents has a dk that differs by 1.0e-03 in layers of window (None|50)", check("documents")
     )
+    assert tower_disagreement(4, 16, CPU, torch.float32) == "documents has a dk that differs by 1.0e-03"

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import sys
 
 import torch
@@ -36,6 +37,18 @@ def install() -> None:
     _redirect_tensor_methods()
     _answer_cuda_module()
     _keep_rng_on_cpu()
+
+
+def threads() -> int:
+    """The number that the user set in OMP_NUM_THREADS, else this process's share of the cores.
+
+    torchrun itself sets OMP_NUM_THREADS to 1 if nobody did; that 1 is not the user's choice.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _import_megatron_without_compiler() -> None:

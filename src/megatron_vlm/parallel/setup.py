@@ -35,7 +35,7 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
-        torch.set_num_threads(_cpu_threads())
+        torch.set_num_threads(cpu.threads())
     _join_processes()
     _make_groups(parallel)
     seed_all(seed)
@@ -154,15 +154,3 @@ def _destroy_groups() -> None:
     for group in sorted(groups, key=lambda group: group.group_name):
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-
-
-def _cpu_threads() -> int:
-    """The number that the user set in OMP_NUM_THREADS, else this process's share of the cores.
-
-    torchrun itself sets OMP_NUM_THREADS to 1 if nobody did; that 1 is not the user's choice.
-    """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import tee
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,21 +18,13 @@ from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients
-
-
-class NotFinite(ValueError):
-    """A loss or gradient is NaN or infinite. `micro_batches`: the indices of those with such a loss, here."""
-
-    def __init__(self, message: str, micro_batches: list[int]):
-        super().__init__(message)
-        self.micro_batches = micro_batches
+from megatron_vlm.training.not_finite import raise_not_finite
 
 
 def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
@@ -123,24 +114,8 @@ def train_step(
     loss, tokens = mean_loss(reports, figures)
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
-        _raise_not_finite(what, reports)
+        raise_not_finite(what, reports)
     return loss, tokens, grad_norm
-
-
-def _raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
-    """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
-    guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
-    ranks = dist.get_world_size()
-    first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    if (speaker := first.item() % ranks) != dist.get_rank():
-        raise AnotherRankFailed(f"training: {what}, as rank {speaker} says")
-    raise NotFinite(
-        f"training: {what}"
-        + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
-        + ". Start again from the last checkpoint, with a lower optimizer.lr or without these samples.",
-        guilty,
-    )
 
 
 def mean_loss(reports: list[dict[str, Tensor]], figures: StepFigures | None = None) -> tuple[float, int]:
