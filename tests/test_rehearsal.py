@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.cli import app
+from megatron_vlm.cli import run as run_command
+from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
 
 WORST_MEMORY = 0.1  # between the rehearsed and the measured peak; measured below 0.01
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "tests" / "hf_configs"
 LAYOUTS = {
     "dp 2": ParallelConfig(),
     "tp 2": ParallelConfig(tp=2),
@@ -108,3 +115,66 @@ def test_rehearsed_operations_are_those_of_a_step(ranks):
 
 def test_the_host_reads_nothing_in_forward_and_backward(ranks):
     assert [rank[name][1]["host_reads"] for rank in ranks for name in LAYOUTS] == [{}] * 2 * len(LAYOUTS)
+
+
+def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
+    from megatron_vlm.models.hf import load_config
+    from megatron_vlm.planning.plan import RESERVE, make_plan
+    from megatron_vlm.planning.rehearsal import rehearse
+    from megatron_vlm.recipes import load_recipe
+
+    run, hf_config = load_recipe(recipe)(train_data_path="none"), load_config(path)
+    gpus = run.parallel.model_size
+    return make_plan(run, hf_config, gpus).memory - RESERVE, rehearse(run, hf_config, gpus).peak
+
+
+def test_a_plan_has_the_memory_of_the_rehearsal():
+    planned, peak = run_distributed(1, plan_and_rehearsal, "qwen3_vl_2b", str(CONFIGS / "qwen3_vl_2b.json"))[
+        0
+    ]
+    assert planned == pytest.approx(peak, rel=WORST_MEMORY)
+
+
+def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
+    rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
+    assert {row["recipe"] for row in rows} >= {config.stem for config in CONFIGS.glob("*.json")}
+    assert {row["gpus"] for row in rows} >= {8, 64, 1024}
+    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST_MEMORY]
+    assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
+
+
+def test_a_step_takes_as_long_as_its_counts_say():
+    from megatron_vlm.planning.recorder import Collective, Seen, Work
+    from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time
+
+    gpu = Gpu(
+        peak=100, matmul_share=0.5, memory=10, memory_share=1, launch=0.25, latency=0, link=8, link_share=1
+    )
+    gpu = replace(gpu, network=2)
+    seen = Seen({Work("matmul", 200.0, 1): 3, Work("other", 0.0, 20): 2, Work("other", 0.0, 0): 4})
+    assert computing_time(seen, gpu) == 3 * 4 + 2 * 2 + 4 * 0.25  # by arithmetic, by memory, by launches
+    inside, across = tuple(range(4)), (0, 8)
+    gathers = {Collective("tp", "allgather_base", inside, 32): 1, Collective("dp", "allreduce", across, 6): 1}
+    assert exchanging_time(Seen(gathers), gpu) == 32 * 3 / 4 / 8 + 2 * 6 / 2 / 2
+
+
+def test_the_command_rehearses_and_searches(capsys, tmp_path):
+    config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())
+    config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = 4, 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = [f"hf_path={tmp_path}", "pp=2", "data.seq_length=1024", "--gpus", "4", "--gpu", "peak=1e14"]
+    with pytest.raises(SystemExit) as ended:
+        command = ["plan", "--recipe", "qwen3_vl_2b", "--rehearse", "--search", *settings]
+        run_command(app, "megatron-vlm", command)
+    assert ended.value.code in (None, 0)
+    text = capsys.readouterr().out
+    assert "Rank 0, of stage 0, rehearsed: " in text and "Rank 2, of stage 1, rehearsed: " in text
+    assert "The host waits for the device in a micro batch's forward and backward: never." in text
+    assert "peak 1e+14" in text and "The quickest: parallel.tp=" in text
+
+
+def test_an_unknown_number_of_the_gpu_is_refused():
+    from megatron_vlm.planning.rehearsed_words import gpu_with
+
+    with pytest.raises(ConfigError, match="--gpu peek=1: no such number; did you mean peak"):
+        gpu_with(["peek=1"])

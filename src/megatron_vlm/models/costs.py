@@ -28,13 +28,14 @@ class ImageCost:
     """One image: the number of its features, and the operations and kept bytes of a forward pass."""
 
     tokens: int
+    pixel_bytes: int  # ready for the tower
     flops: float
-    saved_bytes: float  # for the backward pass
-    layer_inputs: tuple[float, ...]  # bytes that each layer keeps when it is recomputed
+    saved_bytes: float  # for the backward pass of what is trained
+    layer_inputs: tuple[float, ...]  # bytes that each trained layer keeps when it is recomputed
 
     def kept(self, recompute: bool, forwards: float) -> float:
         """Bytes kept after `forwards` forward passes, while the backward pass of the first runs."""
-        if not recompute:
+        if not recompute or not self.layer_inputs:
             return forwards * self.saved_bytes
         return forwards * sum(self.layer_inputs) + self.saved_bytes / len(self.layer_inputs)
 
@@ -79,12 +80,15 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     visual = image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
     saved: list[torch.Tensor] = []
     inputs: list[int] = []
+    frozen = tuple(prefix for group in config.model.freeze for prefix in family.groups[group])
+    for name, parameter in vision.named_parameters(prefix="vision"):
+        parameter.requires_grad_(not name.startswith(frozen))
     for module in vision.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        if isinstance(module, GradientCheckpointingLayer) and "tower" not in config.model.freeze:
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
     with (
         torch.device("cpu"),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing),
         FlopCounterMode(display=False) as linear,
         _FusedAttention() as attention,
     ):
@@ -92,8 +96,10 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     weights = {p.untyped_storage()._cdata for p in vision.parameters()}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
     kept = sum(size for storage, size in storages.items() if storage not in weights)
+    saved.clear()  # the graph holds the hook, the hook this list, and the list would hold the graph
     tokens = sum(family.visual_tokens(hf_config, image))
-    return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept, tuple(inputs))
+    pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
+    return ImageCost(tokens, pixels, linear.get_total_flops() + attention.flops, kept, tuple(inputs))
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -141,7 +147,8 @@ def language_model_passes(config: RunConfig) -> int:
 
 
 def vision_passes(config: RunConfig) -> int:
-    if {"tower", "projector"} <= set(config.model.freeze):
+    """Likewise of the tower; a projector hardly counts."""
+    if "tower" in config.model.freeze:
         return 1
     return 3 + (config.model.recompute == "full")
 

@@ -135,7 +135,7 @@ def _redirect_tensor_methods() -> None:
         return _TypeName(name.replace(".meta.", ".")) if isinstance(name, str) else name
 
     torch.Tensor.to = to  # `weight.to(device=torch.cuda.current_device())` of the MoE router and others
-    torch.Tensor.cuda = lambda self, *args, **kwargs: tensor_to(self, _device)  # tied embeddings, optimizer state
+    torch.Tensor.cuda = lambda self, *_, **__: tensor_to(self, _device)  # tied embeddings, optimizer state
     torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"
 
 

@@ -82,7 +82,7 @@ class Recorder(TensorMemory):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._exchange(func, args, kwargs)
-        on_device = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
+        on_device = _on_device((args, kwargs))
         if on_device and (func is aten._local_scalar_dense.default or _is_copy_to_host(func, kwargs)):
             self.seen[_place()] += 1
             return self._answer(args[0], scalar=func is aten._local_scalar_dense.default)
@@ -114,8 +114,7 @@ class Recorder(TensorMemory):
         """None for a view."""
         if all(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns):
             return None
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        nbytes = sum(t.numel() * t.element_size() for t in (*read, *made))
+        nbytes = sum(t.nbytes for t in (*read, *_on_device(out)))
         packet = func._overloadpacket
         if packet in ATTENTION:
             names = [argument.name for argument in func._schema.arguments]
@@ -128,7 +127,9 @@ class Recorder(TensorMemory):
 
     def _exchange(self, func, args, kwargs):
         names = [argument.name for argument in func._schema.arguments]
-        sides = [sum(t.nbytes for t in tree_leaves(side) if isinstance(t, Tensor) and t.is_meta) for side in args]
+        sides = [
+            sum(t.nbytes for t in tree_leaves(side) if isinstance(t, Tensor) and t.is_meta) for side in args
+        ]
         group = ProcessGroup.unbox(args[names.index("process_group")])
         if max(sides) and group.size() > 1 and not func.__name__.startswith("recv"):
             kind = func.__name__.split(".")[0].strip("_")
@@ -154,6 +155,10 @@ class Recorder(TensorMemory):
         return self._sent[tensor].tolist()
 
 
+def _on_device(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_meta]
+
+
 @cache
 def _is_plain(func: torch._ops.OpOverload) -> bool:
     """Whether shapes alone say all about an operation: it makes new tensors, or changes its first one."""
@@ -161,7 +166,9 @@ def _is_plain(func: torch._ops.OpOverload) -> bool:
     if func._overloadpacket in ATTENTION or not schema.returns:
         return False
     if any(value.alias_info for value in (*schema.returns, *schema.arguments[1:])):
-        return not any(value.alias_info for value in schema.arguments[1:]) and torch.Tag.pointwise in func.tags
+        return (
+            not any(value.alias_info for value in schema.arguments[1:]) and torch.Tag.pointwise in func.tags
+        )
     return not (schema.arguments and schema.arguments[0].alias_info)
 
 
@@ -214,7 +221,9 @@ def _labels() -> Iterator[tuple[str, str]]:
         "ep": [ps.get_expert_model_parallel_group()],
         "pp": [ps.get_pipeline_model_parallel_group(), ps.get_embedding_group(check_initialized=False)],
     }
-    return ((group.group_name, label) for label, held in groups.items() for group in held if group is not None)
+    return (
+        (group.group_name, label) for label, held in groups.items() for group in held if group is not None
+    )
 
 
 # --- attention -------------------------------------------------------------------------------------------

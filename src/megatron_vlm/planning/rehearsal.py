@@ -1,7 +1,7 @@
 """A training step of any rank of any layout at real size, in one process without a GPU.
 
-The step is the real one: model, optimizer, streams, schedule. Its device is `meta`, so tensors have shapes and
-no numbers, and its collectives go to torch's fake process group. See `planning.recorder` for what is counted.
+The step is the real one: model, optimizer, streams, schedule. Its device is `meta`, so tensors have shapes
+and no numbers, and its collectives go to torch's fake process group. `planning.recorder` counts.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
     """A step of `rank` among `gpus` processes, after one in which the optimizer's state was made.
 
     Rows are full: one document each, with `data.visual_share` of its tokens in images of `data.max_pixels`,
-    the others trained. Tokens go evenly to all experts. Attention is what `auto` means on a GPU. As many micro
-    batches are run as it takes until a pipeline holds the most.
+    the others trained. Tokens go evenly to all experts. Attention is what `auto` means on a GPU. As many
+    micro batches are run as it takes until a pipeline holds the most.
 
     Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
     CUDA: there Megatron would use it.
@@ -211,9 +211,7 @@ def _text_token(hf_config: Any) -> int:
     return next(token for token in itertools.count() if token not in special)
 
 
-def _images(
-    config: RunConfig, family: Family, hf_config: Any
-) -> tuple[list[GenericVisualInputs], list[int]]:
+def _images(config: RunConfig, family: Family, hf_config: Any) -> tuple[list[GenericVisualInputs], list[int]]:
     """Images that fill `data.visual_share` of a row, as far as whole ones do, and their numbers of tokens.
 
     All have `data.max_pixels` but the last, which is as large as the rest allows.
