@@ -158,7 +158,8 @@ def test_a_step_takes_as_long_as_its_counts_say():
     assert exchanging_time(Seen(gathers), gpu) == 32 * 3 / 4 / 8 + 2 * 6 / 2 / 2
 
 
-def test_the_command_rehearses_and_searches(capsys, tmp_path):
+def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
     config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())
     config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = 4, 6
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -171,6 +172,13 @@ def test_the_command_rehearses_and_searches(capsys, tmp_path):
     assert "Rank 0, of stage 0, rehearsed: " in text and "Rank 2, of stage 1, rehearsed: " in text
     assert "The host waits for the device in a micro batch's forward and backward: never." in text
     assert "peak 1e+14" in text and "The quickest: parallel.tp=" in text
+
+
+def test_a_rank_beyond_the_gpus_is_refused():
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
+        rehearse(run_of(ParallelConfig(tp=2)), config_of("gemma3"), 2, rank=2)
 
 
 def test_an_unknown_number_of_the_gpu_is_refused():

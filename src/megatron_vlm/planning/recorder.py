@@ -127,9 +127,7 @@ class Recorder(TensorMemory):
 
     def _exchange(self, func, args, kwargs):
         names = [argument.name for argument in func._schema.arguments]
-        sides = [
-            sum(t.nbytes for t in tree_leaves(side) if isinstance(t, Tensor) and t.is_meta) for side in args
-        ]
+        sides = [sum(t.nbytes for t in _on_device(side)) for side in args]
         group = ProcessGroup.unbox(args[names.index("process_group")])
         if max(sides) and group.size() > 1 and not func.__name__.startswith("recv"):
             kind = func.__name__.split(".")[0].strip("_")
@@ -163,13 +161,13 @@ def _on_device(value: Any) -> list[Tensor]:
 def _is_plain(func: torch._ops.OpOverload) -> bool:
     """Whether shapes alone say all about an operation: it makes new tensors, or changes its first one."""
     schema = func._schema
-    if func._overloadpacket in ATTENTION or not schema.returns:
+    if func._overloadpacket in ATTENTION or not schema.returns or not schema.arguments:
         return False
-    if any(value.alias_info for value in (*schema.returns, *schema.arguments[1:])):
-        return (
-            not any(value.alias_info for value in schema.arguments[1:]) and torch.Tag.pointwise in func.tags
-        )
-    return not (schema.arguments and schema.arguments[0].alias_info)
+    first, *others = schema.arguments
+    if any(argument.alias_info for argument in others):
+        return False
+    is_new = not first.alias_info and not any(value.alias_info for value in schema.returns)
+    return is_new or torch.Tag.pointwise in func.tags
 
 
 def _shape(value: Any) -> Any:

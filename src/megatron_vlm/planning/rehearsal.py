@@ -19,7 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.config import ConfigError, RunConfig, derived
 from megatron_vlm.models import costs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
@@ -94,6 +94,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
     CUDA: there Megatron would use it.
     """
     validate(config, gpus)
+    if not 0 <= rank < gpus:
+        raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
     if torch.cuda.is_available():
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
     config, family = _as_on_a_gpu(config), family_for(hf_config)
@@ -223,9 +225,11 @@ def _images(config: RunConfig, family: Family, hf_config: Any) -> tuple[list[Gen
         return visual, sum(family.visual_tokens(hf_config, visual))
 
     whole, tokens = image(pixels)
-    number, rest = divmod(int(config.data.visual_share * config.data.seq_length), tokens)
+    room = config.data.seq_length - 1  # of which each image takes one token more than it has
+    number = min(int(config.data.visual_share * config.data.seq_length) // tokens, room // (tokens + 1))
+    rest = int(config.data.visual_share * config.data.seq_length) - number * tokens
     found = [(whole, tokens)] * number
     part, of_part = image(pixels * rest / tokens)
-    if of_part <= rest:
+    if of_part <= min(rest, room - number * (tokens + 1)):
         found.append((part, of_part))
     return [visual for visual, _ in found], [count for _, count in found]
