@@ -64,8 +64,9 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.rehearsal import example_batch
     from megatron_vlm.planning.tensor_memory import TensorMemory
+    from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
-    from megatron_vlm.training.step import data_parallel, train_step
+    from megatron_vlm.training.step import train_step
 
     family, device = family_for(hf_config), setup.device()
     with TensorMemory() as memory:

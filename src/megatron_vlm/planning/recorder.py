@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.nn.attention import varlen  # noqa: F401 registers its operations
+from torch.optim import adam
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -93,7 +94,8 @@ class Recorder(TensorMemory):
             work, made = self._known[key]
             out = args[0] if made is None else _remade(made)
         else:
-            out = func(*args, **kwargs)
+            # what returns nothing only changes numbers, of which there are none (a fused Adam)
+            out = func(*args, **kwargs) if func._schema.returns else None
             work = self._work(func, args, kwargs, on_device, out)
             if key is not None:
                 self._known[key] = work, None if func._schema.arguments[0].alias_info else _shape(out)
@@ -112,7 +114,8 @@ class Recorder(TensorMemory):
 
     def _work(self, func, args, kwargs, read: list[Tensor], out: Any) -> Work | None:
         """None for a view."""
-        if all(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns):
+        returned = [value.alias_info for value in func._schema.returns]
+        if returned and all(alias and not alias.is_write for alias in returned):
             return None
         nbytes = sum(t.nbytes for t in (*read, *_on_device(out)))
         packet = func._overloadpacket
@@ -120,6 +123,8 @@ class Recorder(TensorMemory):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
             return Work("attention", ATTENTION[packet](self, given), nbytes)
+        if packet is aten._grouped_mm:
+            return Work("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             return Work("matmul", float(flops), nbytes)
@@ -137,16 +142,16 @@ class Recorder(TensorMemory):
         return FakeWork().boxed() if "coalesced" in func.__name__ else func(*args, **kwargs)
 
     def _answer(self, tensor: Tensor, scalar: bool) -> Any:
-        """Numbers that a device would have to compute. Whole numbers that a layer with experts reads are how
-        many tokens go where: an even split. All else, such as a loss or a norm, is one."""
+        """Numbers that a device would have to compute. Rows of whole numbers are how many tokens a layer with
+        experts sends where, or receives: an even split. All else, such as a loss or a norm, is one."""
         if scalar:
             return torch.ones((), dtype=tensor.dtype, device="cpu").item()
         if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
-        share, more = divmod(self._routed, max(1, tensor.numel()))
-        split = torch.full((tensor.numel(),), share, dtype=tensor.dtype, device="cpu")
-        split[:more] += 1
-        return split.view(tensor.shape)
+        share, more = divmod(self._routed, tensor.shape[-1])
+        split = torch.full(tensor.shape, share, dtype=tensor.dtype, device="cpu")
+        split[..., :more] += 1
+        return split
 
     def numbers(self, tensor: Tensor) -> list[int]:
         """What the host put into a tensor."""
@@ -268,9 +273,9 @@ ATTENTION: dict[Any, Callable[[Recorder, dict], float]] = {
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Inside, two functions of torch that know no `meta` do as on a GPU: attention is one kernel and does not
-    store all scores; a tensor made from numbers of the device reads each."""
-    functional, tensor = torch.nn.functional, torch.tensor
+    """Inside, three functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
+    not store all scores; a tensor made from numbers of the device reads each; Adam may be fused."""
+    functional, tensor, check = torch.nn.functional, torch.tensor, adam._device_dtype_check_for_fused
     attention = functional.scaled_dot_product_attention
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -286,7 +291,9 @@ def shapes_only() -> Iterator[None]:
         one_kernel,
         lambda data, **kwargs: tensor(numbers(data), **kwargs),
     )
+    adam._device_dtype_check_for_fused = lambda *_, **__: None
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, torch.tensor = attention, tensor
+        adam._device_dtype_check_for_fused = check

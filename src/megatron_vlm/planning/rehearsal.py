@@ -27,8 +27,9 @@ from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
+from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import data_parallel, train_step
+from megatron_vlm.training.step import train_step
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         batches = [example_batch(config, family, hf_config, META)] * _enough(config, count, stage)
         micro_batch, once = _count_apart(recorder, chunks)
         train_step(model, optimizer, scheduler, batches)
+    for what in [call for call in micro_batch.collectives if call.group == "dp"]:
+        once[what] += micro_batch.pop(what)  # gradients of the last micro batch
     return Rehearsal(
         config=config,
         gpus=gpus,

@@ -1,8 +1,8 @@
 """How long a step would take on a GPU, from what a rehearsal counted: a simple model, stated in `Gpu`.
 
 An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
-latency and its bytes over the slowest link, by the ring algorithm. Nothing overlaps but what `overlapped`
-names, and no operations are fused. Times of stages that differ add up to those of the slowest.
+latency and its bytes over the slowest link, by the ring algorithm. No operations are fused, and nothing
+overlaps but the reduction of gradients with the last backward. All stages take as long as the slowest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) ->
     )
     micro_batches = derived(config, gpus)["micro_batches_per_step"]
     waiting = (config.parallel.pp - 1) / config.parallel.vpp  # micro batches; arXiv 2104.04473
-    once = max(computing_time(one.once, gpu) + exchanging_time(one.once, gpu) for one in rehearsals)
+    once = max(_once(one, gpu) for one in rehearsals)
     seconds = (computing + exchanging) * (micro_batches + waiting) + once
     return StepTime(
         computing=computing * micro_batches,
@@ -69,6 +69,14 @@ def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) ->
         once=once,
         utilisation=useful_flops / (seconds * gpus * gpu.peak),
     )
+
+
+def _once(one: Rehearsal, gpu: Gpu) -> float:
+    """What the last backward, two thirds of a micro batch, does not hide of the reduction, and the rest."""
+    calls = one.once.collectives.items()
+    reduction = Seen({call: n for call, n in calls if call.group == "dp" and "reduce" in call.kind})
+    hidden = min(exchanging_time(reduction, gpu), computing_time(one.micro_batch, gpu) * 2 / 3)
+    return computing_time(one.once, gpu) + exchanging_time(one.once, gpu) - hidden
 
 
 def computing_time(seen: Seen, gpu: Gpu) -> float:
