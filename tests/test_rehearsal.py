@@ -118,6 +118,18 @@ def test_the_host_reads_nothing_in_forward_and_backward(ranks):
     assert [rank[name][1]["host_reads"] for rank in ranks for name in LAYOUTS] == [{}] * 2 * len(LAYOUTS)
 
 
+def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
+    """Hidden states are gathered twice a layer in forward and backward, and again for weights' gradients, and
+    scattered twice in both; the embedding and the output layer add a few."""
+    text = config_of("gemma3").text_config
+    layers, width = text.num_hidden_layers, text.hidden_size
+    calls = rehearsed(run_of(ParallelConfig(tp=2)), config_of("gemma3"), rank=1)["collectives"]
+    gathers, gathered = calls["tp", "allgather_base"]
+    scatters, scattered = calls["tp", "reduce_scatter_base"]
+    assert (gathers, scatters) == (4 * (6 * layers + 3), 4 * (4 * layers + 2))
+    assert scattered / scatters == 2 * 256 * width * 4  # tokens of two rows, in fp32
+
+
 def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import RESERVE, make_plan

@@ -280,6 +280,8 @@ def _activations(
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
     if recompute:
         besides += max(per_layer)
+        if any(has_experts(megatron_config, i) for held in layers for i in held):  # gradients of what travels
+            besides += 2 * hidden / cut * megatron_config.moe_router_topk
     if stage == config.parallel.pp - 1:
         besides = max(besides, _output_layer(config, megatron_config, tokens, trained))
     return kept + besides

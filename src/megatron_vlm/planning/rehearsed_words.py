@@ -55,6 +55,7 @@ def _of_rank(one: Rehearsal, plan: Plan) -> Iterator[str]:
         yield f"  {group}: {kind}, {calls:,.0f} calls, {nbytes / 1e9:,.2f} GB a step"
     reads = ", ".join(f"{place} {count:,.0f} times" for place, count in one.host_reads.items())
     yield f"  The host waits for the device in a micro batch's forward and backward: {reads or 'never'}."
+    yield f"  It waits {sum(one.once.host_reads.values()):,} times in the rest of a step."
 
 
 def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
