@@ -171,3 +171,5 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
         make_plan(recipe(train_data_path="x", tp=8), hf_config, 12)
     with pytest.raises(ValueError, match="tp = 16 does not divide the model's 8 key/value heads"):
         make_plan(recipe(train_data_path="x", tp=16), hf_config, 16)
+    with pytest.raises(ValueError, match="64 stages are more than the model's 36 layers; lower pp or vpp"):
+        make_plan(recipe(train_data_path="x", tp=1, pp=32, vpp=2), hf_config, 32)

@@ -195,6 +195,40 @@ def step(report: dict) -> str:
     return markdown(heads, rows) + f"\n\n({devices}, {report['date']}, torch {report['torch']}.)"
 
 
+def rehearsal(report: list[dict]) -> str:
+    """A line for each recipe and number of GPUs, of its fullest rank."""
+    heads = ("recipe", "layout", "GPUs", "batch", "GB of the fullest rank", "the plan's", "GB sent a step")
+    heads += ("host reads", "step, s", "bubble", "utilisation")
+    fullest: dict[tuple, dict] = {}
+    for row in report:
+        case = row["recipe"], row["gpus"]
+        fullest[case] = max(row, fullest.get(case, row), key=lambda one: one["peak_memory"])
+    rows = (
+        (
+            f"`{row['recipe']}`",
+            row["layout"],
+            f"{row['gpus']:,}",
+            row["batch"],
+            f"{row['peak_memory'] / 1e9:.1f}",
+            f"{row['plan_over_rehearsed']:.2f} ×",
+            ", ".join(
+                f"{group} {size / 1e9:.0f}" for group, size in row["collective_bytes"].items() if size > 5e8
+            ),
+            row["host_reads"],
+            f"{row['step_seconds']:.1f}",
+            f"{row['bubble']:.0%}",
+            f"{row['utilisation']:.0%}",
+        )
+        for row in fullest.values()
+    )
+    ratios = [row["plan_over_rehearsed"] for row in report]
+    return (
+        markdown(heads, rows)
+        + f"\n\n({len(report)} ranks rehearsed; the plan's memory is {min(ratios):.2f} to "
+        f"{max(ratios):.2f} of theirs.)"
+    )
+
+
 # name of the marks -> (report, page, function)
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
@@ -204,6 +238,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
+    "rehearsal": ("rehearsal.json", DOCS / "rehearsal.md", rehearsal),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,17 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.arguments import (
+    Checkpoint,
+    ConfigFile,
+    DatasetType,
+    GpuNumbers,
+    Gpus,
+    Processes,
+    ProfiledSteps,
+    Recipe,
+    Settings,
+    TrainData,
+    ValidData,
     check,
     check_profile,
     check_run_folder,
@@ -36,26 +48,6 @@ app = typer.Typer(
     **PLAIN, no_args_is_help=True, help="Train vision-language models: Hugging Face checkpoint in and out."
 )
 
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
-]
-Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
-]
-DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
-TrainData = Annotated[
-    list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
-]
-ValidData = Annotated[
-    list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
-]
-Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
-Processes = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
-]
-
 
 @app.command()
 def train(
@@ -68,9 +60,7 @@ def train(
     hf_path: Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
     nproc: Processes = None,
-    profile: Annotated[
-        int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
-    ] = 0,
+    profile: ProfiledSteps = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
     """Train by a recipe. In torchrun's processes, or here with --nproc.
@@ -119,16 +109,20 @@ def plan(
     settings: Settings = None,
     recipe: Recipe = None,
     file: ConfigFile = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
-    ] = None,
+    gpus: Gpus = None,
     gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
+    gpu: GpuNumbers = None,
 ) -> None:
     """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
 
     Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
-    a row has.
+    a row has. --rehearse and --search tell the time of a step, too, by a simple model of an H100.
     """
+    if rehearse or search:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
     config = recipe_table.compose(recipe, file, settings or ())
     missing = configs.missing_settings(config)
     config = apply_overrides(config, dict.fromkeys(missing, "given later"))
@@ -147,6 +141,13 @@ def plan(
         typer.echo(assumed)
     for line in advice(made, hf_config, gpu_memory * 1e9):
         typer.echo(line)
+    if rehearse or search:
+        from megatron_vlm.planning.rehearsed_words import rehearsed, searched
+
+        for line in rehearsed(made, hf_config, rank, gpu or []) if rehearse else ():
+            typer.echo(line)
+        for line in searched(made, hf_config, gpu_memory * 1e9, gpu or []) if search else ():
+            typer.echo(line)
 
 
 @app.command()

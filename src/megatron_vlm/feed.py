@@ -11,6 +11,7 @@ from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
+from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
@@ -37,7 +38,7 @@ class Feed:
         self._reader = ThreadPool(1) if config.data.num_workers else None
         self._coming: AsyncResult | None = None  # the next step's micro batches
         self._dropped: int | None = None
-        self._count = derived(config, setup.world_size())["micro_batches_per_step"]
+        self._count = derived(config, dist.get_world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
         self._data: RunData | None = None  # None on a rank that only receives
         self._batches: Iterator[Batch] | None = None

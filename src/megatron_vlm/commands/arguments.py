@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
@@ -15,6 +17,35 @@ from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder.folder import check_start, latest_checkpoint
 
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
+]
+Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
+]
+DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
+TrainData = Annotated[
+    list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
+]
+ValidData = Annotated[
+    list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
+]
+Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
+]
+ProfiledSteps = Annotated[
+    int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
+]
+Gpus = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
+]
+GpuNumbers = Annotated[
+    list[str] | None, typer.Option(help="A number of the GPU, such as peak=989e12; again for more.")
+]
 
 
 def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:

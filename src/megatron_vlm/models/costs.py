@@ -21,6 +21,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.layers.tower_attention import use_sdpa
 
 DEFAULT_IMAGE = 1024 * 1024  # pixels, if the run does not say how large images may be
 
@@ -30,15 +31,18 @@ class ImageCost:
     """One image: the number of its features, and the operations and kept bytes of a forward pass."""
 
     tokens: int
+    pixel_bytes: int  # ready for the tower
     flops: float
-    saved_bytes: float  # for the backward pass
-    layer_inputs: tuple[float, ...]  # bytes that each layer keeps when it is recomputed
+    saved_bytes: float  # for the backward pass of what is trained
+    saved_outside: float  # of these, by what is not recomputed: projector, patches, features
+    layer_inputs: tuple[float, ...]  # bytes that each trained layer keeps when it is recomputed
 
     def kept(self, recompute: bool, forwards: float) -> float:
         """Bytes kept after `forwards` forward passes, while the backward pass of the first runs."""
-        if not recompute:
+        if not recompute or not self.layer_inputs:
             return forwards * self.saved_bytes
-        return forwards * sum(self.layer_inputs) + self.saved_bytes / len(self.layer_inputs)
+        one_layer = (self.saved_bytes - self.saved_outside) / len(self.layer_inputs)
+        return forwards * (sum(self.layer_inputs) + self.saved_outside) + one_layer
 
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
@@ -85,34 +89,75 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     image, vision, visual = tower_of_shapes(
         config, family, hf_config, config.data.max_pixels or DEFAULT_IMAGE
     )
-    saved: list[torch.Tensor] = []
-    inputs: list[int] = []
-    for module in vision.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
+    saved = _Saved(vision if "tower" not in config.model.freeze else torch.nn.Identity())
     with (
         torch.device("cpu"),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(saved.add, lambda nothing: nothing),
         FlopCounterMode(display=False) as linear,
         AttentionOfShapes() as attention,
     ):
         vision(**visual.as_model_kwargs())
-    weights = {p.untyped_storage()._cdata for p in vision.parameters()}
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    kept = sum(size for storage, size in storages.items() if storage not in weights)
+    kept, outside, inputs = saved.nbytes({p.untyped_storage()._cdata for p in vision.parameters()})
     tokens = sum(family.visual_tokens(hf_config, image))
-    return ImageCost(tokens, linear.get_total_flops() + attention.flops, kept, tuple(inputs))
+    pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
+    return ImageCost(tokens, pixels, linear.get_total_flops() + attention.flops, kept, outside, inputs)
+
+
+class _Saved:
+    """Tensors that are saved for a backward pass of `vision`, inside and outside of the layers that
+    recomputation runs again."""
+
+    def __init__(self, vision: torch.nn.Module):
+        self._inside: list[torch.Tensor] = []
+        self._outside: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self._now = self._outside
+        for module in vision.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._now.append(tensor)
+
+    def _enter(self, module: torch.nn.Module, args: tuple) -> None:
+        self._inputs.append(args[0])
+        self._now = self._inside
+
+    def _leave(self, *_) -> None:
+        self._now = self._outside
+
+    def nbytes(self, weights: set[int]) -> tuple[float, float, tuple[float, ...]]:
+        """Bytes of all, of those outside, and of the layers' inputs. Forgets the tensors: the graph holds the
+        hook, which holds this, and would be held by them."""
+        inputs = tuple(float(t.nbytes) for t in self._inputs)
+        outside = _storages(self._outside, weights | _storages(self._inputs, set()).keys())
+        everywhere = _storages(self._inside + self._outside, weights)
+        for kept in (self._inside, self._outside, self._inputs):
+            kept.clear()
+        return sum(everywhere.values()), sum(outside.values()), inputs
+
+
+def _storages(tensors: list[torch.Tensor], others: set[int]) -> dict[int, int]:
+    """Bytes by storage, without `others`."""
+    storages = (t.untyped_storage() for t in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in others}
 
 
 def tower_of_shapes(
     config: RunConfig, family: Family, hf_config: Any, pixels: int
 ) -> tuple[GenericVisualInputs, nn.Module, GenericVisualInputs]:
-    """A blank image of about `pixels` on the host; tower and projector on the meta device, and the image."""
+    """A blank image of about `pixels` on the host; tower and projector on the meta device, frozen as in the
+    run, and the image. Attention is what `AttentionOfShapes` counts."""
     dtype = DTYPES[config.model.dtype]
     with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
         image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
     with torch.device("meta"):
         vision = family.build_vision(hf_config).to(dtype)
+    use_sdpa(vision)
+    frozen = tuple(prefix for group in config.model.freeze for prefix in family.groups[group])
+    for name, parameter in vision.named_parameters(prefix="vision"):
+        parameter.requires_grad_(not name.startswith(frozen))
     return image, vision, image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
 
 
@@ -170,7 +215,8 @@ def language_model_passes(config: RunConfig) -> int:
 
 
 def vision_passes(config: RunConfig) -> int:
-    if {"tower", "projector"} <= set(config.model.freeze):
+    """Likewise of the tower; a projector hardly counts."""
+    if "tower" in config.model.freeze:
         return 1
     return 3 + (config.model.recompute == "full")
 

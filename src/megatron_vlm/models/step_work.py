@@ -17,16 +17,13 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models import costs
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.layers.tower_attention import use_sdpa
 from megatron_vlm.models.stream import StreamLayout
-from megatron_vlm.models.vlm import freeze
 
 
 class Work(NamedTuple):
@@ -83,8 +80,6 @@ def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[floa
     """Operations that a step has for a visual token in tower and projector, and for a pair of patches in the
     tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
     image, vision, visual = costs.tower_of_shapes(config, family, hf_config, 0)
-    use_sdpa(vision)  # which `AttentionOfShapes` counts
-    freeze(nn.ModuleDict({"vision": vision}), family, config.model.freeze)
     with (
         torch.device("cpu"),
         FlopCounterMode(display=False) as products,

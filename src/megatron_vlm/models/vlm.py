@@ -191,8 +191,7 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
 
 def check_divisible(megatron_config: LanguageModelConfig) -> None:
     """Raises ValueError, before anything is built, if the layout does not divide the model."""
-    tp, stages = megatron_config.tensor_model_parallel_size, megatron_config.pipeline_model_parallel_size
-    stages *= megatron_config.virtual_pipeline_model_parallel_size or 1
+    tp = megatron_config.tensor_model_parallel_size
     if megatron_config.num_moe_experts and tp > 1 and not megatron_config.sequence_parallel:
         raise ValueError(
             f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
@@ -209,8 +208,3 @@ def check_divisible(megatron_config: LanguageModelConfig) -> None:
             raise ValueError(
                 f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
             )
-    if stages > megatron_config.num_layers:
-        raise ValueError(
-            f"parallel: pp · vpp = {stages} stages are more than the model's {megatron_config.num_layers} "
-            "layers; lower pp or vpp."
-        )

@@ -13,12 +13,31 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch.utils._device import _device_constructors
 
-CPU = torch.device("cpu")
 _installed = False
+_device = torch.device("cpu")  # what "cuda" means here
+
+
+def device() -> torch.device:
+    """The device that stands in for CUDA."""
+    return _device
+
+
+@contextlib.contextmanager
+def standing_in(other: torch.device) -> Iterator[None]:
+    """Inside, "cuda" means `other`. On `meta`, all that a GPU would hold has a shape and no numbers, while
+    what stays on the host is real: so the real code can be run at any size."""
+    global _device
+    assert _installed, "CUDA itself is here"
+    before, _device = _device, other
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def install() -> None:
@@ -81,27 +100,27 @@ _FACTORIES = (
 
 
 def _redirect_factories() -> None:
-    """Makes `torch.empty(..., device="cuda")` and the like allocate on the CPU.
+    """Makes `torch.empty(..., device="cuda")` and the like allocate on the device that stands in.
 
     It wraps functions, because a TorchFunctionMode is not active inside autograd's backward.
     """
     _device_constructors()  # caches the originals; `with torch.device(...)` recognizes factories by them
     for name in _FACTORIES:
-        setattr(torch, name, _with_cpu_device(getattr(torch, name)))
+        setattr(torch, name, _with_other_device(getattr(torch, name)))
 
 
-def _with_cpu_device(factory):
+def _with_other_device(factory):
     @functools.wraps(factory)
-    def on_cpu(*args, **kwargs):
+    def elsewhere(*args, **kwargs):
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
+            kwargs["device"] = _device
         return factory(*args, **kwargs)
 
-    return on_cpu
+    return elsewhere
 
 
 class _TypeName(str):
-    """A CPU tensor's type name, which also equals its CUDA name."""
+    """A tensor's type name on the CPU, which also equals its CUDA name."""
 
     def __eq__(self, other):
         return str.__eq__(self, other) or str.__eq__(self.replace("torch.", "torch.cuda.", 1), other)
@@ -118,18 +137,18 @@ def _redirect_tensor_methods() -> None:
     @functools.wraps(tensor_to)
     def to(self, *args, **kwargs):
         if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
+            args = (_device, *args[1:])
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
+            kwargs["device"] = _device
         return tensor_to(self, *args, **kwargs)
 
     @functools.wraps(tensor_type)
     def type_(self, *args, **kwargs):
         name = tensor_type(self, *args, **kwargs)
-        return _TypeName(name) if isinstance(name, str) else name
+        return _TypeName(name.replace(".meta.", ".")) if isinstance(name, str) else name
 
     torch.Tensor.to = to  # `weight.to(device=torch.cuda.current_device())` of the MoE router and others
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # tied embeddings, optimizer state
+    torch.Tensor.cuda = lambda self, *_, **__: tensor_to(self, _device)  # tied embeddings, optimizer state
     torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"
 
 
@@ -155,7 +174,7 @@ def _answer_cuda_module() -> None:
     """Replaces functions of torch.cuda, each name with a function of its own: torch's compiler, which
     torch.optim imports, refuses one function under two names."""
     cuda = torch.cuda
-    cuda.current_device = lambda: CPU  # `device=torch.cuda.current_device()` everywhere
+    cuda.current_device = device  # `device=torch.cuda.current_device()` everywhere
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None  # pipeline communication, checkpoint writer
     cuda.empty_cache = lambda: None

@@ -51,11 +51,12 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
 
 @contextmanager
 def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
-    """Lays this process out as `rank` of many that do not exist: enough to build on the meta device."""
+    """Lays this process out as `rank` of many that do not exist: enough to build on the meta device, and to
+    run there under `cpu.standing_in`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
     _check_layout(parallel, processes)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=processes)
     _make_groups(parallel)
     try:
         yield
@@ -78,7 +79,7 @@ def collective_timeout() -> timedelta:
 
 def device() -> torch.device:
     """This process's device."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu.CPU
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu.device()
 
 
 def is_first_rank() -> bool:
@@ -100,10 +101,6 @@ def on_first_rank(do: Callable, *arguments: Any) -> Any:
     if answer[1] is not None:
         raise answer[1].with_traceback(None)
     return answer[0]
-
-
-def world_size() -> int:
-    return dist.get_world_size()
 
 
 def data_parallel_place() -> tuple[int, int]:

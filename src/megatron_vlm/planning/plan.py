@@ -7,7 +7,7 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron_vlm.models.language_model import (
     language_model_config,
     layer_spec,
 )
+from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
@@ -81,6 +82,7 @@ class Plan:
     images_per_row: float
     language_model_flops: float  # per token of a row, forward and backward
     tower_flops: float  # likewise
+    useful_flops: float  # of a step, on all GPUs, without what is recomputed
 
     @property
     def fullest(self) -> int:
@@ -104,35 +106,53 @@ class Plan:
         return waiting / (waiting + derived(self.config, self.gpus)["micro_batches_per_step"])
 
 
-def make_plan(config: RunConfig, hf_config: Any, gpus: int, image: ImageCost | None = None) -> Plan:
-    """The plan of a valid configuration on `gpus` GPUs; `image` is the cost of an image, if known already.
+@dataclass
+class Known:
+    """What plans of one model and one size of images share, so that it is computed once."""
+
+    image: ImageCost | None = None
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
+
+
+def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None = None) -> Plan:
+    """The plan of a valid configuration on `gpus` GPUs. Plans that share `known` are made faster.
 
     Raises ConfigError or ValueError that says what to change if the layout does not divide GPUs or model.
     """
     validate(config, gpus)
     family = family_for(hf_config)
     architecture = family.architecture(hf_config)
-    image = image or costs.image_cost(config, family, hf_config)
+    known = known or Known()
+    image = known.image = known.image or costs.image_cost(config, family, hf_config)
     layout = pipeline_layout(*costs.stage_costs(config, architecture, image), config.parallel)
     megatron_config = language_model_config(config, architecture, layout)
     check_divisible(megatron_config)
-    with setup.pretended(config.parallel, gpus), torch.device("meta"):
-        held = _Held(config, megatron_config, family, hf_config)
+    split = config.parallel.tp, config.parallel.ep
+    if split not in known.held:
+        with setup.pretended(config.parallel, gpus), torch.device("meta"):
+            known.held[split] = _Held(config, megatron_config, family, hf_config)
+    held = known.held[split]
     stages = tuple(
         _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
     )
     passes, per_row = costs.language_model_passes(config), costs.images_per_row(config, image)
+    again = config.model.recompute == "full"
     layers = sum(
         costs.layer_flops(architecture, i, config.data.seq_length) for i in range(megatron_config.num_layers)
     )
+    language_model = passes * layers + min(3, passes) * costs.output_flops(architecture)
+    an_image = image.flops * per_row / config.data.seq_length
+    tower, of_tower = costs.vision_passes(config), again and costs.vision_passes(config) > 1
+    useful = language_model - again * layers + (tower - of_tower) * an_image
     return Plan(
         config=config,
         gpus=gpus,
         stages=stages,
         image=image,
         images_per_row=per_row,
-        language_model_flops=passes * layers + min(3, passes) * costs.output_flops(architecture),
-        tower_flops=costs.vision_passes(config) * image.flops * per_row / config.data.seq_length,
+        language_model_flops=language_model,
+        tower_flops=tower * an_image,
+        useful_flops=useful * config.train.global_batch_size * config.data.seq_length,
     )
 
 
@@ -159,7 +179,7 @@ class _Held:
         )
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
-        self._vision = _count_vision(family, hf_config, config.model.freeze)
+        self.vision = _count_vision(family, hf_config, config.model.freeze)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
@@ -167,7 +187,7 @@ class _Held:
         for i in (i for held in layers for i in held):
             total += self._layers[has_experts(self._config, i)]
         if first:
-            total += self._words + self._vision
+            total += self._words + self.vision
         if last:
             total += self._norm
         one_chunk = first and last and len(layers) == 1
@@ -213,6 +233,9 @@ def _stage(
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
     lm_passes, seq_length = costs.language_model_passes(config), config.data.seq_length
     layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
+    activations = _activations(config, megatron_config, layers, image, gpus, number)
+    if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
+        activations = max(activations, 4 * held.vision.trained_dense)
     flops = lm_passes * layers_flops + last * min(3, lm_passes) * costs.output_flops(architecture)
     return Stage(
         layers=layers,
@@ -221,7 +244,7 @@ def _stage(
         gradients=4 * (parameters.trained_dense + parameters.trained_experts),
         optimizer=state
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
-        activations=_activations(config, megatron_config, layers, image, gpus, number),
+        activations=activations,
         flops=flops * tokens / (parallel.tp * parallel.cp)
         + first * costs.vision_passes(config) * images * image.flops,
     )
@@ -235,28 +258,50 @@ def _activations(
     gpus: int,
     stage: int,
 ) -> float:
-    """The most bytes that the stage's ranks keep at any time."""
+    """The most bytes that the stage's ranks keep at any time: what forward passes keep for the backward, and
+    what the backward needs besides for the output layer or for a recomputed layer, whichever is more."""
     rows, tp, cp = config.train.micro_batch_size, config.parallel.tp, config.parallel.cp
-    tokens = rows * config.data.seq_length / cp
-    value = DTYPES[config.model.dtype].itemsize
-    per_layer = [tokens * saved_by_layer(megatron_config, i, value) for held in layers for i in held]
+    tokens, recompute = rows * config.data.seq_length / cp, config.model.recompute == "full"
+    value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.model.freeze
+    cut = tp if megatron_config.sequence_parallel else 1
+    hidden = tokens * value * megatron_config.hidden_size
+    per_layer = [tokens * saved_by_layer(megatron_config, i, value, trained) for held in layers for i in held]
     kept = sum(per_layer)
-    if config.model.recompute == "full":
-        cut = tp if megatron_config.sequence_parallel else 1
-        inputs = tokens * value * megatron_config.hidden_size / cut
-        kept = inputs * len(per_layer)
+    if recompute:  # the layers' inputs; the first ones bring visual features for later layers
+        extras = sum(extras_before(megatron_config, i + 1) for held in layers for i in held)
+        kept = hidden / cut * (len(per_layer) + extras)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
     kept = forwards * (kept + value * masks * tokens * rows * config.data.seq_length)
-    if config.model.recompute == "full":
-        kept += max(per_layer)
-    if stage == 0 and costs.vision_passes(config) > 1:
-        images = rows * costs.images_per_tower(config, image)
-        kept += images * image.kept(config.model.recompute == "full", forwards)
-    if stage == config.parallel.pp - 1:  # a chunk of logits and its softmax, hidden states and their gradient
-        chunk = min(CHUNK_BYTES, 4 * tokens * megatron_config.vocab_size / tp)
-        kept += 2 * chunk + 2 * tokens * value * megatron_config.hidden_size
-    return kept
+    if stage == 0:
+        kept += rows * costs.images_per_tower(config, image) * image.kept(recompute, forwards)
+        kept += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
+    # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
+    besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
+    if recompute:
+        besides += max(per_layer)
+        if any(has_experts(megatron_config, i) for held in layers for i in held):  # gradients of what travels
+            besides += 2 * hidden / cut * megatron_config.moe_router_topk
+    if stage == config.parallel.pp - 1:
+        besides = max(besides, _output_layer(config, megatron_config, tokens, trained))
+    return kept + besides
+
+
+def _output_layer(
+    config: RunConfig, megatron_config: LanguageModelConfig, tokens: float, trained: bool
+) -> float:
+    """Bytes of `models.head`: a chunk of logits and its softmax, hidden states and their gradient, and the
+    weight's gradient, of which a chunk's part is added to the sum in fp32."""
+    value = DTYPES[config.model.dtype].itemsize
+    vocabulary = megatron_config.vocab_size / config.parallel.tp
+    logits = 4 * tokens * (1 - config.data.visual_share) * vocabulary  # images are not trained
+    weight = vocabulary * megatron_config.hidden_size
+    several = logits > CHUNK_BYTES
+    return (
+        2 * min(CHUNK_BYTES, logits)
+        + 2 * tokens * value * megatron_config.hidden_size
+        + trained * weight * (2 * value + 4 if several else value)
+    )
 
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
@@ -267,19 +312,27 @@ def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, micro_batches * vpp) / vpp
 
 
-def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
+def saved_by_layer(
+    megatron_config: LanguageModelConfig, layer: int, value: int, trained: bool = True
+) -> float:
     """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
-    Norms save their input in fp32, the normalised values and their output; projections save their inputs;
-    attention its queries, keys, values and output, where a document that all ranks of context parallelism
-    share gives a rank up to all of its keys and values; a gated feed-forward five times its channels.
+    Norms save their input in fp32 and the normalised values; projections save their inputs; attention its
+    queries, keys, values and output, where a document that all ranks of context parallelism share gives a
+    rank up to all of its keys and values; a gated feed-forward five times its channels. A layer that is not
+    `trained` saves only what the gradient of its input needs.
     """
     tp = megatron_config.tensor_model_parallel_size
     cut = tp if megatron_config.sequence_parallel else 1
-    norm, width = 4 + 2 * value, megatron_config.hidden_size / cut
+    width = megatron_config.hidden_size / cut
+    # Gemma's norms multiply by their weight in fp32
+    norm = 4 + trained * (4 if megatron_config.layernorm_zero_centered_gamma else value)
+    channels = (4 + trained) * value  # of a gated feed-forward
     queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
     keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
-    saved = norm * width * (4 if megatron_config.norm_after_sublayer else 2)
+    saved = 2 * (norm + trained * value) * width
+    if megatron_config.norm_after_sublayer:
+        saved += 2 * norm * width
     saved += (
         value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
         + 4 * megatron_config.num_attention_heads / tp
@@ -287,7 +340,7 @@ def saved_by_layer(megatron_config: LanguageModelConfig, layer: int, value: int)
     if megatron_config.qk_layernorm:
         saved += norm * (queries + keys)
     if not has_experts(megatron_config, layer):
-        return saved + 5 * value * megatron_config.ffn_hidden_size / tp
-    saved += 5 * value * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
-    routed = 5 * value * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
+        return saved + channels * megatron_config.ffn_hidden_size / tp
+    saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
+    routed = channels * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
     return saved + megatron_config.moe_router_topk * routed / cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,28 +11,34 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts the storages that operations inside `with` make, until they are freed.
+    """Counts the storages that operations inside `with` make, until they are freed; those on devices of type
+    `device` alone, if it is given.
 
     `peak` is the most bytes that were alive at a time. What an operation holds only while it runs is not
     seen.
     """
 
-    def __init__(self):
+    def __init__(self, device: str | None = None):
         super().__init__()
         self.alive = self.peak = 0
+        self._device = device
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        self.count_all(out)
+        return out
+
+    def count_all(self, out: Any) -> None:
+        """Counts all tensors of what an operation returned."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor)
-        return out
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes:
+        if key in self._sizes or self._device not in (None, tensor.device.type):
             return
         self._sizes[key] = storage.nbytes()
         self.alive += storage.nbytes()

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.config import RunConfig, derived, fewest_processes
 from megatron_vlm.models import costs
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
+from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
 
 MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to change
 
@@ -48,7 +48,7 @@ def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | No
     config = apply_overrides(plan.config, settings)
     fewest = fewest_processes(config.parallel)
     try:
-        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, plan.image)
+        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, Known(plan.image))
     except ValueError:
         return None
 

@@ -6,6 +6,7 @@ tokens get features.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,7 @@ class Ministral3Vision(nn.Module):
         super().__init__()
         self.vision_tower = use_segments(
             AutoModel.from_config(
-                hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
             )
         )
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)

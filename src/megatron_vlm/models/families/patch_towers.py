@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class GridVision(nn.Module):
         super().__init__()
         self.visual = use_segments(
             AutoModel.from_config(
-                hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
+                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
             )
         )
         self.deepstack = deepstack_features(hf_config)

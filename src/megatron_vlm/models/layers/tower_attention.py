@@ -49,7 +49,7 @@ def view_of(lengths: np.ndarray, device: torch.device) -> View:
 
 
 def backend(device: torch.device) -> str:
-    return "varlen" if device.type == "cuda" else "documents"
+    return "documents" if device.type == "cpu" else "varlen"
 
 
 def use_segments(tower: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,299 @@
+"""What a rank's device would do and hold while code runs on `meta`: tensors with shapes and no numbers.
+
+The host is real: index lists, grids and plans are computed. A device that is asked for numbers has none, so
+each read is counted, with its place, and answered by what `Recorder._answer` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.nn.attention import varlen  # noqa: F401 registers its operations
+from torch.optim import adam
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_vlm.planning.tensor_memory import TensorMemory
+
+META = torch.device("meta")
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """An operation on the device."""
+
+    kind: str  # "matmul", "attention" or "other"
+    flops: float
+    nbytes: int  # read and written
+
+
+class Collective(NamedTuple):
+    """A call in which ranks exchange data. What a pipeline stage receives is another's send."""
+
+    group: str  # "tp", "cp", "dp", "ep", "pp", "tp cp" or "all"
+    kind: str
+    ranks: tuple[int, ...]  # of the group
+    nbytes: int  # of the largest side: what is reduced, gathered, sent
+
+
+class Seen(Counter):
+    """How often each Work, Collective and place of a host read was seen."""
+
+    @property
+    def work(self) -> dict[Work, int]:
+        return {what: count for what, count in self.items() if isinstance(what, Work)}
+
+    @property
+    def collectives(self) -> dict[Collective, int]:
+        return {what: count for what, count in self.items() if isinstance(what, Collective)}
+
+    @property
+    def host_reads(self) -> dict[str, int]:
+        return {what: count for what, count in self.items() if isinstance(what, str)}
+
+
+class Recorder(TensorMemory):
+    """Counts what happens on `meta` inside `with`, in `seen`, which its user may replace.
+
+    `routed` is the number of (token, expert) pairs of a layer with experts on this rank.
+    """
+
+    def __init__(self, routed: int = 0):
+        super().__init__("meta")
+        self.seen = Seen()
+        self._routed = routed
+        # an operation on these shapes -> its work, and the shapes that it makes: many layers do the same
+        self._known: dict[tuple, tuple[Work | None, Any]] = {}
+        self._sent = WeakTensorKeyDictionary()  # small tensors that came from the host -> their numbers
+        self._labels = dict(_labels())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._exchange(func, args, kwargs)
+        on_device = _on_device((args, kwargs))
+        if on_device and (func is aten._local_scalar_dense.default or _is_copy_to_host(func, kwargs)):
+            self.seen[_place()] += 1
+            return self._answer(args[0], scalar=func is aten._local_scalar_dense.default)
+        if not on_device:
+            return self._from_host(func, args, kwargs)
+        key = (func, _shape(args), _shape(tuple(kwargs.items()))) if _is_plain(func) else None
+        if key in self._known:
+            work, made = self._known[key]
+            out = args[0] if made is None else _remade(made)
+        else:
+            # what returns nothing only changes numbers, of which there are none (a fused Adam)
+            out = func(*args, **kwargs) if func._schema.returns else None
+            work = self._work(func, args, kwargs, on_device, out)
+            if key is not None:
+                self._known[key] = work, None if func._schema.arguments[0].alias_info else _shape(out)
+        self.count_all(out)
+        if work is not None:
+            self.seen[work] += 1
+        return out
+
+    def _from_host(self, func, args, kwargs):
+        """What makes a tensor, perhaps out of one of the host."""
+        out = func(*args, **kwargs)
+        self.count_all(out)
+        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) and out.is_meta:
+            self._sent[out] = args[0]
+        return out
+
+    def _work(self, func, args, kwargs, read: list[Tensor], out: Any) -> Work | None:
+        """None for a view."""
+        returned = [value.alias_info for value in func._schema.returns]
+        if returned and all(alias and not alias.is_write for alias in returned):
+            return None
+        nbytes = sum(t.nbytes for t in (*read, *_on_device(out)))
+        packet = func._overloadpacket
+        if packet in ATTENTION:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return Work("attention", ATTENTION[packet](self, given), nbytes)
+        if packet is aten._grouped_mm:
+            return Work("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            return Work("matmul", float(flops), nbytes)
+        return Work("other", 0.0, nbytes)
+
+    def _exchange(self, func, args, kwargs):
+        names = [argument.name for argument in func._schema.arguments]
+        sides = [sum(t.nbytes for t in _on_device(side)) for side in args]
+        group = ProcessGroup.unbox(args[names.index("process_group")])
+        if max(sides) and group.size() > 1 and not func.__name__.startswith("recv"):
+            kind = func.__name__.split(".")[0].strip("_")
+            ranks = tuple(dist.get_process_group_ranks(group))
+            label = self._labels.get(group.group_name, "all")
+            self.seen[Collective(label, kind, ranks, max(sides))] += 1
+        return FakeWork().boxed() if "coalesced" in func.__name__ else func(*args, **kwargs)
+
+    def _answer(self, tensor: Tensor, scalar: bool) -> Any:
+        """Numbers that a device would have to compute. Rows of whole numbers are how many tokens a layer with
+        experts sends where, or receives: an even split. All else, such as a loss or a norm, is one."""
+        if scalar:
+            return torch.ones((), dtype=tensor.dtype, device="cpu").item()
+        if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+        share, more = divmod(self._routed, tensor.shape[-1])
+        split = torch.full(tensor.shape, share, dtype=tensor.dtype, device="cpu")
+        split[..., :more] += 1
+        return split
+
+    def numbers(self, tensor: Tensor) -> list[int]:
+        """What the host put into a tensor."""
+        return self._sent[tensor].tolist()
+
+
+def _on_device(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_meta]
+
+
+@cache
+def _is_plain(func: torch._ops.OpOverload) -> bool:
+    """Whether shapes alone say all about an operation: it makes new tensors, or changes its first one."""
+    schema = func._schema
+    if func._overloadpacket in ATTENTION or not schema.returns or not schema.arguments:
+        return False
+    first, *others = schema.arguments
+    if any(argument.alias_info for argument in others):
+        return False
+    is_new = not first.alias_info and not any(value.alias_info for value in schema.returns)
+    return is_new or torch.Tag.pointwise in func.tags
+
+
+def _shape(value: Any) -> Any:
+    """The value with a description of each tensor in its place; it can be hashed."""
+    if isinstance(value, Tensor):
+        return _Shape(value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape, value))
+    return (float, value) if isinstance(value, float) else value  # 0.0 and 0 promote a type differently
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _remade(shape: Any) -> Any:
+    if isinstance(shape, _Shape):
+        return torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
+    return tuple(map(_remade, shape)) if isinstance(shape, tuple) else shape
+
+
+def _is_copy_to_host(func, kwargs: dict) -> bool:
+    return func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+
+
+def _place() -> str:
+    """The file and line that is at work, outside of torch and of this folder."""
+    frame = sys._getframe(2)
+    while "/torch/" in frame.f_code.co_filename or "/planning/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
+
+
+def _labels() -> Iterator[tuple[str, str]]:
+    """(name, label) of the groups of Megatron that are not of all ranks."""
+    ps = parallel_state
+    groups = {
+        "tp cp": [ps.get_tensor_and_context_parallel_group()],
+        "tp": [ps.get_tensor_model_parallel_group()],
+        "cp": [ps.get_context_parallel_group()],
+        "dp": [
+            ps.get_data_parallel_group(),
+            ps.get_data_parallel_group(with_context_parallel=True),
+            ps.get_expert_data_parallel_group(),
+        ],
+        "ep": [ps.get_expert_model_parallel_group()],
+        "pp": [ps.get_pipeline_model_parallel_group(), ps.get_embedding_group(check_initialized=False)],
+    }
+    return (
+        (group.group_name, label) for label, held in groups.items() for group in held if group is not None
+    )
+
+
+# --- attention -------------------------------------------------------------------------------------------
+# torch's own formulas count all pairs of a batch; a segment has few of them.
+
+
+def _varlen(recorder: Recorder, given: dict[str, Any]) -> float:
+    lengths = (_lengths(recorder.numbers(given[bounds])) for bounds in ("cu_seq_q", "cu_seq_k"))
+    pairs = sum(_pairs(n, m, *given["window_size"]) for n, m in zip(*lengths, strict=True))
+    return 4.0 * given["query"].shape[1] * given["query"].shape[2] * pairs
+
+
+def _lengths(bounds: list[int]) -> list[int]:
+    return [after - before for before, after in itertools.pairwise(bounds)]
+
+
+def _pairs(queries: int, keys: int, left: int, right: int) -> float:
+    """Pairs of a segment, see `models.layers.kernels`; -1: no limit."""
+    if right < 0:
+        return queries * keys if left < 0 else queries * (queries + 1) / 2
+    limit = keys if left < 0 else min(left + 1, keys)
+    first = keys - queries + 1  # keys that the first query sees, were there no limit on the left
+    rising = max(0, min(queries, limit - first))
+    return rising * (2 * first + rising - 1) / 2 + (queries - rising) * limit
+
+
+def _scaled_dot_product(_: Recorder, given: dict[str, Any]) -> float:
+    query, key = given["query"], given["key"]
+    return 4.0 * query.numel() * key.shape[-2] / (2 if given.get("is_causal") else 1)
+
+
+def _backward(forward: Callable[[Recorder, dict], float]) -> Callable[[Recorder, dict], float]:
+    """Five products of matrices where the forward has two."""
+    return lambda recorder, given: 2.5 * forward(recorder, given)
+
+
+ATTENTION: dict[Any, Callable[[Recorder, dict], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _scaled_dot_product,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward(_scaled_dot_product),
+    torch.ops.torch_attn._varlen_attn: _varlen,
+    torch.ops.torch_attn._varlen_attn_backward: _backward(_varlen),
+}
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, three functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
+    not store all scores; a tensor made from numbers of the device reads each; Adam may be fused."""
+    functional, tensor, check = torch.nn.functional, torch.tensor, adam._device_dtype_check_for_fused
+    attention = functional.scaled_dot_product_attention
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+
+    def one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
+        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, list):
+            return [numbers(one) for one in data]
+        return data.item() if isinstance(data, Tensor) and data.is_meta else data
+
+    functional.scaled_dot_product_attention, torch.tensor = (
+        one_kernel,
+        lambda data, **kwargs: tensor(numbers(data), **kwargs),
+    )
+    adam._device_dtype_check_for_fused = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, torch.tensor = attention, tensor
+        adam._device_dtype_check_for_fused = check

@@ -1,0 +1,238 @@
+"""A training step of any rank of any layout at real size, in one process without a GPU.
+
+The step is the real one: model, optimizer, streams, schedule. Its device is `meta`, so tensors have shapes
+and no numbers, and its collectives go to torch's fake process group. `planning.recorder` counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
+from megatron_vlm.checks.settings import validate
+from megatron_vlm.config import ConfigError, RunConfig, derived
+from megatron_vlm.models import costs
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.vlm import build_model
+from megatron_vlm.parallel import cpu, setup
+from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
+from megatron_vlm.training.gradients import data_parallel
+from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import train_step
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank holds and does in a training step; bytes and numbers of calls.
+
+    `micro_batch` counts what happens for each micro batch (a mean over those rehearsed), `once` what happens
+    once in a step: the reduction of gradients and the optimizer.
+    """
+
+    config: RunConfig
+    gpus: int
+    rank: int
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    peak: int
+    micro_batches: int  # of a step
+    micro_batch: Seen
+    once: Seen
+
+    @property
+    def activations(self) -> int:
+        """The most bytes besides weights, gradients and optimizer state."""
+        return self.peak - self.weights - self.gradients - self.optimizer
+
+    @property
+    def collectives(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """(group, kind) -> (calls, bytes) of a step."""
+        found: dict[tuple[str, str], tuple[float, float]] = {}
+        for what, count in self._of_step(Collective):
+            calls, nbytes = found.get((what.group, what.kind), (0, 0))
+            found[what.group, what.kind] = calls + count, nbytes + count * what.nbytes
+        return found
+
+    @property
+    def host_reads(self) -> dict[str, float]:
+        """Place in the code -> reads of the device by the host in forward and backward of a micro batch."""
+        return self.micro_batch.host_reads
+
+    @property
+    def operations(self) -> float:
+        return sum(count for _, count in self._of_step(Work))
+
+    def flops(self, *kinds: str) -> float:
+        """Of a step, in operations of these kinds ("matmul", "attention")."""
+        return sum(what.flops * count for what, count in self._of_step(Work) if what.kind in kinds)
+
+    def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:
+        for seen, times in ((self.micro_batch, self.micro_batches), (self.once, 1)):
+            yield from ((what, count * times) for what, count in seen.items() if isinstance(what, kind))
+
+
+def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Rehearsal:
+    """A step of `rank` among `gpus` processes, after one in which the optimizer's state was made.
+
+    Rows are full: one document each, with `data.visual_share` of its tokens in images of `data.max_pixels`,
+    the others trained. Tokens go evenly to all experts. Attention is what `auto` means on a GPU. As many
+    micro batches are run as it takes until a pipeline holds the most.
+
+    Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
+    CUDA: there Megatron would use it.
+    """
+    validate(config, gpus)
+    if not 0 <= rank < gpus:
+        raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
+    if torch.cuda.is_available():
+        raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
+    config, family = _as_on_a_gpu(config), family_for(hf_config)
+    with (
+        setup.pretended(config.parallel, gpus, rank),
+        cpu.standing_in(META),
+        shapes_only(),
+        Recorder(_routed(config, family.architecture(hf_config))) as recorder,
+    ):
+        setup.seed_all(config.train.seed)
+        with META:
+            chunks = build_model(config, family, hf_config, META)
+        model = data_parallel(chunks, config)
+        optimizer, scheduler = build_optimizer(model, config)
+        optimizer.step()  # makes its state
+        weights, gradients = _nbytes(p for chunk in chunks for p in chunk.parameters()), _gradients(model)
+        gc.collect()
+        held = recorder.alive
+        count = derived(config, gpus)["micro_batches_per_step"]
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        batches = [example_batch(config, family, hf_config, META)] * _enough(config, count, stage)
+        micro_batch, once = _count_apart(recorder, chunks)
+        train_step(model, optimizer, scheduler, batches)
+    for what in [call for call in micro_batch.collectives if call.group == "dp"]:
+        once[what] += micro_batch.pop(what)  # gradients of the last micro batch
+    return Rehearsal(
+        config=config,
+        gpus=gpus,
+        rank=rank,
+        stage=stage,
+        weights=weights,
+        gradients=gradients,
+        optimizer=held - weights - gradients,
+        peak=recorder.peak,
+        micro_batches=count,
+        micro_batch=Seen({what: number / len(batches) for what, number in micro_batch.items()}),
+        once=once,
+    )
+
+
+def _as_on_a_gpu(config: RunConfig) -> RunConfig:
+    config = deepcopy(config)
+    config.model.load_weights = True  # so that nothing is drawn at random
+    if config.model.attention == "auto":
+        config.model.attention = "varlen" if config.model.dtype == "bf16" else "dense"
+    return config
+
+
+def _enough(config: RunConfig, count: int, stage: int) -> int:
+    """Micro batches after which a stage has held the most that it ever holds, see `plan.forwards_kept`."""
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    return min(count, 2 * pp if vpp > 1 else pp - stage + (pp > 1))
+
+
+def _count_apart(recorder: Recorder, chunks: list[torch.nn.Module]) -> tuple[Seen, Seen]:
+    """Two counts of what happens from now on: up to the end of the last backward, and after it."""
+    recorder.seen, recorder.peak = Seen(), recorder.alive
+    micro_batches, once = recorder.seen, Seen()
+
+    def finalize(*args, **kwargs):
+        recorder.seen = once
+        finalize_model_grads(*args, **kwargs)
+
+    chunks[0].config.finalize_model_grads_func = finalize
+    return micro_batches, once
+
+
+def _routed(config: RunConfig, architecture: dict) -> int:
+    parallel = config.parallel
+    tokens = config.train.micro_batch_size * config.data.seq_length // parallel.cp
+    tokens //= parallel.tp if parallel.sequence_parallel else 1
+    return tokens * architecture.get("moe_router_topk", 0)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _gradients(model: list[torch.nn.Module]) -> int:
+    buffers = itertools.chain.from_iterable(chunk.buffers + chunk.expert_parallel_buffers for chunk in model)
+    return _nbytes(buffer.grad_data for buffer in buffers)
+
+
+# --- a micro batch ---------------------------------------------------------------------------------------
+
+
+def example_batch(config: RunConfig, family: Family, hf_config: Any, device: torch.device) -> Batch:
+    """Full rows of one document each, with images, as `rehearse` says; pixels on `device` and ready."""
+    rows, length = config.train.micro_batch_size, config.data.seq_length
+    images, counts = _images(config, family, hf_config)
+    ids_T = torch.full((length,), _text_token(hf_config), dtype=torch.int64)
+    start = 1
+    for count in counts:  # one after the other, a token of text between them
+        ids_T[start : start + count] = hf_config.image_token_id
+        start += count + 1
+    positions = family.position_ids(hf_config)(ids_T, GenericVisualInputs.cat(images))
+    labels_T = torch.where(ids_T == hf_config.image_token_id, IGNORE_INDEX, ids_T)
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    visual, dtype = GenericVisualInputs.cat(images * rows) if first else None, DTYPES[config.model.dtype]
+    if visual is not None:
+        visual = visual.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to(device)
+    return {
+        "input_ids": ids_T.repeat(rows, 1),
+        "labels": labels_T.repeat(rows, 1),
+        "loss_mask": (labels_T != IGNORE_INDEX).float().repeat(rows, 1),
+        "position_ids": positions[..., None, :].expand(*positions.shape[:-1], rows, length),
+        "attention_mask": torch.ones(rows, length, dtype=torch.int32),
+        "visual_inputs": visual,
+        "__key__": [[] for _ in range(rows)],
+        "__restore_key__": None,
+    }
+
+
+def _text_token(hf_config: Any) -> int:
+    """A token that stands for nothing else."""
+    special = [value for name, value in hf_config.to_dict().items() if name.endswith(("_id", "_index"))]
+    return next(token for token in itertools.count() if token not in special)
+
+
+def _images(config: RunConfig, family: Family, hf_config: Any) -> tuple[list[GenericVisualInputs], list[int]]:
+    """Images that fill `data.visual_share` of a row, as far as whole ones do, and their numbers of tokens.
+
+    All have `data.max_pixels` but the last, which is as large as the rest allows.
+    """
+    pixels = config.data.max_pixels or costs.DEFAULT_IMAGE
+
+    def image(pixels: float) -> tuple[GenericVisualInputs, int]:
+        visual = GenericVisualInputs(**family.blank_image(hf_config, int(pixels)))
+        return visual, sum(family.visual_tokens(hf_config, visual))
+
+    whole, tokens = image(pixels)
+    room = config.data.seq_length - 1  # of which each image takes one token more than it has
+    number = min(int(config.data.visual_share * config.data.seq_length) // tokens, room // (tokens + 1))
+    rest = int(config.data.visual_share * config.data.seq_length) - number * tokens
+    found = [(whole, tokens)] * number
+    part, of_part = image(pixels * rest / tokens)
+    if of_part <= min(rest, room - number * (tokens + 1)):
+        found.append((part, of_part))
+    return [visual for visual, _ in found], [count for _, count in found]

@@ -1,0 +1,90 @@
+"""Rehearsals and the search for a layout in words, a line as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import suggestion
+from megatron_vlm.planning.plan import RESERVE, Plan
+from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
+from megatron_vlm.planning.search import Found, planned_layouts, rehearse_all, representatives
+from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
+
+
+def gpu_with(settings: Sequence[str]) -> Gpu:
+    """An H100 with other numbers, given as `name=number`. Raises ConfigError on an unknown name."""
+    gpu, known = Gpu(), asdict(Gpu())
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in known:
+            raise ConfigError(f"--gpu {setting}: no such number{suggestion(name, list(known))}")
+        try:
+            gpu = replace(gpu, **{name: type(known[name])(float(value))})
+        except ValueError as error:
+            raise ConfigError(
+                f"--gpu {setting}: {value!r} is no number; write {name}={known[name]}"
+            ) from error
+    return gpu
+
+
+def rehearsed(plan: Plan, hf_config: Any, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
+    """What each rank holds, sends and does in a real step, beside the plan; then the step's time."""
+    gpu = gpu_with(settings)
+    yield ""
+    ranks = representatives(plan) if rank is None else [rank]
+    found = []
+    for number in ranks:
+        found.append(rehearse(plan.config, hf_config, plan.gpus, number))
+        yield from _of_rank(found[-1], plan)
+    yield from _of_step(step_time(found, gpu, plan.useful_flops), gpu)
+
+
+def _of_rank(one: Rehearsal, plan: Plan) -> Iterator[str]:
+    planned = plan.stages[one.stage].memory - RESERVE
+    parts = ("weights", "gradients", "optimizer", "activations")
+    yield (
+        f"Rank {one.rank}, of stage {one.stage}, rehearsed: {one.peak / 1e9:.1f} GB at most ("
+        + ", ".join(f"{part} {getattr(one, part) / 1e9:.1f}" for part in parts)
+        + f"); the plan says {planned / 1e9:.1f}, {planned / one.peak:.2f} of it."
+    )
+    yield f"  {one.operations:,.0f} operations of {one.flops('matmul', 'attention') / 1e12:,.0f} TFLOP a step"
+    for (group, kind), (calls, nbytes) in sorted(one.collectives.items()):
+        yield f"  {group}: {kind}, {calls:,.0f} calls, {nbytes / 1e9:,.2f} GB a step"
+    reads = ", ".join(f"{place} {count:,.0f} times" for place, count in one.host_reads.items())
+    yield f"  The host waits for the device in a micro batch's forward and backward: {reads or 'never'}."
+    yield f"  It waits {sum(one.once.host_reads.values()):,} times in the rest of a step."
+
+
+def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
+    yield (
+        f"A step takes {time.seconds:.2f} s: {time.computing:.2f} computing, "
+        f"{time.exchanging:.2f} exchanging, {time.bubble:.2f} waiting for "
+        f"other stages, {time.once:.2f} for gradients and optimizer; "
+        f"utilisation {time.utilisation:.0%}."
+    )
+    yield (
+        "  if "
+        + ", ".join(f"{name} {value:g}" for name, value in asdict(gpu).items())
+        + " (--gpu changes one)."
+    )
+
+
+def searched(plan: Plan, hf_config: Any, capacity: float, settings: Sequence[str]) -> Iterator[str]:
+    """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
+    gpu = gpu_with(settings)
+    yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
+    plans = planned_layouts(plan.config, hf_config, plan.gpus, capacity, gpu)
+    yield f"{len(plans)} fit by their plans; the best are rehearsed:"
+    best: list[Found] = []
+    for one in rehearse_all(plans, hf_config, gpu):
+        best.append(one)
+        memory = f"{one.memory / 1e9:.0f} GB" + ("" if one.memory <= capacity else ", which does not fit")
+        yield f"  {' '.join(one.settings)}: {one.time.seconds:.2f} s, {one.time.utilisation:.0%}, {memory}"
+    fitting = [one for one in best if one.memory <= capacity]
+    if quickest := min(fitting, key=lambda one: one.time.seconds, default=None):
+        yield f"The quickest: {' '.join(quickest.settings)}"
+    else:
+        yield "No layout fits; use more GPUs, shorter rows or a smaller micro batch."

@@ -1,0 +1,106 @@
+"""The layouts of a run that fit, the quickest first: all are planned, the best are rehearsed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
+from megatron_vlm.planning.recorder import Collective
+from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
+from megatron_vlm.planning.step_time import Gpu, StepTime, collective_seconds, step_time
+
+SIZES = (1, 2, 4, 8, 16, 32)
+# tokens of a row that context parallelism leaves a rank at least: shorter rows are cheaper on whole ranks
+FEWEST_TOKENS = 8192
+MOST_REHEARSED = 5
+
+
+@dataclass(frozen=True)
+class Found:
+    settings: tuple[str, ...]
+    plan: Plan
+    rehearsals: tuple[Rehearsal, ...]
+    time: StepTime
+
+    @property
+    def memory(self) -> float:
+        """Of the fullest rank that was rehearsed, with the reserve."""
+        return max(one.peak for one in self.rehearsals) + RESERVE
+
+
+def planned_layouts(
+    config: RunConfig, hf_config: Any, gpus: int, capacity: float, gpu: Gpu
+) -> list[tuple[tuple[str, ...], Plan]]:
+    """All layouts on `gpus` GPUs whose plans need at most `capacity` bytes of each, as settings and plans, by
+    an estimate of a step's time.
+
+    tp stays inside a node; micro batch and global batch stay what they are.
+    """
+    known, found = Known(), []
+    for settings in _layouts(config, hf_config, gpus, gpu):
+        try:
+            plan = make_plan(apply_overrides(config, settings), hf_config, gpus, known)
+        except ValueError:
+            continue  # it does not divide GPUs, model or batch
+        if plan.memory <= capacity:
+            found.append((planned_seconds(plan, hf_config, gpu), settings, plan))
+    return [(settings, plan) for _, settings, plan in sorted(found, key=lambda each: each[0])]
+
+
+def rehearse_all(
+    plans: list[tuple[tuple[str, ...], Plan]], hf_config: Any, gpu: Gpu, most: int = MOST_REHEARSED
+) -> Iterator[Found]:
+    """The first of the planned layouts, rehearsed one after the other."""
+    for settings, plan in plans[:most]:
+        ranks = tuple(rehearse(plan.config, hf_config, plan.gpus, rank) for rank in representatives(plan))
+        yield Found(settings, plan, ranks, step_time(ranks, gpu, plan.useful_flops))
+
+
+def representatives(plan: Plan) -> list[int]:
+    """The first ranks of the stages that differ: the first, the last, the fullest and the busiest."""
+    pp = plan.config.parallel.pp
+    busiest = max(range(pp), key=lambda stage: plan.stages[stage].flops)
+    return [stage * plan.gpus // pp for stage in sorted({0, pp - 1, plan.fullest, busiest})]
+
+
+def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
+    experts = SIZES if family_for(hf_config).has_experts else (1,)
+    sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
+    for tp, pp, cp, ep, vpp, recompute in sizes:
+        fits = tp <= gpu.per_node and gpus % (tp * pp * cp) == 0 and gpus % (pp * ep) == 0
+        long = cp == 1 or config.data.seq_length // cp >= FEWEST_TOKENS
+        if fits and long and (vpp == 1 or pp > 1):
+            layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
+            yield (*(f"parallel.{k}={v}" for k, v in layout.items()), f"model.recompute={recompute}")
+
+
+def planned_seconds(plan: Plan, hf_config: Any, gpu: Gpu) -> float:
+    """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
+    parallel, architecture = plan.config.parallel, family_for(hf_config).architecture(hf_config)
+    busiest = max(plan.stages, key=lambda stage: stage.flops)
+    micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
+    value, again = DTYPES[plan.config.model.dtype].itemsize, plan.config.model.recompute == "full"
+    tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length // parallel.cp
+    hidden = tokens * value * architecture["hidden_size"]
+    layers = sum(map(len, busiest.layers))
+
+    def call(kind: str, nbytes: float, size: int, apart: int) -> float:
+        ranks = tuple(range(0, size * apart, apart))
+        return collective_seconds(Collective("", kind, ranks, int(nbytes)), gpu)
+
+    exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
+    routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
+    exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
+    keys = 2 * tokens * value * architecture["num_query_groups"] * architecture["kv_channels"] // parallel.tp
+    exchanged += layers * (2 + again) * call("alltoall", keys * (parallel.cp - 1), parallel.cp, parallel.tp)
+    shared = plan.gpus // (parallel.tp * parallel.pp)
+    once = call("allgather", busiest.gradients + busiest.weights, shared, parallel.tp)
+    one = busiest.flops / (gpu.peak * gpu.matmul_share) + exchanged
+    return one * (micro_batches + (parallel.pp - 1) / parallel.vpp) + once

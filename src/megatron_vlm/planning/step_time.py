@@ -1,0 +1,105 @@
+"""How long a step would take on a GPU, from what a rehearsal counted: a simple model, stated in `Gpu`.
+
+An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
+latency and its bytes over the slowest link, by the ring algorithm. No operations are fused, and nothing
+overlaps but the reduction of gradients with the last backward. All stages take as long as the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vlm.config import derived
+from megatron_vlm.planning.recorder import Collective, Seen, Work
+from megatron_vlm.planning.rehearsal import Rehearsal
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and its links; the defaults are an H100 SXM's (its data sheet) in nodes of eight with a 400 Gb/s
+    network card each. The shares say how much of a peak code reaches; they are assumptions."""
+
+    peak: float = 989e12  # operations a second of bf16 products of matrices
+    memory: float = 3.35e12  # bytes a second
+    link: float = 450e9  # bytes a second to other GPUs of the node, each way
+    network: float = 50e9  # likewise, to other nodes
+    per_node: int = 8
+    matmul_share: float = 0.7
+    attention_share: float = 0.5
+    memory_share: float = 0.8
+    link_share: float = 0.8
+    launch: float = 3e-6  # seconds that the smallest operation takes
+    latency: float = 20e-6  # seconds that the smallest collective takes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    computing: float  # of the busiest stage
+    exchanging: float
+    bubble: float  # waiting for other stages
+    once: float  # reducing gradients and the optimizer
+    utilisation: float  # of the peak, by the operations that the model needs: recomputed ones do not count
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.exchanging + self.bubble + self.once
+
+
+def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) -> StepTime:
+    """The step's time from rehearsals of ranks of one layout, the busiest stage among them.
+
+    `useful_flops` is the work of a step on all GPUs.
+    """
+    config, gpus = rehearsals[0].config, rehearsals[0].gpus
+    computing, exchanging = max(
+        ((computing_time(one.micro_batch, gpu), exchanging_time(one.micro_batch, gpu)) for one in rehearsals),
+        key=sum,
+    )
+    micro_batches = derived(config, gpus)["micro_batches_per_step"]
+    waiting = (config.parallel.pp - 1) / config.parallel.vpp  # micro batches; arXiv 2104.04473
+    once = max(_once(one, gpu) for one in rehearsals)
+    seconds = (computing + exchanging) * (micro_batches + waiting) + once
+    return StepTime(
+        computing=computing * micro_batches,
+        exchanging=exchanging * micro_batches,
+        bubble=(computing + exchanging) * waiting,
+        once=once,
+        utilisation=useful_flops / (seconds * gpus * gpu.peak),
+    )
+
+
+def _once(one: Rehearsal, gpu: Gpu) -> float:
+    """What the last backward, two thirds of a micro batch, does not hide of the reduction, and the rest."""
+    calls = one.once.collectives.items()
+    reduction = Seen({call: n for call, n in calls if call.group == "dp" and "reduce" in call.kind})
+    hidden = min(exchanging_time(reduction, gpu), computing_time(one.micro_batch, gpu) * 2 / 3)
+    return computing_time(one.once, gpu) + exchanging_time(one.once, gpu) - hidden
+
+
+def computing_time(seen: Seen, gpu: Gpu) -> float:
+    return sum(count * _seconds(work, gpu) for work, count in seen.work.items())
+
+
+def _seconds(work: Work, gpu: Gpu) -> float:
+    share = gpu.attention_share if work.kind == "attention" else gpu.matmul_share
+    arithmetic = work.flops / (gpu.peak * share)
+    return max(arithmetic, work.nbytes / (gpu.memory * gpu.memory_share), gpu.launch)
+
+
+def exchanging_time(seen: Seen, gpu: Gpu) -> float:
+    return sum(count * collective_seconds(call, gpu) for call, count in seen.collectives.items())
+
+
+def collective_seconds(call: Collective, gpu: Gpu) -> float:
+    """By the ring algorithm, over the network if the group's ranks are on several nodes."""
+    ranks = len(call.ranks)
+    if ranks == 1:
+        return 0.0
+    inside = len({rank // gpu.per_node for rank in call.ranks}) == 1
+    bandwidth = gpu.link_share * (gpu.link if inside else gpu.network)
+    times = 1.0 if call.kind == "send" else (ranks - 1) / ranks
+    times *= 2 if call.kind.startswith("allreduce") else 1
+    return gpu.latency + times * call.nbytes / bandwidth

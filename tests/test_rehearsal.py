@@ -1,0 +1,203 @@
+"""A rehearsed step is the real one: its memory, its exchanges, its operations, and no read by the host."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.cli import app
+from megatron_vlm.cli import run as run_command
+from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
+
+WORST_MEMORY = 0.1  # between the rehearsed and the measured peak
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "tests" / "hf_configs"
+LAYOUTS = {
+    "dp 2": ParallelConfig(),
+    "tp 2": ParallelConfig(tp=2),
+    "pp 2": ParallelConfig(pp=2, distributed_optimizer=False),
+    "cp 2": ParallelConfig(cp=2),
+}
+OFTEN = ("gemma3",)  # the other families belong to `make test-long`
+# without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
+DENSE = [name for name in TINY_FAMILIES if not name.endswith("_moe")]
+FAMILIES = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.long]) for name in DENSE]
+
+
+def run_of(parallel: ParallelConfig) -> RunConfig:
+    """Two rows of 256 tokens in each of four micro batches, with images."""
+    run = RunConfig(parallel=parallel, run_dir="none")
+    run.model = ModelConfig(hf_path="none", dtype="fp32", attention="documents", load_weights=False)
+    run.data.train_data_path, run.data.seq_length, run.data.max_pixels = "none", 256, 112**2
+    run.train.micro_batch_size, run.train.global_batch_size = 2, 8
+    return run
+
+
+def config_of(family: str):
+    parts = TINY_FAMILIES[family]
+    return parts.config(parts.processor(default_corpus(), parts.template), {}, {})
+
+
+def both(family: str) -> dict[str, tuple[dict, dict]]:
+    """Of every layout what is measured in a real step of this rank, and what its rehearsal says."""
+    from megatron_vlm.parallel import setup
+
+    hf_config, measured, rank = config_of(family), {}, int(os.environ["RANK"])
+    setup.init_distributed(LAYOUTS["dp 2"], seed=1)
+    for name, parallel in LAYOUTS.items():
+        setup.reset_layout(parallel, seed=1)
+        measured[name] = real_step(run_of(parallel), hf_config)
+    setup.shutdown()
+    return {name: (measured[name], rehearsed(run_of(LAYOUTS[name]), hf_config, rank)) for name in LAYOUTS}
+
+
+def real_step(run: RunConfig, hf_config) -> dict:
+    from megatron_vlm.config import derived
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.planning.rehearsal import example_batch
+    from megatron_vlm.planning.tensor_memory import TensorMemory
+    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.optimizer import build_optimizer
+    from megatron_vlm.training.step import train_step
+
+    family, device = family_for(hf_config), setup.device()
+    with TensorMemory() as memory:
+        model = data_parallel(build_model(run, family, hf_config, device), run)
+        optimizer, scheduler = build_optimizer(model, run)
+        optimizer.step()
+        held = memory.peak = memory.alive
+        batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
+        with FlopCounterMode(display=False) as counter:
+            train_step(model, optimizer, scheduler, batches)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
+    return {"peak": memory.peak, "held": held, "products": float(products)}
+
+
+def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    one = rehearse(run, hf_config, 2, rank)
+    return {
+        "peak": one.peak,
+        "held": one.weights + one.gradients + one.optimizer,
+        "products": one.flops("matmul"),
+        "collectives": one.collectives,
+        "host_reads": one.host_reads,
+    }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ranks(request) -> list[dict[str, tuple[dict, dict]]]:
+    return run_distributed(2, both, request.param)
+
+
+def test_rehearsed_memory_is_the_measured_one(ranks):
+    for name in LAYOUTS:
+        for rank in ranks:
+            real, ours = rank[name]
+            assert ours["held"] == pytest.approx(real["held"], rel=WORST_MEMORY), name
+            assert ours["peak"] == pytest.approx(real["peak"], rel=WORST_MEMORY), name
+
+
+def test_rehearsed_operations_are_those_of_a_step(ranks):
+    assert [rank[name][1]["products"] for rank in ranks for name in LAYOUTS] == [
+        rank[name][0]["products"] for rank in ranks for name in LAYOUTS
+    ]
+
+
+def test_the_host_reads_nothing_in_forward_and_backward(ranks):
+    assert [rank[name][1]["host_reads"] for rank in ranks for name in LAYOUTS] == [{}] * 2 * len(LAYOUTS)
+
+
+def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
+    """Hidden states are gathered twice a layer in forward and backward, and again for weights' gradients, and
+    scattered twice in both; the embedding and the output layer add a few."""
+    text = config_of("gemma3").text_config
+    layers, width = text.num_hidden_layers, text.hidden_size
+    calls = rehearsed(run_of(ParallelConfig(tp=2)), config_of("gemma3"), rank=1)["collectives"]
+    gathers, gathered = calls["tp", "allgather_base"]
+    scatters, scattered = calls["tp", "reduce_scatter_base"]
+    assert (gathers, scatters) == (4 * (6 * layers + 3), 4 * (4 * layers + 2))
+    assert scattered / scatters == 2 * 256 * width * 4  # tokens of two rows, in fp32
+
+
+def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
+    from megatron_vlm.models.hf import load_config
+    from megatron_vlm.planning.plan import RESERVE, make_plan
+    from megatron_vlm.planning.rehearsal import rehearse
+    from megatron_vlm.recipes import load_recipe
+
+    run, hf_config = load_recipe(recipe)(train_data_path="none"), load_config(path)
+    gpus = run.parallel.model_size
+    return make_plan(run, hf_config, gpus).memory - RESERVE, rehearse(run, hf_config, gpus).peak
+
+
+def test_a_plan_has_the_memory_of_the_rehearsal():
+    planned, peak = run_distributed(1, plan_and_rehearsal, "qwen3_vl_2b", str(CONFIGS / "qwen3_vl_2b.json"))[
+        0
+    ]
+    assert planned == pytest.approx(peak, rel=WORST_MEMORY)
+
+
+def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
+    rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
+    assert {row["recipe"] for row in rows} >= {config.stem for config in CONFIGS.glob("*.json")}
+    assert {row["gpus"] for row in rows} >= {8, 64, 1024}
+    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST_MEMORY]
+    assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
+
+
+def test_a_step_takes_as_long_as_its_counts_say():
+    from megatron_vlm.planning.recorder import Collective, Seen, Work
+    from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time
+
+    gpu = Gpu(
+        peak=100, matmul_share=0.5, memory=10, memory_share=1, launch=0.25, latency=0, link=8, link_share=1
+    )
+    gpu = replace(gpu, network=2)
+    seen = Seen({Work("matmul", 200.0, 1): 3, Work("other", 0.0, 20): 2, Work("other", 0.0, 0): 4})
+    assert computing_time(seen, gpu) == 3 * 4 + 2 * 2 + 4 * 0.25  # by arithmetic, by memory, by launches
+    inside, across = tuple(range(4)), (0, 8)
+    gathers = {Collective("tp", "allgather_base", inside, 32): 1, Collective("dp", "allreduce", across, 6): 1}
+    assert exchanging_time(Seen(gathers), gpu) == 32 * 3 / 4 / 8 + 2 * 6 / 2 / 2
+
+
+def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
+    config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())
+    config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = 4, 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = [f"hf_path={tmp_path}", "pp=2", "data.seq_length=1024", "--gpus", "4", "--gpu", "peak=1e14"]
+    with pytest.raises(SystemExit) as ended:
+        command = ["plan", "--recipe", "qwen3_vl_2b", "--rehearse", "--search", *settings]
+        run_command(app, "megatron-vlm", command)
+    assert ended.value.code in (None, 0)
+    text = capsys.readouterr().out
+    assert "Rank 0, of stage 0, rehearsed: " in text and "Rank 2, of stage 1, rehearsed: " in text
+    assert "The host waits for the device in a micro batch's forward and backward: never." in text
+    assert "peak 1e+14" in text and "The quickest: parallel.tp=" in text
+
+
+def test_a_rank_beyond_the_gpus_is_refused():
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
+        rehearse(run_of(ParallelConfig(tp=2)), config_of("gemma3"), 2, rank=2)
+
+
+def test_an_unknown_number_of_the_gpu_is_refused():
+    from megatron_vlm.planning.rehearsed_words import gpu_with
+
+    with pytest.raises(ConfigError, match="--gpu peek=1: no such number; did you mean peak"):
+        gpu_with(["peek=1"])

@@ -1,0 +1,119 @@
+"""Rehearse a step of every recipe of a real size, in its own layout on the fewest GPUs and on 8, 64 and 1,024
+where it divides them: reports/rehearsal.json.
+
+python tools/rehearse_recipes.py                    all, about a quarter of an hour on one core
+python tools/rehearse_recipes.py qwen3_vl_8b        the rows of some recipes, the others stay
+python tools/rehearse_recipes.py --plans            the plans alone, beside the rehearsals in the report
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+
+from transformers import PretrainedConfig
+
+from megatron_vlm.config import RunConfig, derived, fewest_processes, missing_settings
+from megatron_vlm.models.hf import load_config
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
+from megatron_vlm.planning.rehearsal import rehearse
+from megatron_vlm.planning.search import representatives
+from megatron_vlm.planning.step_time import Gpu, step_time
+from megatron_vlm.recipes import compose
+from plan_recipes import CONFIGS, ROOT, UNTIED
+
+GPUS = (8, 64, 1024)
+LONG = {"gemma3_vl_4b_64k": "gemma3_vl_4b", "qwen3_vl_8b_128k": "qwen3_vl_8b"}  # files of recipes/ -> model
+REPORT = ROOT / "reports" / "rehearsal.json"
+
+
+def main() -> None:
+    models = {config.stem: config.stem for config in sorted(CONFIGS.glob("*.json"))} | LONG
+    old = json.loads(REPORT.read_text(encoding="utf-8")) if REPORT.exists() else []
+    rows = {name: [row for row in old if row["recipe"] == name] for name in models}
+    plans_alone = sys.argv[1:] == ["--plans"]
+    for name in list(models) if plans_alone else sys.argv[1:] or list(models):
+        run, hf_config = opened(name, models[name])
+        if plans_alone:
+            rows[name] = [planned_again(row, run, hf_config) for row in rows[name]]
+        else:
+            rows[name] = list(rehearsed(name, run, hf_config))
+        text = json.dumps([row for of in rows.values() for row in of], indent=1, ensure_ascii=False)
+        REPORT.write_text(text + "\n", encoding="utf-8")
+
+
+def opened(name: str, model: str) -> tuple[RunConfig, PretrainedConfig]:
+    file = ROOT / "recipes" / f"{name}.yaml"
+    run = compose(file=file) if name in LONG else compose(recipe=name)
+    run = apply_overrides(run, dict.fromkeys(missing_settings(run), "none://"))
+    hf_config = load_config(CONFIGS / f"{model}.json")
+    hf_config.tie_word_embeddings &= model not in UNTIED
+    return run, hf_config
+
+
+def planned_again(row: dict, run: RunConfig, hf_config: PretrainedConfig) -> dict:
+    plan = make_plan(with_batch(run, row["gpus"]), hf_config, row["gpus"])
+    return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
+
+
+def over(plan: Plan, stage: int, peak: int) -> float:
+    return round((plan.stages[stage].memory - RESERVE) / peak, 3)
+
+
+def rehearsed(name: str, run: RunConfig, hf_config: PretrainedConfig) -> Iterator[dict]:
+    fewest = fewest_processes(run.parallel)
+    for gpus in sorted({fewest, *(n for n in GPUS if n % fewest == 0)}):
+        began = time.monotonic()
+        yield from rows_of(name, with_batch(run, gpus), hf_config, gpus)
+        print(f"{name} on {gpus}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def with_batch(run: RunConfig, gpus: int) -> RunConfig:
+    """The run with a larger batch if its own leaves a stage of some data-parallel rank without work."""
+    run, parallel = deepcopy(run), run.parallel
+    run.train.global_batch_size = max(
+        run.train.global_batch_size,
+        run.train.micro_batch_size * parallel.pp * gpus // parallel.model_size,
+    )
+    return run
+
+
+def rows_of(name: str, run: RunConfig, hf_config: PretrainedConfig, gpus: int) -> Iterator[dict]:
+    plan = make_plan(run, hf_config, gpus)
+    ranks = [rehearse(run, hf_config, gpus, rank) for rank in representatives(plan)]
+    step = step_time(ranks, Gpu(), plan.useful_flops)
+    for one in ranks:
+        exchanged: Counter[str] = Counter()
+        for (group, _), (_, nbytes) in one.collectives.items():
+            exchanged[group] += round(nbytes)
+        yield {
+            "recipe": name,
+            "layout": layout(run),
+            "gpus": gpus,
+            "rank": one.rank,
+            "stage": one.stage,
+            "batch": run.train.global_batch_size,
+            "micro_batches": derived(run, gpus)["micro_batches_per_step"],
+            "peak_memory": one.peak,
+            "plan_over_rehearsed": over(plan, one.stage, one.peak),
+            "collective_bytes": dict(exchanged),
+            "operations": round(one.operations),
+            "host_reads": round(sum(one.host_reads.values())),
+            "step_seconds": round(step.seconds, 3),
+            "bubble": round(step.bubble / step.seconds, 3),
+            "utilisation": round(step.utilisation, 3),
+        }
+
+
+def layout(run: RunConfig) -> str:
+    sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "–"
+
+
+if __name__ == "__main__":
+    main()
