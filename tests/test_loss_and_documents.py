@@ -12,6 +12,7 @@ import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from megatron_vlm.training import gradients as gradients_of
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -198,3 +199,17 @@ def test_every_parameter_is_in_one_freeze_group(measured, family):
     prefixes = load(family).groups.values()
     for name in measured("one")["unpacked"]["grads"]:
         assert sum(name.startswith(group) for group in prefixes) == 1, name
+
+
+def test_norm_and_scale_are_those_of_megatrons_fallback():
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    ours, theirs = ([torch.linspace(-n, n + 1, n) for n in (12, 0, 1000)] for _ in range(2))
+    (mine, _), (expected, _) = (
+        norm(0, None, [ours], False) for norm in (gradients_of._norm, local_multi_tensor_l2_norm)
+    )
+    assert torch.equal(mine, expected)
+    gradients_of._scale(0, None, [ours, ours], 0.3)
+    local_multi_tensor_scale(0, None, [theirs, theirs], 0.3)
+    assert all(map(torch.equal, ours, theirs))
+    gradients_of._scale(0, None, [nothing := [], nothing], 0.3)

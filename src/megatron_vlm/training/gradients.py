@@ -1,12 +1,16 @@
-"""The buffers of a model's gradients, and their reduction over data-parallel ranks."""
+"""The buffers of a model's gradients, their reduction over data-parallel ranks, and their norm."""
 
 from __future__ import annotations
 
+import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.vlm import VLMModel
@@ -48,3 +52,26 @@ def empty_gradients(chunk: DistributedDataParallel) -> None:
     for group in groups:
         expected = group.golden_per_param_grad_ready_counts
         group.per_param_grad_ready_counts |= {param: 0 for param, count in expected.items() if not count}
+
+
+def clip_on_device() -> None:
+    """Lets Megatron take the norm of gradients, and scale them, in one operation each.
+
+    Its fallback where there is no Transformer Engine or Apex (0.19) asks the device for the norm of each
+    tensor, and copies each to scale it. The numbers are the same.
+    """
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+
+
+def _norm(chunk_size, overflow, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """The norm (1,) of all tensors; the arguments are those of Apex's `multi_tensor_l2norm`."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
+
+
+def _scale(chunk_size, overflow, tensor_lists: list[list[Tensor]], factor: float) -> None:
+    """Those of `multi_tensor_scale`; Megatron gives the same gradients as source and target."""
+    source, target = tensor_lists
+    assert source is target
+    if target:
+        torch._foreach_mul_(target, factor)

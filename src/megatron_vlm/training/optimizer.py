@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.training.gradients import clip_on_device
 
 
 def build_optimizer(
@@ -48,6 +49,7 @@ def build_optimizer(
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
             part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
     fuse(optimizer)
+    clip_on_device()
     return optimizer, _scheduler(optimizer, config)
 
 
