@@ -61,14 +61,14 @@ def _run(parallel: ParallelConfig, dropped_by_rank: list[int], steps: int) -> tu
 
 def _not_finite(by_rank: list[list[float]], run_dir: str) -> str:
     """What this rank raises when these are the losses of its micro batches."""
-    from megatron_vlm.training.step import _raise_not_finite
+    from megatron_vlm.training.not_finite import raise_not_finite
 
     rank = dist.get_rank()
     reports = [{"sum_and_count": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]
     micro_batches = [{"__key__": [[f"rank{rank}-{number}"]]} for number in range(len(reports))]
     try:
         with naming_samples(run_dir, 7, micro_batches):
-            _raise_not_finite("the loss is nan", reports)
+            raise_not_finite("the loss is nan", reports)
     except (ValueError, RuntimeError) as error:
         return "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
 

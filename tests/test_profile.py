@@ -144,7 +144,7 @@ def test_a_backward_pass_belongs_to_the_part_of_its_forward_pass():
     own = {name: sum(e.cpu_time_total for e in recorded.events() if e.name == name) / 1e6 for name in SLOW}
     assert min(own.values()) > 0
     assert seconds["attention"] >= own["SquareBackward"]
-    assert seconds["attention"] + seconds["head"] >= own["aten::linalg_svd"] > 5 * seconds["other"]
+    assert seconds["attention"] + seconds["head"] >= own["aten::linalg_svd"] > seconds["other"]
     assert sum(seconds.values()) - seconds["all"] == pytest.approx(seconds["all"])
 
 

@@ -121,8 +121,7 @@ def plan(
     Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
     a row has. --rehearse and --search tell the time of a step, too, by a simple model of an H100.
     """
-    if rehearse or search:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
     config = recipe_table.compose(recipe, file, settings or ())
     missing = configs.missing_settings(config)
     config = apply_overrides(config, dict.fromkeys(missing, "given later"))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.profiler import record_function
 
@@ -21,7 +22,8 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.broadcast import BatchBroadcaster, add_counts
+from megatron_vlm.parallel.broadcast import BatchBroadcaster
+from megatron_vlm.parallel.counts import add_counts
 from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
 from megatron_vlm.training.checkpoint import CheckpointState
 
@@ -34,16 +36,16 @@ class Feed:
 
     def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
         self._run_dir, self._train = config.run_dir, config.train
-        # Without workers, encoding would disturb the process's generators in the middle of a step.
-        self._reader = ThreadPool(1) if config.data.num_workers else None
-        self._coming: AsyncResult | None = None  # the next step's micro batches
+        # without workers, encoding would disturb the process's generators in the middle of a step
+        self._reader = ThreadPool(1, _begin_to_read, [setup.device()]) if config.data.num_workers else None
+        self._coming: Callable[[], list[Batch]] | None = None  # the next step's micro batches
         self._dropped: int | None = None
         self._count = derived(config, dist.get_world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
         self._data: RunData | None = None  # None on a rank that only receives
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
-            self._open(config, source, resumed)
+            self._started(partial(self._open, config, source, resumed))()
 
     def _open(self, config: RunConfig, source: Source, resumed: CheckpointState | None) -> None:
         place = setup.data_parallel_place()
@@ -63,17 +65,19 @@ class Feed:
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
         take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
-        if self._reader is None:
-            micro_batches = take()
-        else:  # there the death of a data worker is an error like others; here it would interrupt a step
-            coming = self._coming or self._reader.apply_async(take)
-            micro_batches, self._coming = coming.get(), None
+        coming = self._coming or self._started(take)
+        micro_batches, self._coming = coming(), None
         if self._data:
             self._dropped = self._data.dropped_everywhere
             self._log.write(step, micro_batches)
         if self._reader is not None and not self._pauses_after(step):
-            self._coming = self._reader.apply_async(take)
+            self._coming = self._started(take)
         return micro_batches
+
+    def _started(self, do: Callable[[], Any]) -> Callable[[], Any]:
+        """What waits for the result of `do`. All reading is the reader's: there the death of a data worker is
+        an error like others; torch would let it interrupt the main thread, in the middle of a step."""
+        return do if self._reader is None else self._reader.apply_async(do).get
 
     def _pauses_after(self, step: int) -> bool:
         """Whether the loader's state or the validation split is read before the next step."""
@@ -85,7 +89,8 @@ class Feed:
 
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""
-        return partial(self._broadcaster.take, self._data and self._data.valid_batches())
+        batches = self._data and self._data.valid_batches()
+        return lambda count: self._started(partial(self._broadcaster.take, batches, count))()
 
     def state(self) -> Any:
         """The loader state of a reading rank, for a checkpoint; None on the others."""
@@ -106,3 +111,9 @@ class Feed:
         if self._data:
             with closing(self._log, self._data):
                 pass
+
+
+def _begin_to_read(device: torch.device) -> None:
+    watchdog.reader()
+    if device.type == "cuda":  # each thread has its own
+        torch.cuda.set_device(device)

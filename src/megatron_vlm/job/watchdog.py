@@ -73,6 +73,12 @@ def also(progress: Callable[[], Any]) -> None:
         _watch.progress.append(progress)
 
 
+def reader() -> None:
+    """Called by a thread that reads: while the main thread waits for it, it says where the rank is."""
+    if _watch is not None:
+        _watch.reader = threading.get_ident()
+
+
 def finish() -> None:
     """Stops watching: the work is done."""
     global _watch
@@ -87,6 +93,7 @@ class Watch:
     def __init__(self, errors: Path, hang_seconds: float, record: ranks.RankFile):
         self.errors, self.hang_seconds, self.record = errors, hang_seconds, record
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
+        self.reader: int | None = None
         self.began = time.time()
         self._files, self._moved = False, 0
         self._found: list[Any] = []
@@ -162,8 +169,7 @@ class Watch:
         self._found, self._moved = found, moved
 
     def _end_the_job(self) -> None:
-        thread = sys._current_frames().get(threading.main_thread().ident)
-        frames = list(_outwards(thread))
+        frames = self._frames()
         where = _where(frames) + _stopped_workers()
         self.record.write(hang={"where": where, "waits": any(map(_waits, frames[:3]))})
         self._write_stacks()
@@ -178,6 +184,14 @@ class Watch:
             if ranks.state(content) == "T":
                 os.kill(content["pid"], signal.SIGKILL)
         end_now(HANG_CODE)
+
+    def _frames(self) -> list[Any]:
+        """The main thread's, the innermost first; the reader's, if the main thread waits for that."""
+        threads = sys._current_frames()
+        frames = list(_outwards(threads.get(threading.main_thread().ident)))
+        if any(frame.f_code.co_filename.endswith("multiprocessing/pool.py") for frame in frames[:4]):
+            return list(_outwards(threads.get(self.reader))) or frames
+        return frames
 
     def _write_stacks(self) -> None:
         content = self.record.content

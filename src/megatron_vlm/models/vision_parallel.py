@@ -18,7 +18,7 @@ from megatron_vlm.batch import GenericVisualInputs
 
 
 def spread_over_ranks(
-    vision: Callable[..., Tensor],
+    vision: Callable[[list[GenericVisualInputs]], Tensor],
     visual: GenericVisualInputs,
     visual_tokens: list[int],
     blank: GenericVisualInputs,
@@ -33,9 +33,9 @@ def spread_over_ranks(
     """
     items, size, rank = visual.items(), group.size(), group.rank()
     shares = balanced_shares(visual_tokens, size)
-    own = GenericVisualInputs.cat([items[i] for i in shares[rank]])
-    features = vision(**(own or blank).as_model_kwargs()).movedim(-2, 0)
-    if own is None:
+    own = [items[i] for i in shares[rank]]
+    features = vision(own or [blank]).movedim(-2, 0)
+    if not own:
         features = features[:0]
     maker, row = _makers(shares, visual_tokens)
     sent = [row[ids[maker[ids] == rank]] for ids in wanted]

@@ -104,10 +104,9 @@ class VLMModel(MegatronModule):
         wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(ranks)]
         mine = wanted[group.rank()]
         if self.config.images_spread:
-            blank = self._blank_image.to(stream.input_ids.device)
-            features = spread_over_ranks(self._tower, visual, counts, blank, wanted, group)
+            features = spread_over_ranks(self._tower, visual, counts, self._blank_image, wanted, group)
         else:
-            features = self._tower(**visual.as_model_kwargs())
+            features = self._tower([visual])
             if len(mine) < placeholders:
                 features = features.index_select(-2, torch.from_numpy(mine).to(features.device))
         if self.config.sequence_parallel:
@@ -124,8 +123,11 @@ class VLMModel(MegatronModule):
             here &= stream.feature_rows // held == tensor_rank
         return here
 
-    def _tower(self, **visual: Tensor) -> Tensor:
-        return self.vision(**self.pixels(visual, self.config.params_dtype))
+    def _tower(self, items: list[GenericVisualInputs]) -> Tensor:
+        """Features of what is on the host or the device; only this much of the pixels is on the device."""
+        device = next(self.vision.parameters()).device
+        visual = GenericVisualInputs.cat([item.to(device) for item in items])
+        return self.vision(**self.pixels(visual.as_model_kwargs(), self.config.params_dtype))
 
     def _features_of_blank(self, device: torch.device) -> Tensor:
         """Features of a blank image, so that a micro batch without images starts the same collectives."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import named
-from megatron_vlm.parallel.copies import HostToDevice
+from megatron_vlm.parallel.counts import SharedCounts
 from megatron_vlm.parallel.setup import collective_timeout, parallel_state
 
 _HOST = torch.device("cpu")
@@ -21,14 +20,6 @@ _HOST = torch.device("cpu")
 
 class ReadFailed(RuntimeError):
     """A rank could not read its data. The text says which rank and why; it is the same on every rank."""
-
-
-class SharedCounts(Protocol):
-    """Two counts that are added over all ranks, such as those of `data.drops.DropReport`."""
-
-    def counted(self) -> list[int]: ...
-
-    def tell_others(self, counted: list[int]) -> None: ...
 
 
 class BatchBroadcaster:
@@ -46,7 +37,7 @@ class BatchBroadcaster:
         self._group = _group_of(data)
         self._stage_group = _group_of((data, stage))
         self._source = dist.get_process_group_ranks(self._group)[0]
-        self._copies = HostToDevice()
+        self._pins = torch.cuda.is_available()  # so that a copy to the device waits for nothing
         self._first_stage = stage == 0
 
     @property
@@ -94,7 +85,7 @@ class BatchBroadcaster:
         """The next batch; None on every rank when the iterator has ended.
 
         The reading rank passes its iterator, the others None. All tensors and plain values arrive bit-equal
-        on the host of all ranks, except `visual_inputs`, which arrives on the devices of the first pipeline
+        on the host of all ranks, except `visual_inputs`, which arrives in pinned memory on the first pipeline
         stage and is None beyond. If it raises, every rank of the group raises ReadFailed with the same text.
         """
         if self.reads:
@@ -131,27 +122,21 @@ class BatchBroadcaster:
         if header["visual"] and self._first_stage:
             held = batch["visual_inputs"].as_model_kwargs() if batch else {}
             visual = {
-                name: self._broadcast(held.get(name), shape, dtype, self._stage_group)
+                name: self._broadcast(held.get(name), shape, dtype, self._stage_group, self._pins)
                 for name, shape, dtype in header["visual"]
             }
-            received["visual_inputs"] = GenericVisualInputs(
-                **self._copies.done(visual), **header["visual_on_host"]
-            )
+            received["visual_inputs"] = GenericVisualInputs(**visual, **header["visual_on_host"])
         return received
 
-    def _broadcast(self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup) -> Tensor:
+    def _broadcast(
+        self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup, pins: bool = False
+    ) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
+        tensor = tensor.pin_memory() if pins else tensor
         if group.size() > 1 and tensor.numel():
             # as bytes: gloo does not know every dtype
             dist.broadcast(tensor.view(-1).view(torch.uint8), self._source, group=group)
         return tensor
-
-
-def add_counts(counts: dict[str, int]) -> dict[str, int]:
-    """Counts by name, added over all ranks. Every rank calls it."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, counts)
-    return dict(sum(map(Counter, gathered), Counter()))
 
 
 def _group_of(key: Any) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,8 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     known = known or Known()
     image = known.image = known.image or costs.image_cost(config, family, hf_config)
     layout = pipeline_layout(*costs.stage_costs(config, architecture, image), config.parallel)
-    megatron_config = language_model_config(config, architecture, layout)
+    loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
+    megatron_config = language_model_config(loaded, architecture, layout)
     check_divisible(megatron_config)
     split = config.parallel.tp, config.parallel.ep
     if split not in known.held:
