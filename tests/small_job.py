@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import typer
@@ -37,12 +38,17 @@ def job(run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alon
         one = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
         dist.init_process_group("gloo", **one)
         total = torch.ones(1)
+        reader = ThreadPool(1, watchdog.reader)  # as `feed` reads
+
+        def one_step(step: int) -> None:
+            if step == FAILS_IN and ranks.rank() == rank:
+                FAULTS[fault](run_dir)
+            dist.all_reduce(total)
+
         with closing(Closes(run_dir)):
             for step in range(1, STEPS + 1):
                 watchdog.beat(f"training step {step}")
-                if step == FAILS_IN and ranks.rank() == rank:
-                    FAULTS[fault](run_dir)
-                dist.all_reduce(total)
+                reader.apply(one_step, (step,)) if fault == "data" else one_step(step)
                 watchdog.beat(step=step)
         # in one write: PYTHONUNBUFFERED makes two of a print, between which another rank may write
         os.write(1, f"rank {ranks.rank()} sums {total.item():g}\n".encode())
