@@ -74,10 +74,9 @@ class Profile:
             self._profiler.start()
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self._profiler:
-            if error:
-                self._profiler.on_trace_ready = None  # its steps are not all there
+            self._profiler.on_trace_ready = None  # `step` has written, or not all steps are there
             self._profiler.stop()
 
     def _write(self, profiler: torch_profile) -> None:
