@@ -126,7 +126,8 @@ class VLMModel(MegatronModule):
     def _tower(self, items: list[GenericVisualInputs]) -> Tensor:
         """Features of what is on the host or the device; only this much of the pixels is on the device."""
         device = next(self.vision.parameters()).device
-        visual = GenericVisualInputs.cat([item.to(device) for item in items])
+        first, *others = (item.to(device) for item in items)
+        visual = GenericVisualInputs.cat([first, *others]) if others else first  # one is not copied again
         return self.vision(**self.pixels(visual.as_model_kwargs(), self.config.params_dtype))
 
     def _features_of_blank(self, device: torch.device) -> Tensor:
