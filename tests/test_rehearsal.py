@@ -17,7 +17,7 @@ from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
 
-WORST_MEMORY = 0.1  # between the rehearsed and the measured peak
+WORST_MEMORY = 0.01  # between the rehearsed and the measured peak
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "tests" / "hf_configs"
 LAYOUTS = {
@@ -77,8 +77,9 @@ def real_step(run: RunConfig, hf_config) -> dict:
         optimizer.step()
         held = memory.peak = memory.alive
         batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
-        with FlopCounterMode(display=False) as counter:
-            train_step(model, optimizer, scheduler, batches)
+        train_step(model, optimizer, scheduler, batches)
+    with FlopCounterMode(display=False) as counter:  # another step: its hooks keep inputs until the step's end
+        train_step(model, optimizer, scheduler, batches)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
     return {"peak": memory.peak, "held": held, "products": float(products)}
