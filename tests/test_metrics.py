@@ -15,7 +15,8 @@ def config(*overrides: str) -> RunConfig:
 
 def log_steps(logger: RunLogger, first: int, last: int, loss: float = 1.0) -> None:
     for step in range(first, last + 1):
-        logger.log_step(step, loss=loss / step, lr=0.1, grad_norm=2.0, trained_tokens=10, seconds=0.5)
+        numbers = {"loss": loss / step, "lr": 0.1, "grad_norm": 2.0, "trained_tokens": 10, "seconds": 0.5}
+        logger.log_step(step, **numbers, dropped=step - first + 1)
 
 
 def test_a_step_is_a_row_with_its_numbers(tmp_path):
@@ -64,18 +65,20 @@ def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["valid_loss"] for row in rows if "valid_loss" in row] == [0.7]
     assert [row["trained_tokens"] for row in rows if "loss" in row] == [10, 20, 30, 40, 50, 60]
+    assert [row["dropped_samples"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_tokens_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
+def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
     first = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=9)
     log_steps(first, 1, 5)
     first.close()
-    tokens = first.trained_tokens  # as a checkpoint of step 5 holds them
-    resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, trained_tokens=tokens)
+    totals = dict(first.totals)  # as a checkpoint of step 5 holds them
+    resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, totals=totals)
     log_steps(resumed, 6, 9)
     resumed.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
+    assert [row["dropped_samples"] for row in rows] == [1, 3, 6, 9]
 
 
 @pytest.mark.parametrize("line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n"])

@@ -45,8 +45,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 
     watchdog.beat("opening the data")
     feed = Feed(config, source, resumed)
-    trained = resumed.extra.get("trained_tokens") if resumed else None
-    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), trained)
+    totals = resumed.extra if resumed else None
+    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), totals)
     for message in opening_words(config, feed, resumed):
         log.message(message)
 
@@ -72,8 +72,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             if config.train.saves_after(step):
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 parts = (model, optimizer, scheduler, feed.state())
-                extra = {"trained_tokens": log.trained_tokens}
-                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints, extra=extra)
+                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints, extra=log.totals)
                 log.save()
         if dropped := feed.dropped_by_reason():
             log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")

@@ -37,6 +37,7 @@ IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explai
     "peak_memory_gb": "{:.1f} GB",
     "expert_balance": "experts {:.2f}",
 }
+TOTALS = ("trained_tokens", "dropped_samples")  # of a run since its first step, resumes included
 
 
 class RunLogger:
@@ -44,7 +45,7 @@ class RunLogger:
 
     `start_step` is the first step that will be logged: 1, or one more than the step of the loaded checkpoint.
     Rows of that and later steps from an interrupted run are dropped, so every step appears once.
-    `trained_tokens` is the number of tokens trained before it; None: as the last kept row says.
+    `totals` are the `trained_tokens` and `dropped_samples` before it; None: as the kept rows say.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class RunLogger:
         total_steps: int,
         start_step: int = 1,
         is_writer: bool = True,
-        trained_tokens: int | None = None,
+        totals: dict[str, int] | None = None,
     ):
-        self.is_writer, self.trained_tokens = is_writer, 0
+        self.is_writer, self.totals = is_writer, dict.fromkeys(TOTALS, 0)
         if not is_writer:
             return
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
-        logged = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
-        self.trained_tokens = logged if trained_tokens is None else trained_tokens
+        self.totals = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step) | (totals or {})
+        self._dropped_before = self.totals["dropped_samples"]
         self._file = (self.run_dir / "metrics.jsonl").open(
             "a", encoding="utf-8", buffering=1
         )  # line-buffered
@@ -85,20 +86,16 @@ class RunLogger:
         dropped: int | None = None,
         figures: Mapping[str, float] | None = None,
     ) -> None:
-        """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples so far, and
-        `figures` what `training.figures` says of it."""
+        """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples are those
+        since `start_step`, and `figures` what `training.figures` says of it."""
         if not self.is_writer:
             return
-        self.trained_tokens += trained_tokens
+        self.totals["trained_tokens"] += trained_tokens
+        self.totals["dropped_samples"] = self._dropped_before + (dropped or 0)
         rate = trained_tokens / max(seconds, 1e-9)
         if step % self.log_every == 0 or step in (1, self.total_steps):
             numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": rate}
-            totals = {
-                "seconds": seconds,
-                "trained_tokens": self.trained_tokens,
-                "dropped_samples": dropped or 0,
-            }
-            self._write(step, {**numbers, **totals, **(figures or {})})
+            self._write(step, {**numbers, "seconds": seconds, **self.totals, **(figures or {})})
         words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
         self._show(step, " · ".join([*words, *_in_words(figures or {})]))
 
@@ -217,13 +214,13 @@ def contact_sheet(
     _save(figure, Path(path))
 
 
-def _keep_rows_before(path: Path, start_step: int) -> int:
-    """Drop the rows of `start_step` and later; returns the tokens trained until there."""
-    if not path.exists():
-        return 0
-    rows = [row for row in read_metrics(path) if row["step"] < start_step]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return max((row.get("trained_tokens", 0) for row in rows), default=0)
+def _keep_rows_before(path: Path, start_step: int) -> dict[str, int]:
+    """Drop the rows of `start_step` and later; returns the totals until there."""
+    rows = []
+    if path.exists():
+        rows = [row for row in read_metrics(path) if row["step"] < start_step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return {total: max((row.get(total, 0) for row in rows), default=0) for total in TOTALS}
 
 
 def _tensorboard(run_dir: Path, start_step: int) -> Any:
