@@ -124,9 +124,10 @@ def test_a_latest_without_any_complete_checkpoint_is_refused(tmp_path):
     assert "Restore it, or delete" in refusal(tmp_path)
 
 
-def test_checkpoints_that_are_no_folder_are_refused(tmp_path):
-    (tmp_path / "checkpoints").write_text("")
-    assert "checkpoints is not a folder" in refusal(tmp_path)
+@pytest.mark.parametrize("name", ["checkpoints", "batches", "drops", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("")
+    assert f"{name} is not a folder" in refusal(tmp_path)
 
 
 def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):

@@ -24,6 +24,7 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.records.tables import open_table
@@ -547,6 +548,19 @@ def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
     rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
     with pytest.raises(ValueError, match="saved by `save_to_disk`"):
         open_loader({"train_data_path": rows, "streaming": True}, processor)
+
+
+def test_a_stream_without_rows_is_named(tmp_path, processor):
+    table = pyarrow.table({"messages": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="none.parquet: cannot be read .it has no rows; take it out"):
+        open_loader({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
+
+
+def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
+    paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
+    with pytest.raises(ValueError, match="1e.08 of .* with 3 rows .*divide all repetitions by the same"):
+        blend_tables({str(path): open_table(str(path), RecordLayout({})) for path in paths}, [1, 1e8])
 
 
 # -- documents

@@ -28,6 +28,7 @@ from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
 
+FOLDERS = ("checkpoints", "batches", "drops", "tensorboard")
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
 _LEFTOVER = re.compile(r"step_\d{8}\.(tmp|deleted)", re.ASCII)
 
@@ -127,8 +128,10 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
     It refuses a folder of another model's run, checkpoints without a valid `latest`, and a second run while
     the first is active. It changes nothing and imports nothing heavy.
     """
-    if os.path.lexists(run_dir) and not Path(run_dir).is_dir():
-        raise ConfigError(f"run_dir: {printable(run_dir)} is not a folder; give another run_dir.")
+    for name in ("", *FOLDERS):
+        place = Path(run_dir) / name
+        if os.path.lexists(place) and not place.is_dir():
+            raise ConfigError(f"run_dir: {printable(place)} is not a folder; give another run_dir.")
     _check_owner(Path(run_dir), hf_path)
     latest_checkpoint(run_dir)
     with naming(Path(run_dir)):

@@ -12,6 +12,8 @@ from numpy import ndarray
 
 from megatron_vlm.data.fingerprint import digest
 
+MOST_ROWS = 200_000_000  # of a repeated table in an epoch: their order is an array
+
 
 class Table(Protocol):
     """Rows by number, from 0."""
@@ -118,7 +120,7 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
 def blend_tables(tables: Mapping[str, Table], repetitions: Sequence[float]) -> Blend:
     """One table of several. `repetitions` multiplies the rows that an epoch of each table has.
 
-    Raises ValueError for a table without rows.
+    Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
     """
     parts, counts = {}, {}
     for (name, table), times in zip(tables.items(), repetitions, strict=True):
@@ -128,6 +130,11 @@ def blend_tables(tables: Mapping[str, Table], repetitions: Sequence[float]) -> B
             rows = {f"{name}/{part}": count for part, count in table.counts.items()}
         if not len(table):
             raise ValueError(f"data: {name} has no records; leave it out.")
+        if times > 1 and len(table) * times > MOST_ROWS:
+            raise ValueError(
+                f"data.repetitions: {times:g} of {name} with {len(table):,} rows are more than {MOST_ROWS:,} "
+                "rows in an epoch; divide all repetitions by the same number."
+            )
         parts |= inner
         counts |= {part: max(1, round(count * times)) for part, count in rows.items()}
     return Blend(parts, counts)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,8 @@ def open_stream(path: str | Path, split: str | None = None) -> datasets.Iterable
         )
     if Path(path).exists():
         _check_files(Path(path))
-    try:
+    with naming_the_damaged(path):
         loaded = datasets.load_dataset(*_builder(path), **_files(path), streaming=True)
-    except (DatasetsError, pa.ArrowException, OSError, ValueError) as error:
-        named, why = _first_unreadable(Path(path)) or (path, error)
-        raise damaged(named, f"cannot be read ({_reason(why)})") from error
     split = next(iter(loaded)) if split is None and len(loaded) == 1 else split or "train"
     if split not in loaded:
         raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
@@ -75,10 +73,17 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
     """What `datasets` makes of `path`. Raises ValueError that names the file that cannot be read."""
     if Path(path).exists():
         _check_files(Path(path))
-    try:
+    with naming_the_damaged(path):
         if _is_saved_folder(Path(path)):
             return datasets.load_from_disk(str(path))
         return datasets.load_dataset(*_builder(path), name=subset, **_files(path))
+
+
+@contextmanager
+def naming_the_damaged(path: str | Path) -> Iterator[None]:
+    """Makes a ValueError that names the damaged file of what `datasets` raises, which may be anything."""
+    try:
+        yield
     except (
         DatasetsError,
         pa.ArrowException,
@@ -88,7 +93,6 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
         TypeError,
         AttributeError,
     ) as error:
-        # on a damaged file `datasets` may raise anything: look for the file itself
         named, why = _first_unreadable(Path(path)) or (path, error)
         raise damaged(named, f"cannot be read ({_reason(why)})") from error
 

@@ -46,8 +46,14 @@ class StreamedRows:
         return self.layout(without_nulls(row[1])), self.root
 
     def fingerprint(self) -> str:
-        """Identifies the stream by its columns, its number of shards and its first record."""
-        first = next(iter(self.stream), None)
+        """Identifies the stream by its columns, its number of shards and its first record.
+
+        Raises ValueError if the stream has no rows or cannot be read.
+        """
+        from megatron_vlm.data.records.hub import naming_the_damaged
+
+        with naming_the_damaged(self.name):
+            first = next(iter(self.stream), None)
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")
         try:
