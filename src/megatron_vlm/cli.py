@@ -14,9 +14,11 @@ from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.arguments import (
     Checkpoint,
     ConfigFile,
+    Data,
     DatasetType,
     GpuNumbers,
     Gpus,
+    Model,
     Processes,
     ProfiledSteps,
     Recipe,
@@ -32,14 +34,16 @@ from megatron_vlm.commands.arguments import (
     each,
     existing,
     one_or_all,
+    refuse_both,
+    show,
     writable_page,
 )
 from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_file
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
-from megatron_vlm.overrides import apply_overrides, to_yaml
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.supported import refuse
 
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -59,11 +63,13 @@ def train(
     valid_data_path: ValidData = None,
     hf_path: Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
+    model: Model = None,
+    data: Data = None,
     nproc: Processes = None,
     profile: ProfiledSteps = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
-    """Train by a recipe. In torchrun's processes, or here with --nproc.
+    """Train by a recipe, or --model on --data without one. In torchrun's processes, or here with --nproc.
 
     The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), which each
     step was trained on (batches/, see `replay`), and what --profile recorded (profile/).
@@ -76,9 +82,17 @@ def train(
         "run_dir": run_dir,
     }
     arguments = {name: value for name, value in flags.items() if value is not None}
+    if model or data:
+        from megatron_vlm.commands.proposing import recipe_for
+
+        refuse_both(recipe, file)
+        file, nproc = recipe_for(model, data, settings or (), arguments, nproc, dry_run)
+        settings, arguments = None, {}
+        if dry_run:
+            return
     config = recipe_table.compose(recipe, file, settings or (), arguments)
     if dry_run:
-        _show(config, nproc or world_size())
+        show(config, nproc or world_size())
         return
     check(config, nproc)
     check_run_folder(config)
@@ -321,28 +335,8 @@ def generate(
     typer.echo(generate_from_run(config, question, images, max_new_tokens=max_new_tokens))
 
 
-def commands(*names: str) -> typer.Typer:
-    """A program of some of the commands."""
-    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
-    program.registered_commands = [
-        command for command in app.registered_commands if (command.name or command.callback.__name__) in names
-    ]
-    return program
-
-
 def main() -> None:
     run(app, "megatron-vlm")
-
-
-def _show(config: RunConfig, world_size: int | None) -> None:
-    """Valid YAML, so that it can be saved and given back as --config."""
-    typer.echo(to_yaml(config))
-    missing = configs.missing_settings(config)
-    validate(apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
-    for name, value in configs.derived(config, world_size).items():
-        typer.echo(f"# {name}: {value}")
-    if missing:
-        typer.echo(f"# still to give: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.messages import printable
-from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import check_start, latest_checkpoint
 
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
@@ -34,6 +34,13 @@ ValidData = Annotated[
     list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
 ]
 Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
+Model = Annotated[
+    str | None, typer.Option(help="A checkpoint to train without a recipe: folder or hub name. With --data.")
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="What to train --model on: a file, folder or hub name; again for more."),
+]
 Processes = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
 ]
@@ -46,6 +53,27 @@ Gpus = Annotated[
 GpuNumbers = Annotated[
     list[str] | None, typer.Option(help="A number of the GPU, such as peak=989e12; again for more.")
 ]
+
+
+def refuse_both(recipe: str | None, file: Path | None) -> None:
+    """Raises ConfigError if a recipe is named although one is to be made."""
+    if recipe or file:
+        given = f"--recipe {recipe}" if recipe else f"--config {file}"
+        raise ConfigError(
+            f"{given}: --model and --data make a recipe of their own; to change a recipe's checkpoint and "
+            "data, give --hf_path and --train_data_path."
+        )
+
+
+def show(config: RunConfig, world_size: int | None) -> None:
+    """Print valid YAML, so that it can be saved and given back as --config, and what follows from it."""
+    typer.echo(to_yaml(config))
+    missing = configs.missing_settings(config)
+    validate(apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)
+    for name, value in configs.derived(config, world_size).items():
+        typer.echo(f"# {name}: {value}")
+    if missing:
+        typer.echo(f"# still to give: {', '.join(missing)}")
 
 
 def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:

@@ -28,6 +28,15 @@ def single(command) -> typer.Typer:
     return program
 
 
+def some_of(app: typer.Typer, *names: str) -> typer.Typer:
+    """A program of some of the commands of `app`."""
+    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
+    program.registered_commands = [
+        command for command in app.registered_commands if (command.name or command.callback.__name__) in names
+    ]
+    return program
+
+
 def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.

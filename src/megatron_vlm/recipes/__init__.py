@@ -78,9 +78,7 @@ def compose(
     setting that is given under two names with two values.
     """
     written = _read_run_file(file) if file else {}
-    bare, dotted = _split_settings(settings)
-    _check_said_once(arguments or {}, bare, dotted)
-    given = {**as_settings({**(assumed or {}), **(arguments or {}), **bare}), **dotted}
+    given = {**as_settings(assumed or {}), **said(settings, arguments or {})}
     if "recipe" in written or recipe:
         overrides = flatten(written.get("overrides", {}))
         known = {**written.get("args", {}), **as_arguments(overrides), **as_arguments(given)}
@@ -91,6 +89,13 @@ def compose(
     else:
         raise ConfigError(f"give --recipe NAME or --config FILE; the recipes are {', '.join(RECIPES)}.")
     return apply_overrides(config, given)
+
+
+def said(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command line sets, by dotted key. Raises ConfigError if it gives a setting two values."""
+    bare, dotted = _split_settings(settings)
+    _check_said_once(arguments, bare, dotted)
+    return {**as_settings({**arguments, **bare}), **dotted}
 
 
 def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:

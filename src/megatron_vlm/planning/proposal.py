@@ -1,0 +1,108 @@
+"""A recipe for a checkpoint and data that no recipe names, with the reason for each setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_vlm.config import ConfigError, RunConfig, all_settings, paths_of
+from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.overrides import apply_overrides, flatten
+from megatron_vlm.planning.plan import make_plan
+from megatron_vlm.planning.search import planned_layouts
+from megatron_vlm.planning.step_time import Gpu
+from megatron_vlm.planning.words import ways_to_fit
+
+ROWS_IN_A_STEP = 32
+LAYOUT = "parallel.", "model.recompute"  # who sets one of these chooses the layout
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe as settings by dotted key, and why each is what it is; "" where the user said so."""
+
+    settings: dict[str, Any]
+    reasons: dict[str, str]
+    processes: int
+
+    def config(self) -> RunConfig:
+        return apply_overrides(RunConfig(), self.settings)
+
+    def to_yaml(self, command: str) -> str:
+        """A file for --config with the reasons as comments; `command` is the line that made it."""
+        lines = [f"# Made by `{printable(command, 10_000)}`; edit it, and start it by --config."]
+        section = ""
+        for key, value in self.settings.items():
+            *parts, name = key.split(".")
+            if parts and parts[0] != section:
+                section = parts[0]
+                lines.append(f"{section}:")
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            reason = self.reasons.get(key)
+            lines.append(f"{'  ' * len(parts)}{name}: {text}" + (f"  # {reason}" if reason else ""))
+        return "\n".join(lines) + "\n"
+
+
+def propose(
+    source: Mapping[str, Any],
+    hf_config: Any,
+    gpus: Sequence[int],
+    said: Mapping[str, Any],
+    processes: int | None = None,
+) -> Proposal:
+    """The recipe for full fine-tuning with `gpus`, their bytes of memory; without any, for a processor.
+
+    `source` are the settings that name checkpoint and data. `said` are the user's own settings, which stay as
+    they are; who sets a part of the layout chooses all of it. Raises ConfigError if no layout fits.
+    """
+    model, first = source["model.hf_path"], paths_of(source["data.train_data_path"])[0]
+    name = said.get("name") or f"{Path(model).name}-{Path(first).name.partition('.')[0]}"
+    found: dict[str, tuple[Any, str]] = {
+        "name": (name, ""),
+        "run_dir": (f"runs/{name}", "here the run lives, and from here it goes on if started again"),
+        **{key: (value, "") for key, value in source.items()},
+        "model.hf_path": (model, f"{hf_config.model_type}, as its config.json says"),
+    }
+    processes = processes or len(gpus) or 1
+    if not gpus:
+        found["model.dtype"] = "fp32", "there is no GPU here"
+    rows = -(-ROWS_IN_A_STEP // processes) * processes
+    found["train.global_batch_size"] = rows, f"{rows // processes} for each GPU" if processes > 1 else ""
+    found |= {key: (value, "") for key, value in flatten(said).items()}
+    if gpus and not any(key.startswith(LAYOUT) for key in said):
+        found |= _layout({key: value for key, (value, _) in found.items()}, hf_config, gpus, processes)
+    values = {key: value for key, (value, _) in found.items()}
+    config = dict(all_settings(apply_overrides(RunConfig(), values)))  # of the settings' own types
+    order = sorted(found, key=lambda key: ("." in key, key.split(".")[0]))
+    reasons = {key: reason for key, (_, reason) in found.items() if reason}
+    return Proposal({key: config[key] for key in order}, reasons, processes)
+
+
+def _layout(
+    settings: Mapping[str, Any], hf_config: Any, gpus: Sequence[int], processes: int
+) -> dict[str, tuple[Any, str]]:
+    """The settings of the quickest layout that fits, by its plan."""
+    config, capacity = apply_overrides(RunConfig(), settings), min(gpus)
+    there = f"{processes} GPUs" if processes > 1 else "a GPU"
+    there += f" of {readable_size(capacity)}"
+    plans = planned_layouts(config, hf_config, processes, capacity, Gpu())
+    if not plans:
+        plan = make_plan(config, hf_config, processes)
+        ways = [f"{change} on {plan.gpus} GPUs" for change, plan in ways_to_fit(plan, hf_config, capacity)]
+        raise ConfigError(
+            f"--model: all of {printable(config.model.hf_path)} cannot be trained on {there}, as it needs "
+            f"{readable_size(plan.memory)}. Try {' or '.join(ways[:2]) or 'more GPUs'}; or train a part, by "
+            "model.freeze=[tower,language_model]."
+        )
+    layout, plan = plans[0]
+    usual, found = dict(all_settings(RunConfig())), {}
+    for key, value in (setting.split("=") for setting in layout):
+        if value != str(usual[key]):
+            found[key] = (int(value) if value.isdigit() else value, "")
+    tp = found.get("parallel.tp", (1, ""))[0]
+    reason = f"the quickest of {len(plans)} layouts that fit on {there}, with {readable_size(plan.memory)}"
+    return found | {"parallel.tp": (tp, reason)}
