@@ -8,13 +8,14 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate, validate_paths
-from megatron_vlm.config import ConfigError, DataConfig, RunConfig, paths_of
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
+from megatron_vlm.data_paths import DataSource, paths_of, sources_of
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0
@@ -97,6 +98,61 @@ def test_an_epoch_has_each_sample_as_often_as_its_path_is_repeated(sources, proc
 def test_a_part_of_a_path_is_another_one_in_each_epoch(sources, processor):
     seen = epochs_of("hf", sources["hf"], processor, 2 * (12 + 4), repetitions=[1, 0.5], num_workers=0)
     assert sorted(seen.values()) == [1] * 8 + [2] * 12
+
+
+@pytest.mark.parametrize(
+    ("counts", "epochs", "expected"),
+    [
+        (("#5", ""), 1, {1: 5 + 8}),
+        (("#5", ""), 12, {5: 12, 12: 8}),  # sixty of the twelve rows, each as often as any other
+        (("#30", "*0.25"), 2, {5: 12, 1: 4}),
+        (("*1.5", "*2"), 2, {3: 12, 4: 8}),
+    ],
+)
+def test_an_epoch_has_as_many_rows_as_the_path_says(sources, processor, counts, epochs, expected):
+    paths = [str(path) + count for path, count in zip(sources["hf"], counts, strict=True)]
+    total = sum(one.rows_in_an_epoch(rows) for one, rows in zip(sources_of(paths), (12, 8), strict=True))
+    seen = epochs_of("hf", paths, processor, epochs * total, num_workers=0)
+    assert Counter(seen.values()) == expected
+
+
+def test_one_path_may_say_it_too(sources, processor):
+    seen = epochs_of("hf", [f"{sources['hf'][0]}#4"], processor, 12, num_workers=0)
+    assert Counter(seen.values()) == {1: 12}
+
+
+def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
+    for name in ("a#5", "b*2", "x/y:z"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+        assert DataSource.of(str(tmp_path / name)) == DataSource(str(tmp_path / name))
+    assert DataSource.of("s3://bucket/a*2") == DataSource("s3://bucket/a*2")
+    assert DataSource.of("owner/name:part#7") == DataSource("owner/name", "part", rows=7)
+    assert DataSource.of("owner/name:part*.5") == DataSource("owner/name", "part", share=0.5)
+    assert DataSource.of("C:/a.jsonl") == DataSource("C:/a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths", "others", "message"),
+    [
+        ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
+        ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
+        ("hf", ["a.jsonl*2", "b.jsonl"], {"repetitions": [1, 2]}, "give one of both"),
+        ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
+        ("energon", ["a#5", "b"], {}, "is read whole; drop what follows the path"),
+        ("energon", ["a*0.5", "b"], {}, "give an integer after"),
+        ("energon", ["a*2"], {}, "is the only one; drop what follows"),
+    ],
+)
+def test_what_paths_say_is_checked(kind, paths, others, message):
+    config = apply_overrides(
+        RunConfig(), {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": paths}
+    )
+    config.data.dataset_type = kind
+    for name, value in others.items():
+        setattr(config.data, name, value)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
 
 
 @pytest.mark.parametrize(

@@ -559,8 +559,11 @@ def test_a_stream_without_rows_is_named(tmp_path, processor):
 
 def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
     paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
-    with pytest.raises(ValueError, match="1e.08 of .* with 3 rows .*divide all repetitions by the same"):
-        blend_tables({str(path): open_table(str(path), RecordLayout({})) for path in paths}, [1, 1e8])
+    with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
+        blend_tables(
+            {str(path): open_table(str(path), RecordLayout({})) for path in paths},
+            [int, lambda rows: 10**8 * rows],
+        )
 
 
 # -- documents

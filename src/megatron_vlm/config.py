@@ -6,12 +6,12 @@ A setting has its dotted key, such as `train.steps`, as its name everywhere: ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from typing import Any
 
-DataPaths = Any  # a path, or a list of paths; `paths_of` lists them
+DataPaths = Any  # a path, or a list of paths; see `data_paths`
 # In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
 PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
@@ -147,11 +147,6 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-
-
-def paths_of(value: str | Sequence[str] | None) -> list[str]:
-    """The paths of a data path setting, as a list."""
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def all_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,8 +17,8 @@ from megatron_vlm.config import (
     all_settings,
     fewest_processes,
     missing_settings,
-    paths_of,
 )
+from megatron_vlm.data_paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
 
 CHOICES = {
@@ -174,23 +174,40 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _path_problems(data: DataConfig) -> Iterator[str]:
-    paths, times = paths_of(data.train_data_path), data.repetitions
-    if times and len(times) != len(paths):
-        yield f"data.repetitions: {len(times)} for {len(paths)} of data.train_data_path; give one for each."
+    for key in ("train_data_path", "valid_data_path"):
+        yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
+    sources, times = sources_of(data.train_data_path), data.repetitions
+    if times and len(times) != len(sources):
+        yield f"data.repetitions: {len(times)} for {len(sources)} of data.train_data_path; give one for each."
+    if times and not all(source.whole for source in sources):
+        yield "data.repetitions: paths say how much of them an epoch has, too; give one of both."
     if not all(0 < number < inf for number in times):
         yield f"data.repetitions: {times}: each is more than 0; leave out a path that is not to be trained."
     if data.dataset_type == "energon" and not all(float(number).is_integer() for number in times):
         yield f"data.repetitions: {times}: an energon dataset is repeated whole; use integers, or hf data."
-    if len(paths) == 1 and times not in ([], [1.0]):
+    if len(sources) == 1 and times not in ([], [1.0]):
         yield f"data.repetitions: {times} of a single data.train_data_path; drop it, or train longer."
-    for key in ("train_data_path", "valid_data_path"):
-        paths = paths_of(getattr(data, key))
-        for path in {path for path in paths if paths.count(path) > 1}:
-            yield f"data.{key}: {path} is given twice; give it once, and how often in data.repetitions."
-    if len(paths_of(data.train_data_path)) > 1:
+    if len(sources) > 1:
         for name in ("streaming", "datasets"):
             if getattr(data, name):
                 yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
+
+
+def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Iterator[str]:
+    named = [(source.path, source.subset) for source in sources]
+    for path in {path for path, subset in named if named.count((path, subset)) > 1}:
+        yield f"{key}: {path} is given twice; give it once, and how often in data.repetitions."
+    for source in sources:
+        if source.rows == 0 or source.share == 0:
+            yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
+        if data.streaming and key == "data.train_data_path" and (source.subset or not source.whole):
+            yield f"{key}: {source.path}: a stream is read whole; drop what follows the path, or streaming."
+        if data.dataset_type == "energon" and (source.rows or source.subset):
+            yield f"{key}: {source.path}: an energon dataset is read whole; drop what follows the path."
+        if data.dataset_type == "energon" and not (source.share or 1.0).is_integer():
+            yield f"{key}: {source.path}: an energon dataset is repeated whole; give an integer after `*`."
+        if data.dataset_type == "energon" and source.share and len(sources) == 1:
+            yield f"{key}: {source.path}: is the only one; drop what follows the path, or train longer."
 
 
 def _packing_problems(data: DataConfig) -> Iterator[str]:

@@ -28,7 +28,7 @@ from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDat
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import DataConfig, paths_of
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.load.base import (
@@ -43,6 +43,7 @@ from megatron_vlm.data.load.limits import with_limited_drops
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
+from megatron_vlm.data_paths import paths_of, sources_of
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
@@ -66,12 +67,13 @@ class EnergonProvider:
         Raises ValueError for a dataset description that names code, a truncated shard, fewer samples than
         workers, or an encoder whose buffers could not be restored; FileNotFoundError for a missing shard.
         """
-        data, paths = self._data, paths_of(self._data.train_data_path)
+        data, sources = self._data, sources_of(self._data.train_data_path, self._data.repetitions)
+        paths = [one.path for one in sources]
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
         workers = self._worker_config(rank, world_size, seed)
         dataset = get_train_dataset(
-            _checked_source(paths, "train", data.repetitions),
+            _checked_source(paths, "train", [int(one.share or 1) for one in sources]),
             split_part="train",
             worker_config=workers,
             batch_size=micro_batch_size,
@@ -84,6 +86,7 @@ class EnergonProvider:
         _check_restorable(dataset)
         held = data.shuffle_buffer_size + (packing_buffer_size or 0)
         encoder.drops.set_share(_largest_share(dataset, workers), held)
+        shares = [one.share for one in sources]
         settings = {
             "shuffle_buffer_size": data.shuffle_buffer_size,
             "max_samples_per_sequence": data.max_samples_per_sequence,
@@ -91,7 +94,7 @@ class EnergonProvider:
             "seed": seed,
             "packing": data.packing,
             "packing_buffer_size": packing_buffer_size,
-            "repetitions": list(data.repetitions) or None,
+            "repetitions": shares if any(shares) else None,
         }
         return EnergonTrainLoader(dataset, workers, encoder, settings)
 

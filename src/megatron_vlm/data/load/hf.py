@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import DataConfig, paths_of
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.ledger import Ledger, lost
 from megatron_vlm.data.load.base import (
     TrainLoader,
@@ -32,10 +33,10 @@ from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, 
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
-from megatron_vlm.data.records.blends import blend_tables, path_names
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.streams import StreamedRows
-from megatron_vlm.data.records.tables import open_table, source_splits
+from megatron_vlm.data.records.tables import open_sources, source_splits
+from megatron_vlm.data_paths import DataSource, items_of, sources_of
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -44,8 +45,8 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 class HFProvider:
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
-    With several paths, `repetitions` says how often an epoch has the rows of each path; default: once.
-    With 1.5, a row comes once or twice in an epoch, and over all epochs as often as the path's others.
+    An epoch has the rows of each path once, or as many as `repetitions` or the path's `DataSource` says. With
+    1.5, a row comes once or twice in an epoch, and over all epochs as often as the path's others.
 
     With `streaming`, `StreamOrder` says how training rows come, shuffled within `shuffle_buffer_size`.
     With `packing` the training loader's encoder must be a PackingVLMTaskEncoder. "global" packing and
@@ -67,15 +68,16 @@ class HFProvider:
         rows = self._stream(encoder) if data.streaming else self.train_rows(encoder)
         if not data.streaming:
             if (count := len(rows.table.rows_of(0, seed))) < world_size:
-                paths = ", ".join(paths_of(data.train_data_path))
+                paths = ", ".join(items_of(data.train_data_path))
                 raise ValueError(
                     f"data: {paths} has {count} rows for {world_size} data-parallel ranks; use fewer ranks "
                     "or more data."
                 )
             rows.encoder.drops.epoch = count
+        shares = [one.rows or one.share for one in sources_of(data.train_data_path, data.repetitions)]
         settings = {
             "dataset": rows.fingerprint,
-            "repetitions": list(data.repetitions) or None,
+            "repetitions": shares if any(shares) else None,
             "rank": rank,
             "world_size": world_size,
             "seed": seed,
@@ -89,9 +91,11 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder) -> EncodedRows:
-        paths = paths_of(self._data.train_data_path)
-        splits = ["train" if "train" in source_splits(path) else None for path in paths]
-        return self._rows(paths, splits, encoder, self._data.datasets, self._data.repetitions)
+        sources = sources_of(self._data.train_data_path, self._data.repetitions)
+        found = [
+            (one, "train" if "train" in source_splits(one.path, one.subset) else None) for one in sources
+        ]
+        return self._rows(found, encoder, self._data.datasets)
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
         data = self._data
@@ -122,42 +126,30 @@ class HFProvider:
         data = self._data
         if data.streaming and data.valid_data_path is None:
             return None
-        paths = paths_of(data.valid_data_path or data.train_data_path)
-        splits = {path: _validation_split(path) for path in paths}
-        if data.valid_data_path is None:
-            paths = [path for path in paths if splits[path] is not None]
-        if not paths:
+        found = [
+            (one, _validation_split(one)) for one in sources_of(data.valid_data_path or data.train_data_path)
+        ]
+        if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
+            found = [(replace(one, rows=None, share=None), split) for one, split in found if split]
+        if not found:
             return None
-        datasets = data.datasets if data.valid_data_path is None else ()
-        rows = self._rows(paths, [splits[path] for path in paths], encoder, datasets)
+        rows = self._rows(found, encoder, data.datasets if data.valid_data_path is None else ())
         return HFValidLoader(rows, rank, world_size, micro_batch_size, data.num_workers)
 
-    def _rows(
-        self,
-        paths: list[str],
-        splits: Sequence[str | None],
-        encoder,
-        datasets: Sequence[str],
-        repetitions: Sequence[float] = (),
-    ) -> EncodedRows:
-        options = {"layout": self._layout, "media_dir": self._data.media_dir, "datasets": datasets}
-        tables = [open_table(path, split, **options) for path, split in zip(paths, splits, strict=True)]
-        table = tables[0]
-        if len(tables) > 1:
-            named = dict(zip(path_names(paths), tables, strict=True))
-            table = blend_tables(named, repetitions or [1] * len(paths))
+    def _rows(self, found: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]) -> EncodedRows:
+        table = open_sources(found, layout=self._layout, media_dir=self._data.media_dir, datasets=names)
         return EncodedRows(table, with_limited_drops(encoder, self._data))
 
     def _stream(self, encoder) -> EncodedRows:
-        path, *others = paths_of(self._data.train_data_path)
+        source, *others = sources_of(self._data.train_data_path)
         if others:
             raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
-        table = StreamedRows.open(path, self._layout, self._data.media_dir)
+        table = StreamedRows.open(source.path, self._layout, self._data.media_dir)
         return EncodedRows(table, with_limited_drops(encoder, self._data))
 
 
-def _validation_split(path: str) -> str | None:
-    names = source_splits(path)
+def _validation_split(source: DataSource) -> str | None:
+    names = source_splits(source.path, source.subset)
     return next((name for name in VALIDATION_SPLITS if name in names), None)
 
 

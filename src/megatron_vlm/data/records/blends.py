@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -117,26 +117,28 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
     return np.concatenate(orders)[begin - passes.start * rows :][:count]
 
 
-def blend_tables(tables: Mapping[str, Table], repetitions: Sequence[float]) -> Blend:
-    """One table of several. `repetitions` multiplies the rows that an epoch of each table has.
+def blend_tables(tables: Mapping[str, Table], rows_in_an_epoch: Sequence[Callable[[int], int]]) -> Blend:
+    """One table of several. `rows_in_an_epoch` say how many rows an epoch has of a table with so many.
 
     Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
     """
     parts, counts = {}, {}
-    for (name, table), times in zip(tables.items(), repetitions, strict=True):
+    for (name, table), wanted_of in zip(tables.items(), rows_in_an_epoch, strict=True):
         inner, rows = {name: table}, {name: len(table)}
         if isinstance(table, Blend):
             inner = {f"{name}/{part}": of for part, of in table.tables.items()}
             rows = {f"{name}/{part}": count for part, count in table.counts.items()}
         if not len(table):
             raise ValueError(f"data: {name} has no records; leave it out.")
-        if times > 1 and len(table) * times > MOST_ROWS:
+        total = sum(rows.values())
+        wanted = wanted_of(total)
+        if wanted > max(total, MOST_ROWS):
             raise ValueError(
-                f"data.repetitions: {times:g} of {name} with {len(table):,} rows are more than {MOST_ROWS:,} "
-                "rows in an epoch; divide all repetitions by the same number."
+                f"data: an epoch would have {wanted:,} of the {total:,} rows of {name}, of at most "
+                f"{MOST_ROWS:,}; make all epochs shorter in the same proportion."
             )
         parts |= inner
-        counts |= {part: max(1, round(count * times)) for part, count in rows.items()}
+        counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}
     return Blend(parts, counts)
 
 

@@ -28,9 +28,9 @@ SAVED = {  # the description files of `save_to_disk`, and the fields that are re
 }
 
 
-def split_names(path: str | Path) -> list[str]:
+def split_names(path: str | Path, subset: str | None = None) -> list[str]:
     """The splits of `path`; empty for a single dataset saved by `save_to_disk`."""
-    loaded = load(path)
+    loaded = load(path, subset)
     return list(loaded) if isinstance(loaded, dict) else []
 
 

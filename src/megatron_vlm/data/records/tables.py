@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.data.description_files import check_regular
-from megatron_vlm.data.records.blends import Blend, Table, Whole
+from megatron_vlm.data.records.blends import Blend, Table, Whole, blend_tables, path_names
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
+from megatron_vlm.data_paths import DataSource
 from megatron_vlm.messages import suggestion
 
 FILES = (".json", ".jsonl", ".parquet", ".arrow")
@@ -85,6 +86,16 @@ def open_table(
     return TABLES[kind](path, split, layout or RecordLayout(), root, datasets, subset)
 
 
+def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
+    """One table of all sources and their splits, each opened as by `open_table`."""
+    tables = [open_table(one.path, split, subset=one.subset, **options) for one, split in found]
+    sources = [one for one, _ in found]
+    if len(tables) == 1 and sources[0].whole:
+        return tables[0]
+    names = path_names([one.path + (f":{one.subset}" if one.subset else "") for one in sources])
+    return blend_tables(dict(zip(names, tables, strict=True)), [one.rows_in_an_epoch for one in sources])
+
+
 def kind_of(path: str | Path) -> str:
     """The key of TABLES whose opener reads `path`."""
     path = Path(path)
@@ -102,13 +113,13 @@ def kind_of(path: str | Path) -> str:
     return "jsonl" if read_meta(path) is None else "meta"
 
 
-def source_splits(path: str | Path) -> list[str]:
+def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
     """The splits of a source; empty for a source without splits."""
     if kind_of(path) != "hf":
         return []
     from megatron_vlm.data.records.hub import split_names
 
-    return split_names(path)
+    return split_names(path, subset)
 
 
 def _open_hf(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> HFTable:

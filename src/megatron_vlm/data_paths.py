@@ -1,0 +1,56 @@
+"""What the items of a data path setting say: a path, and how much of it an epoch has."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One item of a data path setting: `PATH`; `PATH#5000`, of which an epoch has so many rows; `PATH*0.3`,
+    of which it has such a share; and `OWNER/NAME:SUBSET`, a subset of a dataset of the hub."""
+
+    path: str
+    subset: str | None = None
+    rows: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def of(cls, item: str) -> DataSource:
+        """What an item says; the name of a file or folder that exists is a path as it is."""
+        if os.path.exists(item) or "://" in item:
+            return cls(item)
+        path, rows, share = re.fullmatch(r"(.*?)(?:#(\d+)|\*(\d*\.?\d+))?", item, re.DOTALL).groups()
+        name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)
+        path, subset = name.groups() if name and not os.path.exists(path) else (path, None)
+        return cls(path, subset, rows and int(rows), share and float(share))
+
+    @property
+    def whole(self) -> bool:
+        """Whether an epoch has each of its rows once."""
+        return self.rows is None and self.share is None
+
+    def rows_in_an_epoch(self, rows: int) -> int:
+        """Of a table with `rows` rows; at least one."""
+        return self.rows or max(1, round(rows * (1 if self.share is None else self.share)))
+
+
+def sources_of(value: str | Sequence[str] | None, repetitions: Sequence[float] = ()) -> list[DataSource]:
+    """The items of a data path setting; `repetitions` are the shares of the first, the second, ..."""
+    sources = [DataSource.of(item) for item in items_of(value)]
+    if repetitions:
+        return [replace(one, share=times) for one, times in zip(sources, repetitions, strict=True)]
+    return sources
+
+
+def items_of(value: str | Sequence[str] | None) -> list[str]:
+    """The items of a data path setting as they were written."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def paths_of(value: str | Sequence[str] | None) -> list[str]:
+    """The paths of a data path setting, without what its items say of rows and subsets."""
+    return [source.path for source in sources_of(value)]
