@@ -34,6 +34,7 @@ from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.records.blends import blend_tables, path_names
 from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table, source_splits
 
@@ -89,9 +90,27 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder) -> EncodedRows:
+        """All rows of the training paths but those that are held out."""
+        rows = self._rows_of_training(encoder)
+        if share := self._data.validation_share:
+            rows.table = divided(rows.table, share, held_out=False)
+        return rows
+
+    def _rows_of_training(self, encoder) -> EncodedRows:
         paths = paths_of(self._data.train_data_path)
+        for path in paths if self._data.validation_share else ():
+            if split := _validation_split(path):
+                raise ValueError(
+                    f"data.validation_share: {path} has a validation split already, {split!r}; drop the "
+                    "setting to validate on it."
+                )
         splits = ["train" if "train" in source_splits(path) else None for path in paths]
         return self._rows(paths, splits, encoder, self._data.datasets, self._data.repetitions)
+
+    def _held_out_rows(self, encoder) -> EncodedRows:
+        rows = self._rows_of_training(encoder)
+        rows.table = divided(rows.table, self._data.validation_share, held_out=True)
+        return rows
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
         data = self._data
@@ -115,13 +134,17 @@ class HFProvider:
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
         """A finite loader in stored order: each row on exactly one rank, as many batches on every rank.
-        It never streams; of a meta file it reads the rows of the first epoch.
+        It never streams; of a meta file it reads the rows of the first epoch; with `validation_share`, those
+        that are held out.
 
         None if no validation path is set and the training dataset has no validation split, or is streamed.
         """
         data = self._data
         if data.streaming and data.valid_data_path is None:
             return None
+        share_of_ranks = rank, world_size, micro_batch_size, data.num_workers
+        if data.validation_share:
+            return HFValidLoader(self._held_out_rows(encoder), *share_of_ranks)
         paths = paths_of(data.valid_data_path or data.train_data_path)
         splits = {path: _validation_split(path) for path in paths}
         if data.valid_data_path is None:
@@ -130,7 +153,7 @@ class HFProvider:
             return None
         datasets = data.datasets if data.valid_data_path is None else ()
         rows = self._rows(paths, [splits[path] for path in paths], encoder, datasets)
-        return HFValidLoader(rows, rank, world_size, micro_batch_size, data.num_workers)
+        return HFValidLoader(rows, *share_of_ranks)
 
     def _rows(
         self,
@@ -233,6 +256,9 @@ class HFTrainLoader(TrainLoader):
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 
+    def rows_in(self, epochs: int) -> int | None:
+        return self._order.rows_in(epochs)
+
     def replay(self, restore_key: list[list[int]]) -> Batch:
         samples = [self._rows[None, indices][1] for indices in restore_key]
         if any(sample is None for sample in samples):
@@ -259,6 +285,10 @@ class HFValidLoader(ValidLoader):
         self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
         most_rows = -(-len(self._all) // world_size)
         super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
+
+    def keys(self) -> list[str]:
+        """Those of all rows, over all ranks."""
+        return [self._rows.table.key(row) for row in self._all]
 
     def _open(self, share: list[int]) -> DataLoader:
         ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)
