@@ -291,6 +291,44 @@ def test_every_epoch_is_exported_and_a_lost_export_is_made_again(run_dir, tmp_pa
     assert any(not torch.equal(tensors[0][key], tensors[2][key]) for key in last)
 
 
+def train_one_epoch(layout: str, root: str, checkpoint: str, run_dir: str) -> None:
+    from megatron_vlm.train import train
+
+    settings = [
+        layout,
+        *(["tp=1"] if layout == "pp=2" else []),
+        "epochs=1",
+        "micro_batch_size=1",
+        "global_batch_size=5",
+        "num_workers=0",
+        "eval_every=0",
+    ]
+    settings += ["data.dataset_type=hf", "train.export_every=4", "optimizer.lr_by_part.projector=3e-3"]
+    paths = {"run_dir": run_dir, "hf_path": checkpoint, "train_data_path": f"{root}/rows"}
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
+
+
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.long)])
+def test_an_export_of_any_layout_is_that_of_its_checkpoint(folder, tiny_gemma3, tmp_path, layout):
+    """After steps 4 and 5, the last."""
+    run_distributed(2, train_one_epoch, layout, str(folder), str(tiny_gemma3), str(tmp_path / "run"))
+    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [
+        "step_00000004",
+        "step_00000005",
+    ]
+    ended = run_program(COMMAND, "export", tmp_path / "run", tmp_path / "last")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ours, theirs = (tensors_of(path) for path in (tmp_path / "run/exports/step_00000005", tmp_path / "last"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
+    assert [row["lr_projector"] / row["lr"] for row in rows] == pytest.approx([3e-3 / 2e-3] * 5)
+    assert [row["epoch"] for row in rows] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
 def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
     from megatron_vlm import exports
     from megatron_vlm.models.hf import open_source

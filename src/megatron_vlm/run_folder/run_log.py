@@ -285,7 +285,8 @@ def _wrapped(caption: str) -> list[str]:
 
 
 def _in_words(figures: Mapping[str, float]) -> list[str]:
-    return [words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures]
+    rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
+    return [*rates, *(words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures)]
 
 
 def _short(number: float) -> str:
