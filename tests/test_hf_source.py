@@ -92,7 +92,8 @@ def test_the_same_records_give_the_same_batches_as_energon(tmp_path, source, fol
 def test_every_epoch_has_each_row_once_over_the_ranks_in_a_new_order(folder, encoder):
     per_rank = [train_loader(folder, encoder, rank=rank, world_size=2, batch=1) for rank in range(2)]
     epochs = [[numbers([next(loader) for _ in range(12 - rank)]) for rank, loader in enumerate(per_rank)]]
-    epochs.append([numbers([next(loader) for _ in range(12 - rank)]) for rank, loader in enumerate(per_rank)])
+    # rank 0 had the last row of the first epoch, so rank 1 has the first of the second
+    epochs.append([numbers([next(loader) for _ in range(11 + rank)]) for rank, loader in enumerate(per_rank)])
     for first, second in epochs:
         assert sorted(first + second) == list(range(ROWS))
     assert epochs[0] != epochs[1]

@@ -13,9 +13,9 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.paths import DataSource, paths_of, sources_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data_paths import DataSource, paths_of, sources_of
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0

@@ -42,6 +42,7 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
     figures = {"mfu": 0.4127, "tflops_per_device": 408.0, "tokens_per_second_per_device": 9876.5}
     figures |= {"images_per_second_per_device": 12.0, "padding": 0.257, "data_seconds": 0.25}
     figures |= {"peak_memory_gb": 61.24, "expert_balance": 1.5, "expert_balance_worst": 2.5}
+    figures |= {"epoch": 1.5, "lr_tower": 2e-6}
     logger = RunLogger(tmp_path, config("logging.tensorboard=true"), total_steps=1)
     logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, figures=figures)
     logger.close()
@@ -49,6 +50,7 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("mfu")[0].value == pytest.approx(0.4127)
     shown = "MFU 41.3% · 9,876 tokens/s/device · 12.0 images/s/device · padding 26% · data 0.25 s · 61.2 GB"
+    shown = f"lr_tower 2.00e-06 · epoch 1.50 · {shown}"
     assert f" · 20 trained tokens/s · {shown} · experts 1.50 · " in capsys.readouterr().out
 
 

@@ -88,7 +88,7 @@ MISTAKES = [
         ("preview", *("--recipe", "gemma3_tiny_digits"), *("--output", "checkpoint")),
         r"checkpoint is a folder; give the name of an HTML file to write\.",
     ),
-    train("a value of the wrong type", r"train.steps: 'many' does not fit; expected int\.", "steps=many"),
+    train("a value of the wrong type", r"train.seed: 'many' does not fit; expected int\.", "seed=many"),
     train(
         "a choice that does not exist",
         r"model.dtype: fp16 does not exist; known are bf16, fp32|did you mean bf16",

@@ -40,6 +40,7 @@ def test_the_file_is_the_recipe_with_its_reasons():
     made = proposal("gemma3_vl_4b", 8, train__steps="7")
     text = made.to_yaml("megatron-vlm train")
     assert from_yaml(text) == made.config() and made.config().train.steps == 7
+    assert proposal("gemma3_vl_4b", 8).config().train.epochs == 1
     assert "hf_path: google/gemma3_vl_4b  # gemma3, as its config.json says" in text
     assert f"# {made.reasons['parallel.tp']}" in text
 

@@ -21,17 +21,17 @@ from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksum
 MODEL = "models/tiny"
 
 
-def save(run_dir: Path, step: int, keep: int = 10, content: bytes = b"") -> Path:
+def save(run_dir: Path, step: int, keep: int = 10, content: bytes = b"", **extra: float | None) -> Path:
     """A checkpoint as `training.checkpoint.save` makes it, of one small file of tensors."""
     partial = run_folder.begin(run_dir, step)
     (partial / "__0_0.distcp").write_bytes(content or b"tensors of %d" % step)
     (partial / ".metadata").write_bytes(b"names")
     (partial / "metadata.json").write_text("{}")
-    state = {"step": step, "layout": {"world": 1}, "schedule": {"lr": 0.1}, "extra": {}}
+    state = {"step": step, "layout": {"world": 1}, "schedule": {"lr": 0.1}, "extra": extra}
     state["ranks"] = [{"dp_rank": 0, "rng": {}, "loader": None}]
     state["files"] = checksums(partial, ["__0_0.distcp", ".metadata", "metadata.json"])
     final = run_folder.complete(partial, state)
-    run_folder.prune(run_dir, final.name, keep)
+    run_folder.prune(run_dir, final.name, keep, keep_best=bool(extra))
     return final
 
 
@@ -402,3 +402,23 @@ def test_a_first_checkpoint_whose_save_was_killed_before_latest_is_gone_on_from(
     assert run_folder.latest_checkpoint(tmp_path).name == "step_00000002"
     run_folder.tidy(tmp_path)
     assert sorted(os.listdir(folder)) == ["latest", "step_00000002"]
+
+
+# ---- the best checkpoint ----------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_with_the_lowest_validation_loss_stays_until_a_better_one_comes(tmp_path):
+    """Of equal ones the first; a loss that is missing or no number is never the best."""
+    kept = []
+    for step, loss in enumerate([0.9, 0.5, 0.5, None, float("nan"), 0.7, 0.4, 0.6], start=1):
+        save(tmp_path, step, keep=1, valid_loss=loss)
+        kept.append([int(name[-1]) for name in run_folder.complete_checkpoints(tmp_path)])
+        best = (tmp_path / "checkpoints/best").read_text()
+        assert best == f"step_{kept[-1][0]:08d}\n"
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 5], [2, 6], [7], [7, 8]]
+
+
+def test_without_keep_best_a_better_one_goes_as_any_other(tmp_path):
+    save(tmp_path, 1, keep=1, valid_loss=0.1)
+    save(tmp_path, 2, keep=1)
+    assert run_folder.complete_checkpoints(tmp_path) == ["step_00000002"]

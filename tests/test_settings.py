@@ -7,12 +7,13 @@ from math import inf, nan
 
 import pytest
 
-from megatron_vlm.checks.settings import _NAMES, CHOICES, LEAST, MOST, check_gpus, validate
+from megatron_vlm.checks.settings import _NAMES, CHOICES, EVERY, LEAST, MOST, check_gpus, validate
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.overrides import apply_overrides
 
 GOOD = {"run_dir": "run", "model.hf_path": "checkpoint", "data.train_data_path": "data"}
 NOT_ABOVE_ONE = ("data.max_drop_share", "data.visual_share", "optimizer.beta1", "optimizer.beta2")
+NOT_ABOVE_ONE += ("data.validation_share",)
 
 
 def numbers(config: object = RunConfig(), prefix: str = "") -> dict[str, type]:
@@ -57,6 +58,7 @@ def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
 
 NAMES = ("data.train_data_path", "data.valid_data_path", "logging.wandb_project", *_NAMES)
 LISTS = ("model.freeze", "data.repetitions", "data.columns", "data.datasets")  # each has rules of its own
+LISTS += ("optimizer.lr_by_part", "optimizer.weight_decay_by_part")
 
 
 def test_every_other_setting_is_a_switch_a_choice_a_name_or_a_list():
@@ -64,8 +66,15 @@ def test_every_other_setting_is_a_switch_a_choice_a_name_or_a_list():
     others = {key: value for key, value in all_settings(RunConfig()) if key not in numbers()}
     switches = [key for key, value in others.items() if isinstance(value, bool)]
     optional = ["parallel.sp", "parallel.vision_dp"]  # switches that may be left to the layout
-    known = [*switches, *optional, *CHOICES, *NAMES, *LISTS]
+    known = [*switches, *optional, *CHOICES, *NAMES, *LISTS, *EVERY]
     assert sorted(known) == sorted(others)
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_what_is_counted_in_steps_or_epochs_has_a_range_and_no_other_words(key):
+    for value in (-1, MOST + 1):
+        assert f"{value} is neither a number of steps from 0 to {MOST} nor epoch" in said(key, value)
+    validate(apply_overrides(RunConfig(), GOOD | {key: "epoch"}))
 
 
 @pytest.mark.parametrize("key", CHOICES)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from typing import Any
 
-DataPaths = Any  # a path, or a list of paths; see `data_paths`
+DataPaths = Any  # a path, or a list of paths; see `data.paths`
+Every = Any  # a number of steps, or EPOCH
+EPOCH = "epoch"
 # In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
 PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
@@ -67,6 +69,8 @@ class DataConfig:
     dataset_type: str = "energon"
     train_data_path: DataPaths = "???"  # a path, or a list of paths, whose samples are mixed
     valid_data_path: DataPaths = None  # None: the validation split of train_data_path, if it has one
+    # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
+    validation_share: float = 0.0
     repetitions: list[float] = field(default_factory=list)  # of each train_data_path in an epoch; empty: once
     columns: dict[str, str] = field(default_factory=dict)  # our name: the source's, such as images: pictures
     datasets: list[str] = field(default_factory=list)  # names to read from a meta file; empty: all
@@ -101,31 +105,40 @@ class DataConfig:
 class OptimizerConfig:
     lr: float = 1e-5
     min_lr: float = 0.0
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0  # None: a tenth of the run, at most 50
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
+    # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model"), or for what a
+    # pattern finds in the names of HF tensors; `min_lr` is then less in proportion
+    lr_by_part: dict[str, float] = field(default_factory=dict)
+    weight_decay_by_part: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def by_part(self) -> dict[str, dict[str, float]]:
+        """By the name of the setting."""
+        settings = {"lr_by_part": self.lr_by_part, "weight_decay_by_part": self.weight_decay_by_part}
+        return {f"optimizer.{name}": values for name, values in settings.items()}
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 1000
+    steps: int | None = 1000  # None: as many as `epochs` make
+    epochs: float | None = None  # in place of `steps`: how often the training data is passed over
     micro_batch_size: int = 1
     global_batch_size: int = 32
     seed: int = 1234
-    eval_every: int = 0  # steps between validations; 0: none
+    eval_every: Every = 0  # steps between validations, or "epoch": after each epoch; 0: none
     eval_steps: int = 0  # validation steps; 0: the whole validation split
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end
     keep_checkpoints: int = 2
+    keep_best: bool = (
+        False  # keep the one with the lowest validation loss, too; each save then validates first
+    )
+    export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
     hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
-
-    def evaluates_after(self, step: int) -> bool:
-        return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.steps)
-
-    def saves_after(self, step: int) -> bool:
-        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
 
 @dataclass
@@ -176,8 +189,7 @@ def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int |
         "micro_batches_per_step": train.global_batch_size // (train.micro_batch_size * data_parallel),
         "most_tokens_per_micro_batch": train.micro_batch_size * config.data.seq_length,
         "most_tokens_per_step": train.global_batch_size * config.data.seq_length,
-        "rows_over_all_steps": train.global_batch_size * train.steps,
-    }
+    } | ({} if train.steps is None else {"rows_over_all_steps": train.global_batch_size * train.steps})
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:

@@ -5,10 +5,12 @@ While a step is trained, a thread on every rank reads the micro batches of the n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +18,34 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.config import ConfigError, RunConfig, derived
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
+from megatron_vlm.milestones import Epochs, Milestones, milestones
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.parallel.counts import add_counts
 from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
-from megatron_vlm.training.checkpoint import CheckpointState
+from megatron_vlm.run_folder.folder import write_whole
+from megatron_vlm.training.checkpoint import CheckpointState, Saved
+
+HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
 
 
 class Feed:
     """The micro batches of a run. Every rank creates one, and all ranks call its methods together.
 
-    Training data goes on where `resumed` was saved, unless the configuration says that it begins again.
+    `saved` is what the run's last checkpoint says: how much of the data was trained. `milestones` are then
+    known, and `resume` begins the data.
     """
 
-    def __init__(self, config: RunConfig, source: Source, resumed: CheckpointState | None):
-        self._run_dir, self._train = config.run_dir, config.train
+    def __init__(self, config: RunConfig, source: Source, saved: Saved):
+        self._config, self._train = config, config.train
+        # a checkpoint without "rows" is older than they are
+        rows = saved.extra.get("rows", saved.step * self._train.global_batch_size)
+        self._begun = saved.step, 0 if config.data.restart else rows
         # without workers, encoding would disturb the process's generators in the middle of a step
         self._reader = ThreadPool(1, _begin_to_read, [setup.device()]) if config.data.num_workers else None
         self._coming: Callable[[], list[Batch]] | None = None  # the next step's micro batches
@@ -45,15 +55,41 @@ class Feed:
         self._data: RunData | None = None  # None on a rank that only receives
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
-            self._started(partial(self._open, config, source, resumed))()
+            self._started(partial(self._open, source))()
+        self._epochs = self._known_epochs()
+        self.milestones: Milestones = setup.on_first_rank(self._milestones)
 
-    def _open(self, config: RunConfig, source: Source, resumed: CheckpointState | None) -> None:
+    def _open(self, source: Source) -> None:
         place = setup.data_parallel_place()
-        self._data = RunData(config, source.processor, source.needs, *place)
+        self._data = RunData(self._config, source.processor, source.needs, *place)
         watchdog.also(self._data.drops.glance)
-        if resumed and not config.data.restart:
+        if self._config.data.validation_share and setup.is_first_rank():
+            lines = [json.dumps({"key": key}) + "\n" for key in self._data.valid_loader.keys()]
+            write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
+
+    def _milestones(self) -> Milestones:
+        if self._train.keep_best and self._data.valid_loader is None:
+            raise ConfigError(
+                "train.keep_best: there is no validation data to tell which checkpoint is the best; give "
+                "data.valid_data_path or data.validation_share."
+            )
+        return milestones(self._train, self._epochs, *self._begun)
+
+    def _known_epochs(self) -> Epochs | None:
+        """The rows of epochs, on the first rank; None if they are not known, and on other ranks."""
+        known = setup.is_first_rank() and self._data.train_loader.rows_in(1)
+        return Epochs(self._data.train_loader.rows_in) if known else None
+
+    def resume(self, resumed: CheckpointState | None) -> None:
+        """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
+        if self._data:
+            self._started(partial(self._begin, resumed))()
+
+    def _begin(self, resumed: CheckpointState | None) -> None:
+        if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
-        self._log = BatchLog(config.run_dir, *place, resumed.step + 1 if resumed else 1)
+        place = setup.data_parallel_place()
+        self._log = BatchLog(self._config.run_dir, *place, resumed.step + 1 if resumed else 1)
         self._batches = self._data.train_batches()
 
     @property
@@ -81,11 +117,40 @@ class Feed:
 
     def _pauses_after(self, step: int) -> bool:
         """Whether the loader's state or the validation split is read before the next step."""
-        return self._train.saves_after(step) or self._train.evaluates_after(step)
+        return self.milestones.saves_after(step) or self.milestones.evaluates_after(step)
+
+    def rows_after(self, step: int) -> int:
+        """How many rows of the data were trained when `step` ends, on all ranks together."""
+        done, rows = self._begun
+        return rows + (step - done) * self._train.global_batch_size
+
+    def epoch_after(self, step: int) -> dict[str, float]:
+        """{"epoch": how many epochs of the data were trained when `step` ends}; without it where that is not
+        known, and on all ranks but the first."""
+        return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
+
+    def words(self) -> Iterator[str]:
+        """How many steps an epoch has and, if they are counted in epochs, the run."""
+        if not self._epochs:
+            return
+        batch, rows = self._train.global_batch_size, self._epochs.rows_in(1)
+        yield f"data: an epoch has {rows / batch:,.2f} steps: {rows:,} rows, {batch} in a step"
+        if (wanted := self._train.epochs) is None:
+            return
+        more = self.rows_after(self.milestones.steps) - self._epochs.rows(wanted)
+        filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
+        yield f"train.epochs: {wanted:g} epochs end with step {self.milestones.steps:,}{filled}"
+        data = self._config.data
+        if data.dataset_type == "energon" and data.shuffle_buffer_size > 1:
+            yield (
+                "train.epochs: Energon shuffles across the end of an epoch, so for each data worker up to "
+                f"{data.shuffle_buffer_size:,} samples come once more and as many once less; "
+                "data.shuffle_buffer_size=1 prevents that"
+            )
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""
-        return naming_samples(self._run_dir, step, micro_batches)
+        return naming_samples(self._config.run_dir, step, micro_batches)
 
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""

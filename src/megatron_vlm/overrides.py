@@ -12,22 +12,28 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_vlm.config import MISSING, PATHS, ConfigError, RunConfig, all_settings
+from megatron_vlm.config import EPOCH, MISSING, PATHS, ConfigError, RunConfig, all_settings
 from megatron_vlm.messages import suggestion
 
 DATA_PATHS = "a path or a list of paths"
+EVERY = "a number of steps, or epoch"
+EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
 
 
 def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
     """A copy of `config` with settings replaced; the original stays as it was.
 
     `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
-    the setting's type. Raises ConfigError naming the place of an unknown key or of an unfit value.
+    the setting's type. `train.epochs` takes the place of an earlier `train.steps`, and the reverse. Raises
+    ConfigError naming the place of an unknown key or of an unfit value.
     """
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
-    tree = OmegaConf.structured(config)
-    for key, value in flatten(overrides).items():
+    tree, flat = OmegaConf.structured(config), flatten(overrides)
+    given = {key for key in EXCLUSIVE if flat.get(key) not in (None, "null", "None")}
+    if len(given) == 1:
+        flat = dict.fromkeys(set(EXCLUSIVE) - given) | flat
+    for key, value in flat.items():
         _set(tree, key, value)
     return _build(RunConfig, tree)
 
@@ -82,23 +88,35 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         if node is not None and _types(node).get(section, "").startswith("dict"):
             if isinstance(value, dict | list | tuple):
                 raise ConfigError(f"{key}: {value!r} does not fit; expected str.")
-            node[section][".".join([*sections[place + 1 :], name])] = str(value)
+            try:
+                node[section][".".join([*sections[place + 1 :], name])] = _entry(_types(node)[section], value)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {value!r} does not fit; expected a number.") from error
             return
         node = node[section] if _is_group(node, section) else None
     if node is None or name not in _types(node):
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
     if _is_group(node, name):
         raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
-    wanted = _types(node)[name].replace("DataPaths", DATA_PATHS)
+    wanted = _types(node)[name].replace("DataPaths", DATA_PATHS).replace("Every", EVERY)
     try:
         value = _parse(value, wanted) if isinstance(value, str) else value
         if any(item is None or isinstance(item, dict | list | tuple) for item in _items(value)):
             raise yaml.YAMLError("lists and mappings hold plain values")
+        if wanted == EVERY and value != EPOCH and type(value) is not int:
+            raise yaml.YAMLError(f"neither a whole number nor {EPOCH}")
         value = _at_home(value) if name in PATHS else value
+        if wanted.startswith("dict") and isinstance(value, Mapping):
+            value = {str(key): _entry(wanted, item) for key, item in value.items()}
         OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
         OmegaConf.to_container(node, resolve=True)  # raises if an interpolation points to nothing
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+
+
+def _entry(wanted: str, value: Any) -> str | float:
+    """A value of a mapping whose type is `wanted`. YAML takes 1e-6 for text."""
+    return float(value) if wanted.endswith("float]") else str(value)
 
 
 def _items(value: Any) -> list[Any]:
@@ -125,7 +143,7 @@ def _parse(text: str, wanted: str) -> Any:
         return None if text in ("null", "None") else text
     if wanted.startswith("list") or wanted == DATA_PATHS:
         return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
-    return text
+    return int(text) if wanted == EVERY and text.removeprefix("-").isdecimal() else text
 
 
 def _as_paths(key: str, value: Any) -> str | list[str] | None:

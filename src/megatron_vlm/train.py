@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from torch.nn import Module
 
+from megatron_vlm import exports
 from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import import_hf
+from megatron_vlm.models.weights import import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
@@ -21,39 +22,45 @@ from megatron_vlm.training.checkpoint import CheckpointState
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
-from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.optimizer import build_optimizer, learning_rates
 from megatron_vlm.training.profile import Profile
 from megatron_vlm.training.step import train_step
 
 
 def train(config: RunConfig, profile_steps: int = 0) -> None:
-    """Train up to step `config.train.steps`, from the run folder's latest checkpoint if it has one.
+    """Train to the last of `config.train.steps` or `epochs`, from the run folder's latest checkpoint if any.
 
     Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures, and
     with `profile_steps` a trace of so many steps (see `training.profile`).
     """
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
-    source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
+    saved = checkpoint.saved(config.run_dir)
+    source = open_source(config.model.hf_path, saved.tied)
+    watchdog.beat("opening the data")
+    feed = Feed(config, source, saved)
+    milestones = feed.milestones
 
     model = starting_model(config, source)
-    optimizer, scheduler = build_optimizer(model, config)
+    own = parameters_by_part(model, config.optimizer.by_part, source.family.groups, source.weight_map.rules)
+    optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
     figures = StepFigures(config, source.family, source.hf_config, model)
 
-    watchdog.beat("opening the data")
-    feed = Feed(config, source, resumed)
-    totals = resumed.extra if resumed else None
-    log = RunLogger(config.run_dir, config, config.train.steps, start + 1, setup.is_first_rank(), totals)
-    for message in opening_words(config, feed, resumed):
+    watchdog.beat("finding the place in the data")
+    feed.resume(resumed)
+    log = RunLogger(config.run_dir, config, milestones.steps, start + 1, setup.is_first_rank(), saved.extra)
+    for message in opening_words(config, source, feed, resumed):
         log.message(message)
 
     profile = Profile(config.run_dir, profile_steps, start + 1, model, log.message)
     with closing(log, feed), profile:
-        for step in range(start + 1, config.train.steps + 1):
-            began, lr = time.monotonic(), optimizer.param_groups[0]["lr"]
+        if start > 0 and milestones.exports_after(start):  # a kill may have come before it was whole
+            exports.export_step(config, source, model, start, anew=False)
+        for step in range(start + 1, milestones.steps + 1):
+            began, rates = time.monotonic(), learning_rates(scheduler)
             watchdog.beat(f"waiting for the data of step {step}")
             micro_batches = feed.train(step)
             waited = time.monotonic() - began
@@ -62,18 +69,23 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
                 loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches, figures)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
-            numbers = (loss, lr, grad_norm, tokens, seconds, feed.dropped_everywhere())
-            log.log_step(step, *numbers, figures.of_step(seconds, waited))
+            numbers = (loss, rates.pop("lr"), grad_norm, tokens, seconds, feed.dropped_everywhere())
+            log.log_step(step, *numbers, figures.of_step(seconds, waited) | feed.epoch_after(step) | rates)
             profile.step()
 
-            if config.train.evaluates_after(step):
+            extra = {**log.totals, "rows": feed.rows_after(step)}
+            if milestones.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
-                log.log_eval(step, validation_loss(model, feed.valid(), config.train.eval_steps))
-            if config.train.saves_after(step):
+                extra["valid_loss"] = validation_loss(model, feed.valid(), config.train.eval_steps)
+                log.log_eval(step, extra["valid_loss"])
+            if milestones.saves_after(step):
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 parts = (model, optimizer, scheduler, feed.state())
-                checkpoint.save(config.run_dir, step, *parts, config.train.keep_checkpoints, extra=log.totals)
+                kept = config.train.keep_checkpoints, extra, config.train.keep_best
+                checkpoint.save(config.run_dir, step, *parts, *kept)
                 log.save()
+            if milestones.exports_after(step):
+                exports.export_step(config, source, model, step)
         if dropped := feed.dropped_by_reason():
             log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")
         watchdog.beat("leaving the other ranks")
@@ -91,7 +103,9 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
     return data_parallel(chunks, config)
 
 
-def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None) -> Iterator[str]:
+def opening_words(
+    config: RunConfig, source: Source, feed: Feed, resumed: CheckpointState | None
+) -> Iterator[str]:
     """What a user should know before the first step."""
     if resumed:
         yield f"resumed after step {resumed.step} from {resumed.path}"
@@ -99,5 +113,7 @@ def opening_words(config: RunConfig, feed: Feed, resumed: CheckpointState | None
             yield f"{', '.join(resumed.later)} stay until their steps are saved again"
         if config.data.restart:
             yield "data.restart: the data begins again from here"
+    yield from feed.words()
+    yield from exports.words(config, source)
     if feed.why_hf_processor:
         yield f"data: the Hugging Face processor encodes every sample, slower: {feed.why_hf_processor}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths
-from megatron_vlm.data_paths import paths_of
+from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable
 
 FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import inf, isfinite, prod
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
 from megatron_vlm.config import (
+    EPOCH,
     ConfigError,
     DataConfig,
     ParallelConfig,
@@ -18,7 +20,7 @@ from megatron_vlm.config import (
     fewest_processes,
     missing_settings,
 )
-from megatron_vlm.data_paths import DataSource, sources_of
+from megatron_vlm.data.paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
 
 CHOICES = {
@@ -40,12 +42,13 @@ _FROM_ONE = (
 )
 _FROM_ZERO = (
     *(f"data.{name}" for name in ("num_workers", "shuffle_buffer_size", "video_fps", "decode_seconds")),
-    *(f"data.{name}" for name in ("max_drop_share", "visual_share")),
+    *(f"data.{name}" for name in ("max_drop_share", "visual_share", "validation_share")),
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
     *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
-    *(f"train.{name}" for name in ("seed", "eval_every", "eval_steps", "save_every")),
+    *(f"train.{name}" for name in ("epochs", "seed", "eval_steps")),
     "model.load_balancing",
 )
+EVERY = ("train.eval_every", "train.save_every", "train.export_every")  # a number of steps, or EPOCH
 LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # the least value of each number setting
 MOST = 2**63 - 1
 _NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache")  # null, or not empty
@@ -121,13 +124,14 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
     yield from _number_problems(settings)
+    yield from _every_problems(settings)
     for key in _NAMES:
         if settings[key] == "":
             yield f"{key}: is empty; give a name, or leave the setting out."
     for key in ("data.max_drop_share", "data.visual_share"):
         if settings[key] > 1:
             yield f"{key}: {settings[key]} is not a share between 0 and 1."
-    for key in ("optimizer.beta1", "optimizer.beta2"):
+    for key in ("optimizer.beta1", "optimizer.beta2", "data.validation_share"):
         if settings[key] >= 1:
             yield f"{key}: {settings[key]} is not less than 1."
     if config.data.video_fps == 0:
@@ -138,8 +142,10 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.eps: {config.optimizer.eps} lets Adam divide by zero; the default is 1e-08."
     if config.train.hang_seconds > LONGEST_HANG:
         yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
+    yield from _length_problems(config)
+    yield from _part_problems(config)
     optimizer, steps = config.optimizer, config.train.steps
-    if steps >= 1 and not 0 <= optimizer.warmup_steps < steps:
+    if (steps or 0) >= 1 and not 0 <= (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
     if not 0 <= optimizer.min_lr <= optimizer.lr:
         yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
@@ -158,8 +164,52 @@ def _number_problems(settings: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {value} is more than {MOST}."
 
 
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    train, data = config.train, config.data
+    if train.epochs is not None and train.steps is not None:
+        yield (
+            f"train.epochs: {train.epochs:g}, and train.steps is {train.steps}; both say when the run ends: "
+            "set one of them to null."
+        )
+    if train.epochs is None and train.steps is None:
+        yield "train.steps: not set, and neither is train.epochs; give one of them."
+    if train.epochs == 0:
+        yield "train.epochs: 0 epochs train nothing; give a number above 0, or train.steps."
+    counted = [key for key in EVERY if getattr(train, key.removeprefix("train.")) == EPOCH]
+    for key in [*counted, *(["train.epochs"] if train.epochs is not None else ())]:
+        if data.streaming or data.packing == "stream":
+            why = "a stream" if data.streaming else "rows packed from a buffer (data.packing=stream)"
+            instead = "" if data.streaming or data.dataset_type == "energon" else ", or data.packing=global"
+            yield f"{key}: only its end tells how many rows an epoch of {why} has; count steps{instead}."
+
+
+def _part_problems(config: RunConfig) -> Iterator[str]:
+    for name, values in config.optimizer.by_part.items():
+        for part, value in values.items():
+            key = f"{name}: {part}"
+            try:
+                re.compile(part)
+            except re.error as error:
+                yield f"{key} is no part of the model and no pattern of Python's re ({error}); correct it."
+            if not 0 <= value < inf:
+                yield f"{key} has {value:g}, which is no number from 0 on; correct it."
+            if name == "optimizer.lr_by_part" and value == 0:
+                yield f"{key} has 0, which trains nothing; freeze it instead (model.freeze)."
+            if part in config.model.freeze:
+                yield f"{key} is frozen by model.freeze; drop it in one of them."
+    if config.optimizer.lr_by_part and config.optimizer.lr == 0:
+        yield "optimizer.lr_by_part: optimizer.lr is 0; set it, and freeze what is not to be trained."
+
+
+def _every_problems(settings: dict[str, Any]) -> Iterator[str]:
+    for key in EVERY:
+        if (value := settings[key]) != EPOCH and not (type(value) is int and 0 <= value <= MOST):
+            yield f"{key}: {value} is neither a number of steps from 0 to {MOST} nor {EPOCH}."
+
+
 def _source_problems(data: DataConfig) -> Iterator[str]:
     yield from _path_problems(data)
+    yield from _held_out_problems(data)
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
     if data.dataset_type == "energon":
@@ -171,6 +221,21 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
     if data.streaming and data.datasets:
         yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
+
+
+def _held_out_problems(data: DataConfig) -> Iterator[str]:
+    share = f"data.validation_share: {data.validation_share:g}"
+    if not data.validation_share:
+        return
+    if data.valid_data_path is not None:
+        yield f"{share} is to be held out, and data.valid_data_path is given, too; drop one of them."
+    if data.dataset_type == "energon":
+        yield (
+            f"{share} is for dataset_type hf; an energon dataset is divided when prepared "
+            "(`megatron-vlm prepare --split`)."
+        )
+    if data.streaming:
+        yield f"{share} needs all rows at once, and data.streaming has none; give data.valid_data_path."
 
 
 def _path_problems(data: DataConfig) -> Iterator[str]:

@@ -101,7 +101,7 @@ def check_profile(config: RunConfig, steps: int) -> None:
     latest = latest_checkpoint(config.run_dir)
     done = int(latest.name.removeprefix("step_")) if latest else 0
     needed = done + configs.PROFILE_WARM_UP + steps
-    if steps and config.train.steps < needed:
+    if steps and config.train.steps is not None and config.train.steps < needed:
         raise ConfigError(
             f"--profile {steps}: with {configs.PROFILE_WARM_UP} steps of warm-up after step {done} it needs "
             f"train.steps={needed}, which is {config.train.steps}; raise it, or profile fewer steps."

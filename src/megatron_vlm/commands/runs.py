@@ -37,7 +37,7 @@ def open_run(config: RunConfig) -> TrainedModel:
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
     setup.init_distributed(config.parallel, config.train.seed)
-    source = open_source(config.model.hf_path, checkpoint.saved_tied(config.run_dir))
+    source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
     checkpoint.load_latest(config.run_dir, chunks)
     return TrainedModel(chunks, source)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.data_paths import paths_of
+from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.overrides import apply_overrides, flatten
 from megatron_vlm.planning.plan import make_plan
@@ -73,6 +73,9 @@ def propose(
         found["model.dtype"] = "fp32", "there is no GPU here"
     rows = -(-ROWS_IN_A_STEP // processes) * processes
     found["train.global_batch_size"] = rows, f"{rows // processes} for each GPU" if processes > 1 else ""
+    if not {"train.steps", "train.epochs"} & set(said):
+        found |= {"train.steps": (None, ""), "train.epochs": (1, "every row once")}
+    found["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
     found |= {key: (value, "") for key, value in flatten(said).items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):
         found |= _layout({key: value for key, (value, _) in found.items()}, hf_config, gpus, processes)

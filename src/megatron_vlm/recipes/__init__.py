@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
-from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings
+from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
 from megatron_vlm.supported import SUPPORTED
 
 
@@ -81,7 +81,7 @@ def compose(
     given = {**as_settings(assumed or {}), **said(settings, arguments or {})}
     if "recipe" in written or recipe:
         overrides = flatten(written.get("overrides", {}))
-        known = {**written.get("args", {}), **as_arguments(overrides), **as_arguments(given)}
+        known = merged(written.get("args", {}), as_arguments(overrides), as_arguments(given))
         config = load_recipe(recipe or written["recipe"])(**known)
         config = apply_overrides(config, overrides)
     elif written:

@@ -34,13 +34,14 @@ class RecipeArgs(TypedDict, total=False):
     num_workers: Annotated[int, "data.num_workers"]
     lr: Annotated[float, "optimizer.lr"]
     min_lr: Annotated[float, "optimizer.min_lr"]
-    warmup_steps: Annotated[int, "optimizer.warmup_steps"]
-    steps: Annotated[int, "train.steps"]
+    warmup_steps: Annotated[int | None, "optimizer.warmup_steps"]
+    steps: Annotated[int | None, "train.steps"]
+    epochs: Annotated[float | None, "train.epochs"]
     micro_batch_size: Annotated[int, "train.micro_batch_size"]
     global_batch_size: Annotated[int, "train.global_batch_size"]
     seed: Annotated[int, "train.seed"]
-    eval_every: Annotated[int, "train.eval_every"]
-    save_every: Annotated[int, "train.save_every"]
+    eval_every: Annotated[int | str, "train.eval_every"]
+    save_every: Annotated[int | str, "train.save_every"]
     wandb_project: Annotated[str | None, "logging.wandb_project"]
 
 
@@ -65,6 +66,15 @@ def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {ARGUMENT_OF_SETTING[key]: value for key, value in settings.items() if key in ARGUMENT_OF_SETTING}
 
 
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's arguments; a layer replaces what those before it set, and `steps` replaces `epochs`, too."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        gone = {"steps", "epochs"} if {"steps", "epochs"} & layer.keys() else ()
+        found = {name: value for name, value in found.items() if name not in gone} | layer
+    return found
+
+
 def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     """The defaults of `RunConfig`, replaced by a recipe's `defaults`, replaced by the caller's `changes`.
 
@@ -72,9 +82,11 @@ def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     the steps. Raises ConfigError on an unknown argument or a value of the wrong type; text from a command
     line is converted.
     """
-    config = apply_overrides(RunConfig(), as_settings({"run_dir": "runs/${name}", **defaults, **changes}))
+    arguments = merged({"run_dir": "runs/${name}"}, defaults, changes)
+    config = apply_overrides(RunConfig(), as_settings(arguments))
     if "warmup_steps" not in changes:
-        config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, config.train.steps // 10)
+        steps, warmup = config.train.steps, config.optimizer.warmup_steps
+        config.optimizer.warmup_steps = None if steps is None else min(warmup or 0, steps // 10)
     return config
 
 

@@ -2,6 +2,7 @@
 
     <run_dir>/checkpoints/latest                 name of the newest complete checkpoint
     <run_dir>/checkpoints/latest.tmp             name of the one that is being made complete now
+    <run_dir>/checkpoints/best                   with `train.keep_best`: that with the lowest validation loss
     <run_dir>/checkpoints/step_00000100/         a complete checkpoint: it has a state.json
     <run_dir>/checkpoints/step_00000200.tmp/     being written
     <run_dir>/checkpoints/step_00000050.deleted/ being removed
@@ -18,7 +19,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -214,16 +216,30 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
     return final
 
 
-def prune(run_dir: str | Path, newest: str, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints up to `newest`.
+def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) -> None:
+    """Remove all but the `keep` newest checkpoints up to `newest` and, if asked for, the best one.
 
     Later steps stay: they exist if somebody set `latest` back, and go when their step is saved again.
     """
     folder = checkpoints(run_dir)
+    best = best_checkpoint(run_dir) if keep_best else None
     with naming(folder):
+        if best:
+            write_whole(folder / "best", best + "\n")
         for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
-            os.rename(folder / name, folder / f"{name}.deleted")
+            if name != best:
+                os.rename(folder / name, folder / f"{name}.deleted")
         _remove_leftovers(folder)
+
+
+def best_checkpoint(run_dir: str | Path) -> str | None:
+    """The complete checkpoint that was saved with the lowest validation loss, of equal ones the first."""
+    losses = {}
+    for name in complete_checkpoints(run_dir):
+        with suppress(ValueError, OSError):  # a damaged one is not the best
+            losses[name] = read_state(checkpoints(run_dir) / name)["extra"].get("valid_loss")
+    known = {name: loss for name, loss in losses.items() if loss is not None and isfinite(loss)}
+    return min(known, key=known.__getitem__, default=None)
 
 
 def tidy(run_dir: str | Path) -> None:

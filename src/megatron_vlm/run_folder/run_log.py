@@ -29,6 +29,7 @@ from megatron_vlm.run_folder.folder import write_whole
 
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
+    "epoch": "epoch {:.2f}",
     "mfu": "MFU {:.1%}",
     "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
     "images_per_second_per_device": "{:,.1f} images/s/device",
@@ -64,7 +65,8 @@ class RunLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
-        self.totals = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step) | (totals or {})
+        self.totals = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
+        self.totals |= {total: number for total, number in (totals or {}).items() if total in TOTALS}
         self._dropped_before = self.totals["dropped_samples"]
         self._file = (self.run_dir / "metrics.jsonl").open(
             "a", encoding="utf-8", buffering=1
@@ -281,7 +283,8 @@ def _wrapped(caption: str) -> list[str]:
 
 
 def _in_words(figures: Mapping[str, float]) -> list[str]:
-    return [words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures]
+    rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
+    return [*rates, *(words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures)]
 
 
 def _short(number: float) -> str:

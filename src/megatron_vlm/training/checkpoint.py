@@ -44,6 +44,15 @@ class CheckpointState:
     later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
 
 
+@dataclass
+class Saved:
+    """What the newest complete checkpoint says before it is loaded; the defaults if there is none."""
+
+    step: int = 0
+    tied: bool | None = None  # whether the output layer is the embedding; None if that is not known
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
     """The lock that lets this run write into its folder. Every rank calls this first and keeps the result.
 
@@ -74,13 +83,15 @@ def save(
     loader_state: Any = None,
     keep: int = 2,
     extra: dict[str, Any] | None = None,
+    keep_best: bool = False,
 ) -> Path:
     """Write a checkpoint of `step`; every rank calls it. Returns its folder.
 
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
-    the `keep` newest checkpoints are removed. A step that `latest` already names is not written again. Raises
-    OSError with the place, the bytes to write and the bytes free; `latest` then stays as it was.
+    the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `valid_loss` in its
+    `extra`. A step that `latest` already names is not written again. Raises OSError with the place, the bytes
+    to write and the bytes free; `latest` then stays as it was.
     """
     if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
@@ -98,7 +109,7 @@ def save(
         state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
         state |= {"extra": extra or {}, "ranks": ranks, "files": files}
         final = run_folder.complete(partial, state)
-        run_folder.prune(run_dir, final.name, keep)
+        run_folder.prune(run_dir, final.name, keep, keep_best)
         return final
 
     return on_first_rank(finish)
@@ -109,15 +120,13 @@ def exists(run_dir: str | Path) -> bool:
     return on_first_rank(run_folder.latest_checkpoint, run_dir) is not None
 
 
-def saved_tied(run_dir: str | Path) -> bool | None:
-    """Whether the newest complete checkpoint's output layer is its embedding; None if it is not known.
+def saved(run_dir: str | Path) -> Saved:
+    """Call it before a model is built to load it: the run's source may have changed since. Collective."""
 
-    Call it before a model is built to load it: the run's source may have changed since. Collective.
-    """
-
-    def read() -> bool | None:
+    def read() -> Saved:
         path = run_folder.latest_checkpoint(run_dir)
-        return _state(path).get("tied") if path else None
+        state = _state(path) if path else {}
+        return Saved(**{name: state[name] for name in ("step", "tied", "extra") if name in state})
 
     return on_first_rank(read)
 
@@ -128,16 +137,16 @@ def load_latest(
     """Restore the newest complete checkpoint of `run_dir` in place; None if there is none.
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
-    The learning rate, its schedule and weight decay stay as configured now. Generators are restored if the
-    layout is the same. Without an optimizer only the model is read. Raises ConfigError if the newest is not
-    known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names it), or if it
-    is unsafe to read or of another model.
+    Learning rates, their schedule, weight decay and Adam's settings stay as configured now. Generators are
+    restored if the layout is the same. Without an optimizer only the model is read. Raises ConfigError if the
+    newest is not known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names
+    it), or if it is unsafe to read or of another model.
     """
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:
         return None
     state = _checked_state(path)
-    read_tensors(path, bool(state["files"]), model_chunks, optimizer, scheduler)
+    read_tensors(path, bool(state["files"]), model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     same_layout = state["layout"] == _layout()

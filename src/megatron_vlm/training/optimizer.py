@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -15,16 +15,28 @@ from megatron.core.optimizer import (
     OptimizerConfig as MegatronOptimizerConfig,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn import Parameter
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.training.gradients import clip_on_device
 
+LONGEST_WARMUP = 50  # steps, if the configuration leaves it open
+NO_END = 2**40  # steps
+ByPart = Mapping[str, Mapping[str, list[Parameter]]]  # setting -> its keys -> this rank's parameters
+
 
 def build_optimizer(
-    model_chunks: list[DistributedDataParallel], config: RunConfig
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW over all trainable parameters of `model_chunks`, and its schedule, counted in steps.
+    model_chunks: list[DistributedDataParallel],
+    config: RunConfig,
+    steps: int | None = None,
+    own: ByPart | None = None,
+) -> tuple[MegatronOptimizer, Schedule]:
+    """AdamW over all trainable parameters of `model_chunks`, and its schedule over a run of `steps` steps.
+
+    `steps` None: `train.steps`, or else a schedule without an end, for what trains no run. `own` says which
+    parameters have a learning rate or weight decay for themselves (`OptimizerConfig.by_part`).
 
     Biases and all other one-dimensional parameters, such as norms, have no weight decay. Adam's moments and
     the parameters it updates are fp32, whatever the model's dtype. After each `optimizer.step()` call
@@ -33,11 +45,11 @@ def build_optimizer(
     the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
-    _check_schedule(config)
+    schedule = _schedule(config, steps or config.train.steps or NO_END)
     optimizer = get_megatron_optimizer(
         settings,
         model_chunks,
-        config_overrides=get_standard_config_overrides(settings),
+        config_overrides=get_standard_config_overrides(settings) | _overrides(config, own or {}),
         use_gloo_process_groups=False,
     )
     if not optimizer.param_groups:
@@ -45,12 +57,41 @@ def build_optimizer(
             f"optimizer: no parameter is trainable on any rank, model.freeze is {config.model.freeze}; "
             "leave one part out of model.freeze."
         )
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
             part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
     fuse(optimizer)
     clip_on_device()
-    return optimizer, _scheduler(optimizer, config)
+    return optimizer, _scheduler(optimizer, config, *schedule)
+
+
+def learning_rates(scheduler: Schedule) -> dict[str, float]:
+    """Those of the next step: "lr", and "lr_KEY" for each key of `optimizer.lr_by_part`."""
+    lr = scheduler.get_lr({"lr_mult": 1.0})
+    return {"lr": lr} | {f"lr_{key}": lr * factor for key, factor in scheduler.factors.items()}
+
+
+def _factors(config: RunConfig) -> dict[str, float]:
+    """The learning rate of each key of `lr_by_part` as a multiple of `lr`."""
+    return {key: rate / config.optimizer.lr for key, rate in config.optimizer.lr_by_part.items()}
+
+
+def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float]]:
+    """What Megatron's groups of parameters have in place of the optimizer's own settings."""
+    found = {}
+    for key, parameters in own.get("optimizer.lr_by_part", {}).items():
+        found[_these(f"lr {key}", parameters)] = {"lr_mult": _factors(config)[key]}
+    for key, parameters in own.get("optimizer.weight_decay_by_part", {}).items():
+        decay = config.optimizer.weight_decay_by_part[key]
+        found[_these(f"weight decay {key}", parameters)] = {"start_wd": decay, "end_wd": decay}
+    return found
+
+
+def _these(name: str, parameters: list[Parameter]) -> ParamKey:
+    chosen = {id(parameter) for parameter in parameters}
+    return ParamKey(
+        with_name_predicate=ParamWithNamePredicate(name, lambda parameter, _: id(parameter) in chosen)
+    )
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
@@ -62,12 +103,12 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
     """torch's own Adams inside `optimizer`; none if the Adam is that of Transformer Engine or Apex."""
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             yield part.optimizer
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -88,28 +129,31 @@ def _optimizer_config(config: RunConfig) -> MegatronOptimizerConfig:
     )
 
 
-def _check_schedule(config: RunConfig) -> None:
-    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+def _schedule(config: RunConfig, steps: int) -> tuple[int, int]:
+    """(steps of warm-up, steps of the run)."""
+    warmup = config.optimizer.warmup_steps
+    warmup = min(LONGEST_WARMUP, steps // 10) if warmup is None else warmup
     if not 0 <= warmup < steps:
         raise ValueError(
-            f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; "
-            "lower optimizer.warmup_steps or raise train.steps."
+            f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; lower "
+            "optimizer.warmup_steps, or raise train.steps or train.epochs."
         )
     if not 0 <= config.optimizer.min_lr <= config.optimizer.lr:
         raise ValueError(
             f"optimizer: min_lr {config.optimizer.min_lr} is not between 0 and lr {config.optimizer.lr}; "
             "change one of them."
         )
+    return warmup, steps
 
 
-def _scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    adam, steps = config.optimizer, config.train.steps
-    return OptimizerParamScheduler(
+def _scheduler(optimizer: MegatronOptimizer, config: RunConfig, warmup: int, steps: int) -> Schedule:
+    adam = config.optimizer
+    schedule = Schedule(
         optimizer,
-        init_lr=adam.lr / (adam.warmup_steps + 1),  # not 0, which would waste the first step
+        init_lr=adam.lr / (warmup + 1),  # not 0, which would waste the first step
         max_lr=adam.lr,
         min_lr=adam.min_lr,
-        lr_warmup_steps=adam.warmup_steps,
+        lr_warmup_steps=warmup,
         lr_decay_steps=steps,
         lr_decay_style="cosine",
         start_wd=adam.weight_decay,
@@ -119,6 +163,17 @@ def _scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerPara
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run takes only the step from the checkpoint
     )
+    schedule.factors = _factors(config)
+    return schedule
+
+
+class Schedule(OptimizerParamScheduler):
+    """Megatron's, with the learning rates of parts as multiples of one: all warm up and fall alike."""
+
+    factors: Mapping[str, float] = {}  # by key of `optimizer.lr_by_part`
+
+    def get_lr(self, param_group: dict) -> float:
+        return super().get_lr(param_group) * param_group["lr_mult"]
 
 
 class _TorchAdamDistributedOptimizer(DistributedOptimizer):

@@ -28,7 +28,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.metadata import check_metadata, weights_only
-from megatron_vlm.training.optimizer import fuse, torch_adams
+from megatron_vlm.training.optimizer import fuse, parts, torch_adams
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
@@ -65,8 +65,8 @@ def bytes_to_write(state: Any) -> int:
     return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
 
 
-def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer, scheduler) -> None:
-    """Restore model and, if given, optimizer in place; learning rates and weight decay stay as configured.
+def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer) -> None:
+    """Restore model and, if given, optimizer in place, whose settings stay as configured now.
 
     Raises ConfigError for files that are unsafe, of another model or, unless `known_intact`, damaged.
     """
@@ -89,7 +89,7 @@ def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer, 
     for name, model in named_models(model_chunks):
         model.load_state_dict(loaded[name])
     if optimizer is not None:
-        _load_optimizer(optimizer, loaded["optimizer"], scheduler)
+        _load_optimizer(optimizer, loaded["optimizer"])
 
 
 def _reasons(error: BaseException) -> str:
@@ -129,9 +129,9 @@ def _give_state(adam: torch.optim.Adam) -> None:
                 }
 
 
-def _load_optimizer(optimizer, loaded, scheduler) -> None:
-    if scheduler is not None:
-        _follow_config(loaded, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr})
+def _load_optimizer(optimizer, loaded) -> None:
+    for part, state in zip(parts(optimizer), _states(loaded, len(parts(optimizer))), strict=True):
+        _follow_config(part, state.get("optimizer", state))
     optimizer.load_state_dict(loaded)
     fuse(optimizer)
     for adam in torch_adams(optimizer):
@@ -141,10 +141,15 @@ def _load_optimizer(optimizer, loaded, scheduler) -> None:
             state["step"] = torch.tensor(step, device=parameter.device)
 
 
-def _follow_config(loaded, current: dict[str, float]) -> None:
-    """Puts the current learning rates into saved groups: Megatron finds groups by them and would fail."""
-    if isinstance(loaded, dict):
-        for group in loaded.get("param_groups", ()):
-            group.update(current)
-        for value in loaded.values():
-            _follow_config(value, current)
+def _states(loaded: dict, count: int) -> list[dict]:
+    """The state of each of `count` optimizers in one, as Megatron's ChainedOptimizer takes them apart."""
+    return [loaded] if count == 1 else [state for _, state in sorted(loaded.items())]
+
+
+def _follow_config(part, state: dict) -> None:
+    """Gives a saved state the groups of parameters that the configuration makes now; of the saved ones only
+    Adam's step stays. Megatron looks for groups with equal learning rates and more, and would find none."""
+    steps = [group["step"] for group in state["param_groups"] if "step" in group]
+    step = {"step": steps[0]} if steps else {}
+    groups = part.optimizer.state_dict()["param_groups"]
+    state["param_groups"] = [{**group, **step} for group in groups]

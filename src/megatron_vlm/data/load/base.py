@@ -66,6 +66,11 @@ class TrainLoader(ABC):
         """
 
     @abstractmethod
+    def rows_in(self, epochs: int) -> int | None:
+        """How many batch rows the first epochs have over all ranks together; a dropped sample counts, unless
+        it was measured before. None if only reading tells, or if the data has no epochs."""
+
+    @abstractmethod
     def replay(self, restore_key: Any) -> Batch:
         """The batch with this `__restore_key__`, of this dataset, in this or a later process.
 

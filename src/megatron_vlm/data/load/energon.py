@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from megatron.energon import (
 )
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
-from megatron.energon.savable_loader import SavableDatasetCheckpoint, SavableDatasetWrapper
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch
@@ -38,12 +37,18 @@ from megatron_vlm.data.load.base import (
     encoder_settings,
 )
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
-from megatron_vlm.data.load.energon_state import energon_fingerprint, from_json_data, to_json_data
+from megatron_vlm.data.load.energon_state import (
+    as_restored,
+    checkpoint_of_worker,
+    energon_fingerprint,
+    from_json_data,
+    to_json_data,
+)
 from megatron_vlm.data.load.limits import with_limited_drops
 from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.paths import paths_of, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
-from megatron_vlm.data_paths import paths_of, sources_of
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
@@ -72,16 +77,17 @@ class EnergonProvider:
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
         workers = self._worker_config(rank, world_size, seed)
-        dataset = get_train_dataset(
+        open_dataset = partial(
+            get_train_dataset,
             _checked_source(paths, "train", [int(one.share or 1) for one in sources]),
             split_part="train",
-            worker_config=workers,
             batch_size=micro_batch_size,
             packing_buffer_size=packing_buffer_size,
             shuffle_buffer_size=data.shuffle_buffer_size,
             max_samples_per_sequence=data.max_samples_per_sequence,
             task_encoder=encoder,
         )
+        dataset = open_dataset(worker_config=workers)
         _check_enough_samples(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
         held = data.shuffle_buffer_size + (packing_buffer_size or 0)
@@ -96,7 +102,8 @@ class EnergonProvider:
             "packing_buffer_size": packing_buffer_size,
             "repetitions": shares if any(shares) else None,
         }
-        return EnergonTrainLoader(dataset, workers, encoder, settings)
+        of_epoch = partial(_samples_of_an_epoch, open_dataset, workers) if data.packing == "none" else None
+        return EnergonTrainLoader(dataset, workers, encoder, settings, of_epoch)
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
@@ -134,9 +141,21 @@ class EnergonProvider:
 
 
 class EnergonTrainLoader(TrainLoader):
-    """The base's loader over Energon. What a worker reads depends on the number of ranks and of workers."""
+    """The base's loader over Energon. What a worker reads depends on the number of ranks and of workers.
 
-    def __init__(self, dataset, workers: WorkerConfig, encoder, settings: dict) -> None:
+    An epoch has `samples_of_an_epoch()` samples, but Energon shuffles across its end: a sample may wait there
+    for `shuffle_buffer_size` others of its worker.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        workers: WorkerConfig,
+        encoder,
+        settings: dict,
+        samples_of_an_epoch: Callable[[], int | None] | None = None,
+    ) -> None:
+        self._samples_of_an_epoch = cache(samples_of_an_epoch or (lambda: None))
         _guard_readers(dataset)
         self._loader = _undisturbing(
             get_savable_loader(
@@ -146,7 +165,7 @@ class EnergonTrainLoader(TrainLoader):
             )
         )
         if workers.num_workers > 0:
-            self._loader.dataset.get_checkpoint = partial(_checkpoint_of_worker, self._loader.dataset)
+            self._loader.dataset.get_checkpoint = partial(checkpoint_of_worker, self._loader.dataset)
         source = energon_fingerprint(self._loader.config(), workers)
         super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
 
@@ -171,8 +190,12 @@ class EnergonTrainLoader(TrainLoader):
     def load_states(self, states: list[dict]) -> None:
         self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
 
+    def rows_in(self, epochs: int) -> int | None:
+        samples = self._samples_of_an_epoch()
+        return samples and epochs * samples
+
     def replay(self, restore_key: Any) -> Batch:
-        _, *place = _as_restored(restore_key)  # its first part says whether there were workers
+        _, *place = as_restored(restore_key)  # its first part says whether there were workers
         return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
 
     def close(self) -> None:
@@ -255,35 +278,22 @@ def _largest_share(dataset, workers: WorkerConfig) -> int:
     return max(sum(part.len_worker(n) for part in parts) for n in range(max(1, workers.num_workers)))
 
 
+def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig) -> int | None:
+    """What all workers of all ranks read before they repeat; None if several parts repeat on their own."""
+    count = max(1, workers.num_workers) * workers.world_size
+    dataset = open_dataset(worker_config=_with_ranks_as_workers(workers, count))
+    endless = [part for part in _walk(dataset) if isinstance(part, RepeatDataset) and part.repeats is None]
+    if len(endless) != 1:
+        return None
+    return sum(endless[0].dataset.len_worker(worker) for worker in range(count))
+
+
 def _check_restorable(dataset) -> None:
     """Raises ValueError if an encoder function lacks `@stateless`: Energon would only notice on resume."""
     try:
         dataset.assert_can_restore()
     except AssertionError as error:
         raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
-
-
-def _checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:
-    """A worker's checkpoint; before its first sample, the point it was restored to. Energon 7.4.1 counts one
-    sample too many then (a slow worker, a state saved within a few batches of the start)."""
-    if worker._last_checkpoints[-1].sample_index >= 0:
-        return SavableDatasetWrapper.get_checkpoint(worker, last_sample_indexes)
-    number = worker._worker_id
-    skipped = worker._workers_skip_samples[number]
-    return SavableDatasetCheckpoint(state=worker._workers_restore_from[number], offset=skipped)
-
-
-def _as_restored(restore_key: Any) -> Any:
-    """The key with the part that `postencode_sample` adds doubled: Energon 7.4.1 reads that part twice."""
-    if not isinstance(restore_key, list | tuple):
-        return restore_key
-    parts = [_as_restored(part) for part in restore_key]
-    is_document = [isinstance(part, list) and part[:1] == ["PackingDataset"] for part in parts]
-    if parts[:1] == ["PackingDataset"]:
-        parts = [
-            part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)
-        ]
-    return parts
 
 
 def _walk(dataset) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Energon's state objects in and out of JSON, and the fingerprint of an Energon dataset.
+"""Energon's state objects in and out of JSON, with what it gets wrong; the fingerprint of an Energon dataset.
 
 No pickle: a state file from a stranger can at worst be refused.
 """
@@ -21,6 +21,7 @@ from megatron.energon.savable_loader import (
     SavableDataLoaderState,
     SavableDatasetCheckpoint,
     SavableDatasetState,
+    SavableDatasetWrapper,
 )
 from megatron.energon.state import FlexState
 
@@ -142,3 +143,26 @@ def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
 def _index_digest(index: Path) -> str:
     """The digest of a shard's index (where each sample begins); UNKNOWN for a shard in an object store."""
     return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN
+
+
+def checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:
+    """A worker's checkpoint; before its first sample, the point it was restored to. Energon 7.4.1 counts one
+    sample too many then (a slow worker, a state saved within a few batches of the start)."""
+    if worker._last_checkpoints[-1].sample_index >= 0:
+        return SavableDatasetWrapper.get_checkpoint(worker, last_sample_indexes)
+    number = worker._worker_id
+    skipped = worker._workers_skip_samples[number]
+    return SavableDatasetCheckpoint(state=worker._workers_restore_from[number], offset=skipped)
+
+
+def as_restored(restore_key: Any) -> Any:
+    """The key with the part that `postencode_sample` adds doubled: Energon 7.4.1 reads that part twice."""
+    if not isinstance(restore_key, list | tuple):
+        return restore_key
+    parts = [as_restored(part) for part in restore_key]
+    is_document = [isinstance(part, list) and part[:1] == ["PackingDataset"] for part in parts]
+    if parts[:1] == ["PackingDataset"]:
+        parts = [
+            part[:2] + part if doubled else part for part, doubled in zip(parts, is_document, strict=True)
+        ]
+    return parts

@@ -33,10 +33,11 @@ from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, 
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
+from megatron_vlm.data.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.data_paths import DataSource, items_of, sources_of
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -91,11 +92,28 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder) -> EncodedRows:
+        """All rows of the training paths but those that are held out."""
+        rows = self._rows_of_training(encoder)
+        if share := self._data.validation_share:
+            rows.table = divided(rows.table, share, held_out=False)
+        return rows
+
+    def _rows_of_training(self, encoder) -> EncodedRows:
         sources = sources_of(self._data.train_data_path, self._data.repetitions)
-        found = [
-            (one, "train" if "train" in source_splits(one.path, one.subset) else None) for one in sources
-        ]
+        for source in sources if self._data.validation_share else ():
+            if split := _validation_split(source):
+                raise ValueError(
+                    f"data.validation_share: {source.path} has a validation split already, {split!r}; drop "
+                    "the setting to validate on it."
+                )
+        splits = [source_splits(source.path, source.subset) for source in sources]
+        found = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
         return self._rows(found, encoder, self._data.datasets)
+
+    def _held_out_rows(self, encoder) -> EncodedRows:
+        rows = self._rows_of_training(encoder)
+        rows.table = divided(rows.table, self._data.validation_share, held_out=True)
+        return rows
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
         data = self._data
@@ -119,22 +137,25 @@ class HFProvider:
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
         """A finite loader in stored order: each row on exactly one rank, as many batches on every rank.
-        It never streams; of a meta file it reads the rows of the first epoch.
+        It never streams; of a meta file it reads the rows of the first epoch; with `validation_share`, those
+        that are held out.
 
         None if no validation path is set and the training dataset has no validation split, or is streamed.
         """
         data = self._data
         if data.streaming and data.valid_data_path is None:
             return None
-        found = [
-            (one, _validation_split(one)) for one in sources_of(data.valid_data_path or data.train_data_path)
-        ]
+        share_of_ranks = rank, world_size, micro_batch_size, data.num_workers
+        if data.validation_share:
+            return HFValidLoader(self._held_out_rows(encoder), *share_of_ranks)
+        sources = sources_of(data.valid_data_path or data.train_data_path)
+        found = [(one, _validation_split(one)) for one in sources]
         if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
             found = [(replace(one, rows=None, share=None), split) for one, split in found if split]
         if not found:
             return None
         rows = self._rows(found, encoder, data.datasets if data.valid_data_path is None else ())
-        return HFValidLoader(rows, rank, world_size, micro_batch_size, data.num_workers)
+        return HFValidLoader(rows, *share_of_ranks)
 
     def _rows(self, found: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]) -> EncodedRows:
         table = open_sources(found, layout=self._layout, media_dir=self._data.media_dir, datasets=names)
@@ -225,6 +246,9 @@ class HFTrainLoader(TrainLoader):
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 
+    def rows_in(self, epochs: int) -> int | None:
+        return self._order.rows_in(epochs)
+
     def replay(self, restore_key: list[list[int]]) -> Batch:
         samples = [self._rows[None, indices][1] for indices in restore_key]
         if any(sample is None for sample in samples):
@@ -251,6 +275,10 @@ class HFValidLoader(ValidLoader):
         self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
         most_rows = -(-len(self._all) // world_size)
         super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
+
+    def keys(self) -> list[str]:
+        """Those of all rows, over all ranks."""
+        return [self._rows.table.key(row) for row in self._all]
 
     def _open(self, share: list[int]) -> DataLoader:
         ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)

@@ -1,5 +1,8 @@
 """The order in which a rank sees the rows of a map-style dataset; `packed_orders` has orders of packed rows.
 
+The epochs follow one another without a gap and are dealt to the ranks as one sequence, so after a global
+batch the ranks together have had the first so many rows of it, whatever their number.
+
 An order iterates without end over `(place, indices)`: the dataset rows that make one row of a batch, and the
 place at which the same iteration continues after them. `order.place`, a few integers, is where it begins.
 
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +31,10 @@ class Order:
 
     other_ranks_go_on = True  # whether another number of ranks can continue a state
 
+    def rows_in(self, epochs: int) -> int | None:
+        """How many batch rows the first epochs have over all ranks; None: only reading tells."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """The settings that belong to a loader's fingerprint."""
         return {}
@@ -37,7 +45,8 @@ class Order:
 
 @dataclass
 class RandomOrder(Order):
-    """One dataset row at a time, in a new order each epoch; a row of an epoch is on one rank."""
+    """One dataset row at a time, in a new order each epoch; a row of an epoch is on one rank. The ranks take
+    turns, also from one epoch to the next."""
 
     rows_of: Callable[[int], ndarray]  # epoch -> its dataset rows, the same number in every epoch
     rank: int
@@ -46,13 +55,26 @@ class RandomOrder(Order):
     place: Place = (0, 0)  # epoch, position of the rank
     moves: Sequence[Move] = ()
 
+    def settings(self) -> dict[str, Any]:
+        return {"epochs": "one sequence"}  # before, every epoch began with rank 0
+
+    def rows_in(self, epochs: int) -> int:
+        return epochs * self._rows
+
+    @cached_property
+    def _rows(self) -> int:
+        """The number of rows of each epoch."""
+        return len(self.rows_of(0))
+
     def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
         epoch, position = self.place
+        begun = self._begun(epoch)
         while True:
-            mine = self._epoch(epoch)[self.rank :: self.world_size]
+            rows = self._epoch(epoch)
+            mine = rows[(self.rank - begun) % self.world_size :: self.world_size]
             for done in range(position + 1, len(mine) + 1):
                 yield (epoch, done), [int(mine[done - 1])]
-            epoch, position = epoch + 1, 0
+            begun, epoch, position = begun + len(rows), epoch + 1, 0
 
     def move(self, places: Sequence[Place], left: Sequence[Sequence[Place]] = ()) -> None:
         """See the module. `left`: for each rank, the places after rows that it passed over without use."""
@@ -61,17 +83,28 @@ class RandomOrder(Order):
         self.place = min(epoch for rank in ranks for epoch, _ in rank), 0
 
     def _epoch(self, epoch: int) -> ndarray:
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.rows_of(epoch))
-        # Each move keeps what its ranks had not used: of a rank's share all after `done` in the epoch that it
-        # had reached, nothing of earlier epochs, all of later ones, and in any epoch the rows in `left`.
-        for ranks in self.moves:
-            still = np.zeros(len(order), bool)
-            for rank, ((reached, done), *left) in enumerate(ranks):
-                mine = still[rank :: len(ranks)]
-                mine[done if epoch == reached else 0 if epoch > reached else len(mine) :] = True
-                mine[[number - 1 for at, number in left if at == epoch]] = True
-            order = order[still]
-        return order
+        """The rows of an epoch that these ranks share, in the order in which they take turns."""
+        if not self.moves:
+            return np.random.default_rng([self.seed, epoch]).permutation(self.rows_of(epoch))
+        # What the ranks of the last move had not used: of a rank's share all after `done` in the epoch that
+        # it had reached, nothing of earlier epochs, all of later ones, and in any epoch the rows in `left`.
+        ranks = self.moves[-1]
+        before = replace(self, world_size=len(ranks), moves=self.moves[:-1])
+        order, begun = before._epoch(epoch), before._begun(epoch)
+        still = np.zeros(len(order), bool)
+        for rank, ((reached, done), *left) in enumerate(ranks):
+            mine = still[(rank - begun) % len(ranks) :: len(ranks)]
+            mine[done if epoch == reached else 0 if epoch > reached else len(mine) :] = True
+            mine[[number - 1 for at, number in left if at == epoch]] = True
+        return order[still]
+
+    def _begun(self, epoch: int) -> int:
+        """How many rows these ranks shared in the epochs before."""
+        reached = [at for ranks in self.moves for rank in ranks for at, _ in rank]
+        cut = max(reached, default=-1) + 1  # the first epoch that no move has touched
+        start = min((at for rank in self.moves[-1] for at, _ in rank)) if self.moves else 0
+        touched = sum(len(self._epoch(number)) for number in range(start, min(epoch, cut)))
+        return touched + max(0, epoch - max(start, cut)) * self._rows
 
 
 def pieces(order: RandomOrder, size: int) -> Iterator[list[Any]]:

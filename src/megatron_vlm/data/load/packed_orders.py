@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,9 @@ class BufferedPacking(Order):
     @property
     def other_ranks_go_on(self) -> bool:
         return self.order.other_ranks_go_on
+
+    def settings(self) -> dict[str, Any]:
+        return self.order.settings()
 
     def close(self) -> None:
         self.measure.close()
@@ -113,6 +116,7 @@ class BalancedRows(Order):
     patch_capacity: int | None = None
     place: Place = (0, 0, 0)
     moves: Sequence[Move] = ()
+    _ends: list[int] = field(default_factory=lambda: [0], init=False)  # what `rows_in` has found
 
     def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
         epoch, position, begun = self.place
@@ -125,6 +129,12 @@ class BalancedRows(Order):
 
     def settings(self) -> dict[str, Any]:
         return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
+
+    def rows_in(self, epochs: int) -> int:
+        """Packs each of the epochs once."""
+        while len(self._ends) <= epochs:
+            self._ends.append(self._ends[-1] + self._row_count(len(self._ends) - 1))
+        return self._ends[epochs]
 
     def move(self, places: Sequence[Place]) -> None:
         """See `orders`. The rows left of an epoch stay packed as they were, in their order."""
@@ -146,6 +156,15 @@ class BalancedRows(Order):
             begun, at = begun + len(before._rows(at, begun)), at + 1
         rows = enumerate(before._rows(epoch, begun))
         return [row for n, row in rows if [epoch, n] >= list(places[before._rank_of(begun + n)][:2])]
+
+    def _row_count(self, epoch: int) -> int:
+        """As many as `_epoch` gives."""
+        chosen = self.rows_of(epoch)
+        kept = chosen[self.tokens[chosen] >= 0]
+        if self.capacity is None:
+            return max(1, len(kept))
+        rng, costs = np.random.default_rng([self.seed, epoch]), (self.tokens[kept], self.patches[kept])
+        return max(1, len(pack(costs[0], self.capacity, costs[1], self.patch_capacity, rng)))
 
     def _epoch(self, epoch: int, begun: int) -> list[list[int]]:
         rng = np.random.default_rng([self.seed, epoch])

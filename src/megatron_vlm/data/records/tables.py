@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.data.description_files import check_regular
+from megatron_vlm.data.paths import DataSource
 from megatron_vlm.data.records.blends import Blend, Table, Whole, blend_tables, path_names
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
-from megatron_vlm.data_paths import DataSource
 from megatron_vlm.messages import suggestion
 
 FILES = (".json", ".jsonl", ".parquet", ".arrow")

@@ -5,6 +5,7 @@ tensor parallelism cuts it. From safetensors, import reads only the slices that 
 gathers one parameter at a time. Layer and expert numbers are global on both sides.
 """
 
+from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint, hub_name
 from megatron_vlm.models.weights.importing import import_hf
@@ -37,4 +38,5 @@ __all__ = [
     "hub_name",
     "import_hf",
     "named_global_weights",
+    "parameters_by_part",
 ]

@@ -146,6 +146,11 @@ class HFCheckpoint:
             dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         return Stored(stored_key, dtype, tuple(slices.get_shape()))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors as `stored` gives them: what an export takes."""
+        return sum(self.stored(key).nbytes for key in self.files)
+
 
 def _scaled_weight(key: str) -> str | None:
     """The FP8 weight whose scale `key` is; None if it is not named like a scale."""

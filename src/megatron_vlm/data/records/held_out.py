@@ -1,0 +1,78 @@
+"""Rows of a source that are held out for validation, chosen by a hash of their keys.
+
+Whether a row is held out depends on nothing but its key in its own source and the share: not on order, ranks,
+workers, seed or other sources. A larger share holds out what a smaller one does, and more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from megatron_vlm.data.fingerprint import digest
+from megatron_vlm.data.records.blends import Blend, Table, Whole
+
+
+def is_held_out(key: str, share: float) -> bool:
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    return number < share * 2**64
+
+
+def divided(table: Table, share: float, held_out: bool) -> Table:
+    """The rows that are held out, each once in an epoch; or all others, as often as in `table`.
+
+    Raises ValueError if no row is held out, or all rows of one of the sources are.
+    """
+    tables = table.tables if isinstance(table, Blend) else {"": table}
+    parts, rest = {}, {}
+    for name, source in tables.items():
+        chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
+        parts[name] = Part(source, np.flatnonzero(chosen), f"{share} held out")
+        rest[name] = Part(source, np.flatnonzero(~chosen), f"without {share} held out")
+        if not len(rest[name]):
+            raise ValueError(
+                f"data.validation_share: {share:g} holds out all {len(source)} rows of "
+                f"{source.origin(0)[0]}, so none is left to train; lower it, or give data.valid_data_path."
+            )
+    if not any(map(len, parts.values())):
+        raise ValueError(
+            f"data.validation_share: {share:g} holds out none of {len(table)} rows; raise it, or give "
+            "data.valid_data_path."
+        )
+    if not isinstance(table, Blend):
+        return (parts if held_out else rest)[""]
+    if held_out:
+        held = {name: part for name, part in parts.items() if len(part)}
+        return Blend(held, {name: len(part) for name, part in held.items()})
+    counts = {
+        name: max(1, round(table.counts[name] * len(part) / len(tables[name]))) for name, part in rest.items()
+    }
+    return Blend(rest, counts)
+
+
+@dataclass
+class Part(Whole):
+    """Some rows of a table, with the keys that they have there."""
+
+    table: Table
+    rows: ndarray
+    name: str  # which part it is
+
+    def __post_init__(self) -> None:
+        self.identity = f"{self.table.identity} {self.name}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, index: int) -> tuple[dict, Path]:
+        return self.table.record(int(self.rows[index]))
+
+    def origin(self, index: int) -> tuple[str, int]:
+        return self.table.origin(int(self.rows[index]))
+
+    def content(self) -> str:
+        return digest([self.table.content(), self.name])

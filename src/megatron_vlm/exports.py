@@ -1,0 +1,67 @@
+"""Hugging Face folders that a run writes while it trains (`train.export_every`), in `<run_dir>/exports`.
+
+<run_dir>/exports/step_00000100/          a whole folder, as `megatron-vlm export` writes it
+<run_dir>/exports/step_00000200.partial/  being written
+<run_dir>/exports/step_00000050.deleted/  being removed, because its step was trained again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.nn import Module
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.models.hf import Source
+from megatron_vlm.models.weights import HFCheckpoint, export_hf
+from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder.folder import free_bytes, naming, remove
+
+
+def export_step(config: RunConfig, source: Source, model: list[Module], step: int, anew: bool = True) -> None:
+    """Write the model of a step as a Hugging Face folder, which appears when it is whole. Collective.
+
+    A folder of the step that is there already is replaced, or left if not `anew`. Raises OSError with the
+    bytes to write and the bytes free.
+    """
+    from megatron.core.utils import unwrap_model  # here, as it is slow before `parallel.cpu` is imported
+
+    folder = Path(config.run_dir, "exports", f"step_{step:08d}")
+    if not anew and setup.on_first_rank(folder.exists):
+        return
+    watchdog.beat(f"exporting step {step} to {folder}", files=True)
+    setup.on_first_rank(_make_room, folder, source)
+    with naming(folder):
+        export_hf(unwrap_model(model), folder, source.folder, source.weight_map)
+
+
+def words(config: RunConfig, source: Source) -> Iterator[str]:
+    """What the exports of a run take on disk, if it makes any."""
+    if not config.train.export_every:
+        return
+    needed, free = _bytes_of(source), free_bytes(Path(config.run_dir))
+    yield (
+        f"train.export_every: each folder in {config.run_dir}/exports takes {readable_size(needed)} of the "
+        f"{readable_size(free)} that are free; none is removed"
+    )
+
+
+def _bytes_of(source: Source) -> int:
+    return HFCheckpoint(source.folder, source.weight_map.renames).nbytes
+
+
+def _make_room(folder: Path, source: Source) -> None:
+    with naming(folder):
+        folder.parent.mkdir(exist_ok=True)
+        if folder.exists():
+            folder.rename(folder.with_suffix(".deleted"))
+        for leftover in [*folder.parent.glob("step_*.deleted"), *folder.parent.glob("step_*.partial")]:
+            remove(leftover)
+        if (needed := _bytes_of(source)) > (free := free_bytes(folder)):
+            raise OSError(
+                f"export: {printable(folder)} takes {readable_size(needed)}, of which {readable_size(free)} "
+                "are free; make room and start again, or drop train.export_every."
+            )

@@ -1,0 +1,85 @@
+"""When a run ends, evaluates and saves, counted in steps, whatever its configuration counts in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count, takewhile
+from math import ceil
+
+from megatron_vlm.config import EPOCH, ConfigError, TrainConfig
+
+
+class Epochs:
+    """The rows that epochs of the training data have, on all ranks together.
+
+    `rows_in(n)` are the batch rows of the first n epochs.
+    """
+
+    def __init__(self, rows_in: Callable[[int], int]) -> None:
+        self.rows_in = rows_in
+        self._whole = 0  # epochs that `at` found to be over
+
+    def rows(self, epochs: float) -> int:
+        """The rows of so many epochs; of a part of an epoch, rounded up."""
+        whole, part = divmod(Fraction(str(epochs)), 1)
+        rows = self.rows_in(int(whole))
+        return rows + ceil(part * (self.rows_in(int(whole) + 1) - rows)) if part else rows
+
+    def at(self, rows: int) -> float:
+        """How many epochs so many rows are; call it with growing numbers."""
+        while self.rows_in(self._whole + 1) <= rows:
+            self._whole += 1
+        before, after = map(self.rows_in, (self._whole, self._whole + 1))
+        return self._whole + (rows - before) / (after - before)
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """The last step of a run, the steps in which an epoch ends, and what is done after each step."""
+
+    train: TrainConfig
+    steps: int
+    epoch_ends: frozenset[int] = frozenset()
+
+    def evaluates_after(self, step: int) -> bool:
+        return self._due(self.train.eval_every, step) or (self.train.keep_best and self.saves_after(step))
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.steps or self._due(self.train.save_every, step)
+
+    def exports_after(self, step: int) -> bool:
+        return self._due(self.train.export_every, step)
+
+    def _due(self, every: int | str, step: int) -> bool:
+        if not every or step == self.steps:
+            return bool(every)
+        return step in self.epoch_ends if every == EPOCH else step % every == 0
+
+
+def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: int = 0) -> Milestones:
+    """Those of a run that has trained `done` steps, and `rows` rows of its data.
+
+    With `train.epochs`, the last step is the first after which every row of these epochs has had its place in
+    a global batch. If the rows do not fill that batch, rows of the following epoch do, so no row is left out
+    and every step has `global_batch_size` rows. `epochs` None: their rows are not known before reading, which
+    ConfigError says if the configuration counts in epochs.
+    """
+    counted = [name for name in ("eval_every", "save_every", "export_every") if getattr(train, name) == EPOCH]
+    counted += ["epochs"] if train.epochs is not None else []
+    if not counted:
+        return Milestones(train, train.steps)
+    if epochs is None:
+        raise ConfigError(
+            f"train.{counted[-1]}: this data draws its samples by weights, so it has no epochs; count steps, "
+            "or make it a blend_epochized."
+        )
+
+    def step_of(wanted: int) -> int:
+        return done + max(0, -((rows - wanted) // train.global_batch_size))
+
+    steps = train.steps if train.epochs is None else step_of(epochs.rows(train.epochs))
+    ends = takewhile(lambda end: step_of(end) <= steps, map(epochs.rows_in, count(1)))
+    before = rows - train.global_batch_size  # epochs that ended until there ended in earlier steps
+    return Milestones(train, steps, frozenset(step_of(end) for end in ends if end > before))

@@ -1,0 +1,92 @@
+"""Settings that parts of a model have for themselves, such as a learning rate: whose parameters they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import distributed as dist
+from torch.nn import Module, Parameter
+
+from megatron_vlm.models.weights.rules import Rule, find_rule, named_global_weights
+
+Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
+Named = tuple[str, Parameter, list[str]]  # name, parameter, names of its HF tensors
+
+
+def parameters_by_part(
+    chunks: list[Module], settings: Mapping[str, Collection[str]], groups: Groups, rules: list[Rule]
+) -> dict[str, dict[str, list[Parameter]]]:
+    """For each key of each setting, this rank's trained parameters that it is for. Collective.
+
+    A key is a part of the model, or a regular expression that is searched in the names of HF tensors; what a
+    pattern finds does not count to its part. Raises ValueError on all ranks if a key is for no trained
+    parameter of any rank, if several patterns find a parameter, and if a pattern finds only some of the HF
+    tensors that are one parameter here, such as q without k and v.
+    """
+    wanted = {name: keys for name, keys in settings.items() if keys}
+    trained = list(_trained_parameters(chunks, rules)) if wanted else []
+    return {name: _of_setting(name, keys, trained, groups) for name, keys in wanted.items()}
+
+
+def _of_setting(
+    setting: str, keys: Collection[str], trained: list[Named], groups: Groups
+) -> dict[str, list[Parameter]]:
+    found: dict[str, list[Parameter]] = {key: [] for key in keys}
+    problems, parts, patterns = [], set(), [key for key in keys if key not in groups]
+    for name, param, hf_names in trained:
+        part = next((part for part, prefixes in groups.items() if name.startswith(tuple(prefixes))), None)
+        parts.add(part)
+        finding = [key for key in patterns if any(re.search(key, hf_name) for hf_name in hf_names)]
+        problems += [f"{setting}: {text}" for text in _unclear(finding, hf_names)]
+        for key in finding[:1] or ([part] if part in found else []):
+            found[key].append(param)
+    used = {key: bool(found[key]) or key in parts for key in keys}
+    _agree(setting, groups, used, problems, [names[0] for _, _, names in trained[:1]])
+    return found
+
+
+def _unclear(finding: list[str], hf_names: list[str]) -> Iterator[str]:
+    """Why the patterns that find a parameter's HF tensors do not tell what it has."""
+    for key in finding:
+        missed = [name for name in hf_names if not re.search(key, name)]
+        if missed:
+            hit = next(name for name in hf_names if name not in missed)
+            yield f"{key} finds {hit} and not {missed[0]}, which is one parameter with it; let it find both."
+    if len(finding) > 1:
+        yield f"both {finding[0]} and {finding[1]} find {hf_names[0]}; narrow one of them."
+
+
+def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Named]:
+    """(name, parameter, its HF tensors' names); experts in one tensor have the names of all of them."""
+    found: dict[int, Named] = {}
+    for chunk in map(unwrap_model, chunks):
+        held: list[Any] = []  # the parameter of which an expert is a part
+        for name, _ in named_global_weights(chunk, lambda weight, held=held: held.append(weight) or weight):
+            if held[-1].requires_grad:
+                found.setdefault(id(held[-1]), (name, held[-1], []))[2].extend(find_rule(rules, name)[1])
+    yield from found.values()
+
+
+def _agree(
+    setting: str, groups: Groups, used: Mapping[str, bool], problems: list[str], examples: list[str]
+) -> None:
+    """Raises on all ranks what is wrong on any. `used`: whether a key is for parameters of this rank."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (problems[:1], used, examples[:1]))
+    wrong = [text for texts, *_ in everywhere for text in texts]
+    names = [name for *_, names in everywhere for name in names]
+    for key in used:
+        if any(used[key] for _, used, _ in everywhere):
+            continue
+        if key in groups:
+            wrong.append(f"{setting}: no parameter of {key} is trained (model.freeze); drop it there.")
+        else:
+            wrong.append(
+                f"{setting}: {key} is none of the parts {', '.join(groups)}, and no trained parameter has a "
+                f"name in which it is found, such as {', '.join(names[:1])}."
+            )
+    if wrong:
+        raise ValueError(wrong[0])

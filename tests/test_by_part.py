@@ -1,0 +1,236 @@
+"""Learning rates and weight decay of parts: Adam's steps on gradients of ones tell what each parameter has.
+
+With such gradients Adam moves every parameter by exactly its learning rate, if it has all its earlier steps.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron_vlm.checks.settings import validate
+from megatron_vlm.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+LR, MIN_LR, STEPS = 1e-3, 1e-4, 10
+FIRST = {"tower": 2e-4, "projector": 5e-3, r"layers\.1\.": 3e-2}
+SECOND = {"language_model": 7e-3, r"embed_tokens|lm_head": 4e-4}
+DECAY = {"projector": 0.5}
+LAYOUTS = {
+    "gemma3": {"DP2": ParallelConfig(), "PP2": ParallelConfig(pp=2), "TP2": ParallelConfig(tp=2)},
+    "qwen3_vl_moe": {"EP2": ParallelConfig(ep=2), "PP2": ParallelConfig(pp=2)},
+}
+EXACT = 2e-6  # of numbers up to 1 in fp32, moved by up to 0.03
+
+
+def run_of(layout: ParallelConfig, rates: dict[str, float], **settings) -> RunConfig:
+    adam = OptimizerConfig(lr=LR, min_lr=MIN_LR, clip_grad=0, lr_by_part=rates, **settings)
+    run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32"), optimizer=adam)
+    run.train.steps = STEPS
+    return run
+
+
+def started(run: RunConfig, path: str):
+    """(chunks, optimizer, scheduler, HF names of each parameter) in the layout that is set up."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.weights import import_hf, parameters_by_part
+    from megatron_vlm.models.weights.by_part import _trained_parameters
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.reset_layout(run.parallel, seed=1)
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    chunks = build_model(run, family, hf_config, setup.device())
+    import_hf(chunks, path, family.weight_map(hf_config))
+    ddp, rules = data_parallel(chunks, run), family.weight_map(hf_config).rules
+    own = parameters_by_part(ddp, run.optimizer.by_part, family.groups, rules)
+    return ddp, *build_optimizer(ddp, run, own=own), list(_trained_parameters(ddp, rules))
+
+
+def step(ddp, optimizer, scheduler, named) -> dict[str, tuple[str, int, float, float]]:
+    """HF name -> (name, axes, least and greatest move) in a step on gradients of ones."""
+    before = [param.detach().clone() for _, param, _ in named]
+    for chunk in ddp:
+        for param in chunk.parameters():
+            if param.requires_grad:
+                param.main_grad.fill_(1.0)
+    optimizer.step()
+    scheduler.step(increment=1)
+    moves = [old - param.detach() for old, (_, param, _) in zip(before, named, strict=True)]
+    return {
+        hf_name: (name, param.dim(), move.min().item(), move.max().item())
+        for move, (name, param, hf_names) in zip(moves, named, strict=True)
+        for hf_name in hf_names
+    }
+
+
+def steps_of_ranks(path: str, layouts: dict[str, ParallelConfig], root: str) -> dict:
+    """By layout: moves of a step with FIRST, and of a step that goes on with SECOND, in that layout and in
+    plain data parallelism; and what is logged."""
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
+    from megatron_vlm.training.optimizer import learning_rates
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    found = {}
+    for name, layout in layouts.items():
+        first = started(run_of(layout, FIRST), path)
+        logged = learning_rates(first[2])
+        moves = [step(*first)]
+        checkpoint.save(f"{root}/{name}", 1, *first[:3])
+        for other in (layout, ParallelConfig()):
+            second = started(run_of(other, SECOND), path)
+            checkpoint.load_latest(f"{root}/{name}", *second[:3])
+            rates = learning_rates(second[2])
+            moves.append(step(*second))
+        found[name] = {"moves": moves, "logged": logged, "rates": rates}
+    return found
+
+
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
+def of_ranks(request, tmp_path_factory) -> list[dict]:
+    root = tmp_path_factory.mktemp("by_part")
+    path = build_tiny_checkpoint(request.param, root / "start")
+    return run_distributed(2, steps_of_ranks, str(path), LAYOUTS[request.param], str(root))
+
+
+def expected(hf_name: str, name: str, rates: dict[str, float]) -> float:
+    """By the words of the documentation."""
+    part = (
+        "language_model"
+        if name.startswith("language_model.")
+        else "projector"
+        if re.search(r"multi_modal_projector|merger", name)
+        else "tower"
+    )
+    patterns = [
+        rate
+        for key, rate in rates.items()
+        if key not in ("tower", "projector", "language_model") and re.search(key, hf_name)
+    ]
+    return patterns[0] if patterns else rates.get(part, LR)
+
+
+def falls(number: int) -> float:
+    """The share of the learning rate after so many steps: a cosine from LR to MIN_LR, as a share of LR."""
+    return (
+        MIN_LR + (LR - MIN_LR) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * number / STEPS)).item())
+    ) / LR
+
+
+def test_every_parameter_moves_by_the_rate_of_its_part_or_pattern(of_ranks):
+    seen = set()
+    for rank in of_ranks:
+        for layout in rank.values():
+            for hf_name, (name, _, least, most) in layout["moves"][0].items():
+                rate = expected(hf_name, name, FIRST)
+                assert (least, most) == pytest.approx((rate, rate), abs=EXACT), (hf_name, name)
+                seen.add(rate)
+            assert layout["logged"] == {"lr": LR} | {f"lr_{key}": rate for key, rate in FIRST.items()}
+    assert seen == {LR, *FIRST.values()}
+
+
+def test_a_resumed_run_has_the_rates_of_now_and_all_of_adams_steps(of_ranks):
+    """Also in another layout. Rates fall by the cosine, all in proportion."""
+    seen = set()
+    for rank in of_ranks:
+        for layout in rank.values():
+            for moves in layout["moves"][1:]:
+                for hf_name, (name, _, least, most) in moves.items():
+                    rate = expected(hf_name, name, SECOND)
+                    assert (least, most) == pytest.approx([rate * falls(1)] * 2, abs=EXACT), (hf_name, name)
+                    seen.add(rate)
+            keys = {"lr": LR} | {f"lr_{key}": rate for key, rate in SECOND.items()}
+            assert layout["rates"] == pytest.approx({key: rate * falls(1) for key, rate in keys.items()})
+    assert seen == {LR, *SECOND.values()}
+
+
+def refusals(path: str, cases: list[tuple[dict, list[str]]]) -> list[str]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    found = []
+    for rates, frozen in cases:
+        run = run_of(ParallelConfig(pp=2), rates)
+        run.model.freeze = frozen
+        try:
+            found.append(started(run, path) and "")
+        except ValueError as error:
+            found.append(str(error))
+    run = run_of(ParallelConfig(pp=2), {}, weight_decay_by_part=DECAY)
+    moves = step(*started(run, path))
+    return [
+        *found,
+        str(
+            {
+                axes
+                for name, axes, *ends in moves.values()
+                if "projector" in name and ends[1] - ends[0] > EXACT
+            }
+        ),
+    ]
+
+
+def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank(tiny_gemma3):
+    """The first stage has the tower; the second has to refuse, too. Weight decay leaves one-dimensional
+    parameters alone."""
+    cases = [
+        (
+            {"towr": 1e-4},
+            [],
+            "optimizer.lr_by_part: towr is none of the parts tower, projector, language_model",
+        ),
+        ({"tower": 1e-4}, ["tower"], "optimizer.lr_by_part: no parameter of tower is trained"),
+        ({r"q_proj": 1e-4}, [], "q_proj finds .*q_proj.* and not .*k_proj"),
+        ({r"layers\.0\.": 1e-4, "input_layernorm": 1e-3}, [], "both .* find .*layers.0"),
+        ({"vision_tower": 1e-4}, [], "^$"),
+    ]
+    of_ranks = run_distributed(2, refusals, str(tiny_gemma3), [case[:2] for case in cases])
+    for said in of_ranks:
+        for text, (*_, message) in zip(said, cases, strict=False):
+            assert re.search(message, text), text
+    assert sorted(said[-1] for said in of_ranks) == ["set()", "{2}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"optimizer.lr_by_part.tower": -1},
+            "optimizer.lr_by_part: tower has -1, which is no number from 0 on",
+        ),
+        ({"optimizer.lr_by_part.tower": "nan"}, "optimizer.lr_by_part: tower has nan"),
+        ({"optimizer.lr_by_part.tower": 0}, "tower has 0, which trains nothing; freeze it instead"),
+        (
+            {"optimizer.lr_by_part.tower": 1, "model.freeze": "tower"},
+            "tower is frozen by model.freeze; drop it",
+        ),
+        ({"optimizer.weight_decay_by_part": "{'a(': 0.1}"}, "a\\( is no part of the model and no pattern"),
+        ({"optimizer.lr_by_part.tower": 1, "optimizer.lr": 0}, "optimizer.lr is 0; set it, and freeze"),
+    ],
+)
+def test_settings_of_parts_are_checked_before_anything_is_built(settings, message):
+    base = {"run_dir": "run", "model.hf_path": "m", "data.train_data_path": "d"}
+    with pytest.raises(ConfigError, match=message):
+        validate(apply_overrides(RunConfig(), base | settings))
+
+
+def test_settings_of_parts_are_read_from_the_command_line_and_written_down():
+    config = apply_overrides(
+        RunConfig(), ["optimizer.lr_by_part.tower=1e-6", r"optimizer.lr_by_part.a\.b=2e-6"]
+    )
+    assert config.optimizer.lr_by_part == {"tower": 1e-6, r"a\.b": 2e-6}
+    assert from_yaml(to_yaml(config)).optimizer == config.optimizer
+    with pytest.raises(
+        ConfigError, match="optimizer.lr_by_part.tower: 'fast' does not fit; expected a number"
+    ):
+        apply_overrides(RunConfig(), ["optimizer.lr_by_part.tower=fast"])
