@@ -7,6 +7,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
 from megatron_vlm.config import (
@@ -36,7 +37,7 @@ _FROM_ONE = (
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
     *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
     *(f"data.{name}" for name in ("min_pixels", "max_pixels", "video_max_pixels", "max_patches")),
-    *("data.video_max_frames", "train.hang_seconds", "logging.log_every"),
+    *("data.video_max_frames", "train.hang_seconds", "logging.log_every", "adapter.lora_alpha"),
 )
 _FROM_ZERO = (
     *(f"data.{name}" for name in ("num_workers", "shuffle_buffer_size", "video_fps", "decode_seconds")),
@@ -44,11 +45,12 @@ _FROM_ZERO = (
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
     *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
     *(f"train.{name}" for name in ("seed", "eval_every", "eval_steps", "save_every")),
-    "model.load_balancing",
+    *("model.load_balancing", "adapter.r", "adapter.lora_dropout"),
 )
 LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # the least value of each number setting
 MOST = 2**63 - 1
-_NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache")  # null, or not empty
+_NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache", "adapter.start")
+# null, or not empty
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
@@ -118,6 +120,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    yield from adapter_problems(config)
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
     yield from _number_problems(settings)
