@@ -174,6 +174,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @property
+    def frozen(self) -> list[str]:
+        """The parts of the model whose own weights are not trained."""
+        return ["tower", "projector", "language_model"] if self.adapter.used else self.model.freeze
+
 
 def paths_of(value: str | Sequence[str] | None) -> list[str]:
     """The paths of a data path setting, as a list."""

@@ -14,10 +14,11 @@ from megatron_vlm.models.adapters.model import (
     merge,
     sharded_state,
 )
-from megatron_vlm.models.adapters.targets import find_targets
+from megatron_vlm.models.adapters.targets import Target, find_targets
 
 __all__ = [
     "Adapters",
+    "Target",
     "adapter_tensors",
     "add_adapters",
     "find_targets",

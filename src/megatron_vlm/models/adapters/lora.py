@@ -42,7 +42,8 @@ class Lora(nn.Module):
         axis, ranks = target.rule.operation.axis, 1
         if axis is not None:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
-        out, width = target.rule.operation.hf_shapes(base, ranks)[target.place]
+        out, width = target.out, target.width
+        assert [out, width] == target.rule.operation.hf_shapes(base, ranks)[target.place]
         self.scale, self.rank = target.scale, target.rank
         self.whole = {"lora_A": [target.rank, width], "lora_B": [out, target.rank]}
         self.axes = {"lora_A": 1 if axis == 1 else None, "lora_B": 0 if axis == 0 else None}

@@ -27,6 +27,8 @@ class Target:
     rule: Rule  # pairs the parameter with its HF tensors
     weight: str  # name of the parameter; layers are numbered over the whole model
     place: int  # which of the rule's HF tensors the module's weight is
+    out: int  # rows of the module's weight
+    width: int  # columns
     rank: int
     scale: float  # of what the adapter adds
 
@@ -36,8 +38,8 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
 
     Raises ConfigError for a name or pattern that fits nothing, or a module that cannot have an adapter.
     """
-    modules = hf_modules(hf_config)
-    head = "lm_head"
+    built = hf_modules(hf_config)
+    modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
     linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
     placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
     wanted = adapter.target_modules
@@ -60,16 +62,19 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, found)
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
     return [
-        Target(name, *placed[name], rank, alpha / rank**root)
+        Target(
+            *(name, *placed[name], built[name].out_features, built[name].in_features),
+            *(rank, alpha / rank**root),
+        )
         for name, rank, alpha in zip(found, ranks, alphas, strict=True)
     ]
 
 
-def hf_modules(hf_config: Any) -> dict[str, type[nn.Module]]:
-    """Every module of Transformers' model by name, in its order, with its class; nothing is allocated."""
+def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
+    """Every module of Transformers' model by name, in its order, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(deepcopy(hf_config))
-    return {name: type(module) for name, module in model.named_modules()}
+    return dict(model.named_modules())
 
 
 def fits(names: str | Iterable[str], module: str) -> bool:
