@@ -5,7 +5,7 @@ Runs inside the processes that `test_parity.py` starts; one launch goes through 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,18 +260,22 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron.core import parallel_state
     from transformers import AutoConfig
 
+    from megatron_vlm.models.adapters import load_adapters
     from megatron_vlm.models.families import family_for
     from megatron_vlm.models.vlm import build_model
-    from megatron_vlm.models.weights import hf_tensors, import_hf
+    from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import generate, gradients, step
 
     run = RunConfig(parallel=layout)
     run.model = ModelConfig(**{"dtype": "fp32", **model})
+    run.adapter.start = case.get("adapter")
     hf_config = AutoConfig.from_pretrained(path)
     family = family_for(hf_config)
     chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, path, family.weight_map(hf_config))
+    if run.adapter.used:
+        load_adapters(chunks, Path(path), run.adapter.start)
     chunks[0].config.calculate_per_token_loss = per_token_loss
     ddp = gradients.data_parallel(chunks, run)
     mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
@@ -281,10 +285,9 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     loss, _ = step.mean_loss(step.forward_backward(ddp, [batch for batch, _ in mine]))
     if layout.distributed_optimizer:
         gather_sharded_grads(ddp)
-    worst = (0.0, "")
-    for key, grad in hf_tensors(
-        chunks, family.weights(hf_config), value=lambda weight: getattr(weight, "main_grad", None)
-    ):
+    worst, seen = (0.0, ""), []
+    for key, grad in gradients_of(chunks, family.weights(hf_config)):
+        seen.append(key)
         expected = case["grads"].get(key)
         expected = torch.zeros_like(grad) if expected is None else expected.to(grad.device)
         scale = gradient_scale(case["grads"], key)
@@ -299,7 +302,9 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         logits_error = max([logits_error, *difference.abs().flatten(1).amax(1).tolist()])
 
     worst_of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(worst_of_all, (logits_error, *worst))
+    dist.all_gather_object(worst_of_all, (logits_error, *worst, seen))
+    if run.adapter.used:
+        assert {key for row in worst_of_all for key in row[3]} == case["grads"].keys()
     rel_grad, parameter = max((row[1], row[2]) for row in worst_of_all)
     result = {
         "max_abs_logits": max(row[0] for row in worst_of_all),
@@ -314,6 +319,18 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     )
     assert parallel_state.get_data_parallel_world_size() * layout.model_size == dist.get_world_size()
     return result
+
+
+def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF key, whole gradient) of every trained parameter of this stage; adapters have peft's keys."""
+    from megatron_vlm.models.adapters import adapter_tensors
+    from megatron_vlm.models.weights import hf_tensors
+
+    if chunks[0].adapters is None:
+        return hf_tensors(chunks, rules, value=lambda weight: getattr(weight, "main_grad", None))
+    trained = [name for chunk in chunks for name, weight in chunk.named_parameters() if weight.requires_grad]
+    assert all(name.startswith("adapters.") for name in trained)
+    return adapter_tensors(chunks, lambda weight: weight.main_grad)
 
 
 def on_device(batch: dict) -> dict:

@@ -31,11 +31,16 @@ def measure(family: str, folder: Path) -> list[dict]:
         arguments = (names, str(path), str(cases))
         measured = run_distributed(processes, parity.measure, *arguments, timeout=1200)[0]
         found += [{"family": family} | row for row in measured]
-    if os.environ.get("WRITE_REPORTS"):
-        others = json.loads(REPORT.read_text()) if REPORT.exists() else []
-        report = [row for row in others if row["family"] != family] + found
-        REPORT.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_report(family, found, adapters=False)
     return found
+
+
+def write_report(family: str, found: list[dict], adapters: bool) -> None:
+    """Puts the measurements of a family, with adapters or without, in the place of the earlier ones."""
+    if os.environ.get("WRITE_REPORTS"):
+        rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
+        others = [row for row in rows if (row["family"], "adapter" in row["layout"]) != (family, adapters)]
+        REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
 
 
 CELLS = [

@@ -9,11 +9,12 @@ import pytest
 
 from megatron_vlm.checks.settings import _NAMES, CHOICES, EVERY, LEAST, MOST, check_gpus, validate
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
 GOOD = {"run_dir": "run", "model.hf_path": "checkpoint", "data.train_data_path": "data"}
 NOT_ABOVE_ONE = ("data.max_drop_share", "data.visual_share", "optimizer.beta1", "optimizer.beta2")
 NOT_ABOVE_ONE += ("data.validation_share",)
+NOT_ABOVE_ONE += ("adapter.lora_dropout",)
 
 
 def numbers(config: object = RunConfig(), prefix: str = "") -> dict[str, type]:
@@ -59,6 +60,7 @@ def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
 NAMES = ("data.train_data_path", "data.valid_data_path", "logging.wandb_project", *_NAMES)
 LISTS = ("model.freeze", "data.repetitions", "data.columns", "data.datasets")  # each has rules of its own
 LISTS += ("optimizer.lr_by_part", "optimizer.weight_decay_by_part")
+LISTS += tuple(f"adapter.{n}" for n in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"))
 
 
 def test_every_other_setting_is_a_switch_a_choice_a_name_or_a_list():
@@ -91,11 +93,45 @@ def test_a_choice_that_does_not_exist_is_refused(key):
         *[("model.freeze", "[towers]"), ("data.repetitions", "[-1]"), ("data.repetitions", "[a]")],
         *[("data.columns", "{images: [a]}"), ("data.datasets", "[[a]]"), ("data.datasets", "[a]")],
         *[("data.train_data_path", "[]"), ("data.valid_data_path", "[null]")],
+        *[("adapter.target_modules", value) for value in ("[]", "[[a]]", "[1]", "(", "")],
+        *[("adapter.exclude_modules", value) for value in ("[]", "*")],
+        *[("adapter.rank_pattern", value) for value in ("{q_proj: 0}", "{q_proj: a}", "{(: 8}")],
+        *[("adapter.alpha_pattern", "{q_proj: 0}"), ("adapter.r", "2.5")],
     ],
 )
 def test_a_value_that_no_run_can_use_is_refused_by_name(key, value):
     with pytest.raises(ConfigError, match=f"^{key}"):
         validate(apply_overrides(RunConfig(), GOOD | {key: value}))
+
+
+ADAPTER = GOOD | {"adapter.r": "16"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (GOOD | {"adapter.lora_alpha": "32"}, "adapter.lora_alpha: is set, and adapter.r is 0"),
+        (ADAPTER | {"adapter.start": "folder"}, "adapter.r: is settled by the folder of adapter.start"),
+        (ADAPTER | {"model.freeze": "[tower]"}, "whose model is frozen as a whole"),
+        (ADAPTER | {"model.load_weights": "false"}, "leaves nothing that adapters could adapt"),
+    ],
+)
+def test_settings_that_do_not_go_with_adapters_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(apply_overrides(RunConfig(), settings))
+
+
+def test_modules_of_adapters_are_a_regex_or_a_list_and_come_back_from_yaml():
+    for text, value in {
+        "[q_proj,v_proj]": ["q_proj", "v_proj"],
+        r".*\.q_proj": r".*\.q_proj",
+        "null": None,
+    }.items():
+        config = apply_overrides(RunConfig(), ADAPTER | {"adapter.target_modules": text})
+        validate(config)
+        assert from_yaml(to_yaml(config)).adapter.target_modules == value
+    config = apply_overrides(RunConfig(), [r"adapter.rank_pattern.layers\.0\.q_proj=8", "adapter.r=16"])
+    assert config.adapter.rank_pattern == {r"layers\.0\.q_proj": 8}
 
 
 def test_limits_of_pixels_that_no_image_meets_are_refused():

@@ -151,6 +151,20 @@ def data(report: dict) -> str:
     )
 
 
+def adapters(report: list[dict]) -> str:
+    """A line for each recipe with adapters: what it needs of each GPU, with and without them."""
+    heads = ("recipe", "parameters", "trained", "GPUs", "a GPU's memory", "if all is trained")
+    rows = [
+        [
+            *(f"`{row['recipe']}`", f"{row['parameters'] / 1e9:.1f} B", f"{row['trained'] / 1e6:.1f} M"),
+            *(str(row["gpus"]), f"{row['bytes'] / 1e9:.0f} GB"),
+            f"{row['bytes_without_adapters'] / 1e9:.0f} GB",
+        ]
+        for row in report
+    ]
+    return markdown(heads, rows)
+
+
 def recipes(report: list[dict]) -> str:
     """A line for each recipe of a real size."""
     heads = (
@@ -238,6 +252,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
+    "adapters": ("plan_lora.json", DOCS / "adapters.md", adapters),
     "rehearsal": ("rehearsal.json", DOCS / "rehearsal.md", rehearsal),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
 }

@@ -31,6 +31,7 @@ from megatron_vlm.commands.arguments import (
     config_of_data,
     config_of_run,
     config_of_trained_run,
+    config_to_export,
     each,
     existing,
     one_or_all,
@@ -39,7 +40,6 @@ from megatron_vlm.commands.arguments import (
     writable_page,
 )
 from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
-from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_file
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
@@ -270,19 +270,19 @@ def export(
     output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; must not exist.")],
     settings: Settings = None,
     nproc: Processes = None,
+    adapter: bool = False,
 ) -> None:
-    """Write a run's latest checkpoint as a Hugging Face folder. One process, or the layout you set."""
-    config = config_of_trained_run(run_dir, settings, nproc)
-    if output.exists():
-        raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
+    """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
+    config = config_to_export(run_dir, output, adapter, settings, nproc)
     if nproc:
-        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *(settings or ())]))
+        given = ["--adapter"] if adapter else []
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))
 
     with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.own()
         from megatron_vlm.commands.runs import export_run
 
-        export_run(config, output)
+        export_run(config, output, adapter)
     typer.echo(f"wrote {output}")
 
 

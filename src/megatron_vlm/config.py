@@ -14,8 +14,9 @@ from typing import Any
 DataPaths = Any  # a path, or a list of paths; see `data.paths`
 Every = Any  # a number of steps, or EPOCH
 EPOCH = "epoch"
+ModuleNames = Any  # None, a regex of whole names, or a list of ends of names
 # In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
-PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path")
+PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path", "start")
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
 MISSING = "???"  # a setting without a default; OmegaConf's own mark
 
@@ -36,6 +37,30 @@ class ModelConfig:
     # activation recomputation: "none", "selective" (feed-forwards) or "full" (whole layers)
     recompute: str = "none"
     load_balancing: float | None = None  # weight of the load-balancing loss; None: as in the checkpoint
+
+
+@dataclass
+class AdapterConfig:
+    """Low-rank adapters, the only parameters that are then trained: names and meanings of peft's LoraConfig.
+
+    Modules are named as in Transformers, such as `model.language_model.layers.0.self_attn.q_proj`.
+    """
+
+    r: int = 0  # rank; 0: no adapters, the model itself is trained
+    lora_alpha: int = 8  # adapters are scaled by lora_alpha / r
+    use_rslora: bool = False  # scaled by lora_alpha / sqrt(r)
+    lora_dropout: float = 0.0  # share of an adapter's inputs that is left out in training
+    # which linears have adapters: a list of ends of names, such as [q_proj, v_proj]; a regex for whole names;
+    # "all-linear" for tower, projector and language model; None: all of the language model
+    target_modules: ModuleNames = None
+    exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # regex of the end of a name: its own r
+    alpha_pattern: dict[str, int] = field(default_factory=dict)  # and its own lora_alpha
+    start: str | None = None  # folder of an adapter that peft wrote, to train on; it settles all the others
+
+    @property
+    def used(self) -> bool:
+        return self.r > 0 or self.start is not None
 
 
 @dataclass
@@ -155,11 +180,17 @@ class RunConfig:
     name: str = "run"
     run_dir: str = "???"
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def frozen(self) -> list[str]:
+        """The parts of the model whose own weights are not trained."""
+        return ["tower", "projector", "language_model"] if self.adapter.used else self.model.freeze
 
 
 def all_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

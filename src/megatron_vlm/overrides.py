@@ -18,6 +18,7 @@ from megatron_vlm.messages import suggestion
 DATA_PATHS = "a path or a list of paths"
 EVERY = "a number of steps, or epoch"
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
+MODULE_NAMES = "a regex or a list of names"
 
 
 def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
@@ -98,7 +99,8 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
     if _is_group(node, name):
         raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
-    wanted = _types(node)[name].replace("DataPaths", DATA_PATHS).replace("Every", EVERY)
+    wanted = _types(node)[name]
+    wanted = {"DataPaths": DATA_PATHS, "Every": EVERY, "ModuleNames": MODULE_NAMES}.get(wanted, wanted)
     try:
         value = _parse(value, wanted) if isinstance(value, str) else value
         if any(item is None or isinstance(item, dict | list | tuple) for item in _items(value)):
@@ -139,9 +141,9 @@ def _parse(text: str, wanted: str) -> Any:
         return None
     if wanted.startswith("dict"):
         return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
-    if wanted == DATA_PATHS and not text.startswith("["):
+    if wanted in (DATA_PATHS, MODULE_NAMES) and not text.startswith("["):
         return None if text in ("null", "None") else text
-    if wanted.startswith("list") or wanted == DATA_PATHS:
+    if wanted.startswith("list") or wanted in (DATA_PATHS, MODULE_NAMES):
         return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
     return int(text) if wanted == EVERY and text.removeprefix("-").isdecimal() else text
 

@@ -12,6 +12,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
+from megatron_vlm.models.adapters import load_adapters
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf, parameters_by_part
@@ -97,9 +98,12 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint of the run will provide them."""
     watchdog.beat("building the model")
     chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
-    if config.model.load_weights and not checkpoint.exists(config.run_dir):
+    resumes = checkpoint.exists(config.run_dir)
+    if config.model.load_weights and (config.adapter.used or not resumes):
         watchdog.beat(f"importing {source.folder}", files=True)
         import_hf(chunks, source.folder, source.weight_map)
+    if config.adapter.used:
+        load_adapters(chunks, source.folder, None if resumes else config.adapter.start)
     return data_parallel(chunks, config)
 
 

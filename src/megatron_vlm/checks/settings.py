@@ -8,6 +8,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
 from megatron_vlm.config import (
@@ -38,7 +39,7 @@ _FROM_ONE = (
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
     *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
     *(f"data.{name}" for name in ("min_pixels", "max_pixels", "video_max_pixels", "max_patches")),
-    *("data.video_max_frames", "train.hang_seconds", "logging.log_every"),
+    *("data.video_max_frames", "train.hang_seconds", "logging.log_every", "adapter.lora_alpha"),
 )
 _FROM_ZERO = (
     *(f"data.{name}" for name in ("num_workers", "shuffle_buffer_size", "video_fps", "decode_seconds")),
@@ -46,12 +47,13 @@ _FROM_ZERO = (
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
     *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
     *(f"train.{name}" for name in ("epochs", "seed", "eval_steps")),
-    "model.load_balancing",
+    *("model.load_balancing", "adapter.r", "adapter.lora_dropout"),
 )
 EVERY = ("train.eval_every", "train.save_every", "train.export_every")  # a number of steps, or EPOCH
 LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # the least value of each number setting
 MOST = 2**63 - 1
-_NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache")  # null, or not empty
+_NAMES = ("name", "run_dir", "model.hf_path", "data.media_dir", "data.lengths_cache", "adapter.start")
+# null, or not empty
 
 
 def validate(config: RunConfig, world_size: int | None = None) -> None:
@@ -121,6 +123,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    yield from adapter_problems(config)
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)
     yield from _number_problems(settings)

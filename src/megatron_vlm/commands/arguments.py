@@ -125,6 +125,19 @@ def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int 
     return config
 
 
+def config_to_export(
+    run_dir: Path, output: Path, adapter: bool, settings: list[str] | None, nproc: int | None
+) -> RunConfig:
+    """`config_of_trained_run`. Raises ConfigError if nothing can be written to `output`, or if adapters alone
+    are to be written and the run has none."""
+    config = config_of_trained_run(run_dir, settings, nproc)
+    if output.exists():
+        raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
+    if adapter and not config.adapter.used:
+        raise ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
+    return config
+
+
 def _with_some_data(config: RunConfig) -> RunConfig:
     """The configuration with a data path if it names none, for commands that read no data."""
     if config.data.train_data_path != configs.MISSING:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt
+from megatron_vlm.models.adapters import load_adapters, merge, save_adapters
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import VLMModel, build_model
 from megatron_vlm.models.weights import export_hf, import_hf
@@ -39,6 +40,9 @@ def open_run(config: RunConfig) -> TrainedModel:
     setup.init_distributed(config.parallel, config.train.seed)
     source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
+    if config.adapter.used:
+        import_hf(chunks, source.folder, source.weight_map)
+        load_adapters(chunks, source.folder, None)
     checkpoint.load_latest(config.run_dir, chunks)
     return TrainedModel(chunks, source)
 
@@ -52,6 +56,8 @@ def import_run(config: RunConfig) -> None:
     source = open_source(config.model.hf_path)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
     import_hf(chunks, source.folder, source.weight_map)
+    if config.adapter.used:
+        load_adapters(chunks, source.folder, config.adapter.start)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as in training: export and other commands read it
@@ -60,9 +66,18 @@ def import_run(config: RunConfig) -> None:
     setup.shutdown()
 
 
-def export_run(config: RunConfig, output: str | Path) -> None:
-    """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`."""
+def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> None:
+    """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`; adapters are merged.
+
+    With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`.
+    """
     run = open_run(config)
+    if adapter:
+        save_adapters(run.chunks, output, config.adapter, config.model.hf_path)
+        return setup.shutdown()
+    if config.adapter.used:
+        for chunk in run.chunks:
+            merge(chunk)
     export_hf(run.chunks, output, run.source.folder, run.source.weight_map)
     setup.shutdown()
 

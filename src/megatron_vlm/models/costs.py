@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.adapters import Target, find_targets, settled
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.tower_attention import use_sdpa
@@ -36,6 +37,7 @@ class ImageCost:
     saved_bytes: float  # for the backward pass of what is trained
     saved_outside: float  # of these, by what is not recomputed: projector, patches, features
     layer_inputs: tuple[float, ...]  # bytes that each trained layer keeps when it is recomputed
+    passes: int  # the cost of the tower in a training step without recomputation, in forward passes
 
     def kept(self, recompute: bool, forwards: float) -> float:
         """Bytes kept after `forwards` forward passes, while the backward pass of the first runs."""
@@ -89,7 +91,8 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     image, vision, visual = tower_of_shapes(
         config, family, hf_config, config.data.max_pixels or DEFAULT_IMAGE
     )
-    saved = _Saved(vision if "tower" not in config.model.freeze else torch.nn.Identity())
+    passes = _vision_passes(config, family, hf_config)
+    saved = _Saved(vision if passes > 1 else torch.nn.Identity())
     with (
         torch.device("cpu"),
         torch.autograd.graph.saved_tensors_hooks(saved.add, lambda nothing: nothing),
@@ -100,7 +103,22 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     kept, outside, inputs = saved.nbytes({p.untyped_storage()._cdata for p in vision.parameters()})
     tokens = sum(family.visual_tokens(hf_config, image))
     pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
-    return ImageCost(tokens, pixels, linear.get_total_flops() + attention.flops, kept, outside, inputs)
+    return ImageCost(
+        tokens, pixels, linear.get_total_flops() + attention.flops, kept, outside, inputs, passes
+    )
+
+
+def _vision_passes(config: RunConfig, family: Family, hf_config: Any) -> int:
+    """1 for a frozen tower, 2 for one with adapters, which alone have gradients of weights, else 3."""
+    if "tower" not in config.frozen:
+        return 3
+    return 2 if config.adapter.used and adapted(config, family, hf_config, "tower") else 1
+
+
+def adapted(config: RunConfig, family: Family, hf_config: Any, part: str) -> list[Target]:
+    """The linears with adapters in a part of the model, a freeze group such as "tower"."""
+    targets = find_targets(settled(config.adapter), hf_config, family.weight_map(hf_config))
+    return [target for target in targets if target.weight.startswith(family.groups[part])]
 
 
 class _Saved:
@@ -148,14 +166,20 @@ def tower_of_shapes(
     config: RunConfig, family: Family, hf_config: Any, pixels: int
 ) -> tuple[GenericVisualInputs, nn.Module, GenericVisualInputs]:
     """A blank image of about `pixels` on the host; tower and projector on the meta device, frozen as in the
-    run, and the image. Attention is what `AttentionOfShapes` counts."""
+    run, and the image. Attention is what `AttentionOfShapes` counts. A part with adapters counts as trained:
+    it keeps the inputs of its linears as well."""
     dtype = DTYPES[config.model.dtype]
     with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
         image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
     with torch.device("meta"):
         vision = family.build_vision(hf_config).to(dtype)
     use_sdpa(vision)
-    frozen = tuple(prefix for group in config.model.freeze for prefix in family.groups[group])
+    frozen = tuple(
+        prefix
+        for group in config.frozen
+        if not (config.adapter.used and adapted(config, family, hf_config, group))
+        for prefix in family.groups[group]
+    )
     for name, parameter in vision.named_parameters(prefix="vision"):
         parameter.requires_grad_(not name.startswith(frozen))
     return image, vision, image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
@@ -211,14 +235,12 @@ def images_per_tower(config: RunConfig, image: ImageCost) -> float:
 
 def language_model_passes(config: RunConfig) -> int:
     """The cost of a training step through a layer, in forward passes."""
-    return 2 + ("language_model" not in config.model.freeze) + (config.model.recompute == "full")
+    return 2 + ("language_model" not in config.frozen) + (config.model.recompute == "full")
 
 
-def vision_passes(config: RunConfig) -> int:
+def vision_passes(config: RunConfig, image: ImageCost) -> int:
     """Likewise of the tower; a projector hardly counts."""
-    if "tower" in config.model.freeze:
-        return 1
-    return 3 + (config.model.recompute == "full")
+    return image.passes + (image.passes > 1 and config.model.recompute == "full")
 
 
 def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
@@ -230,6 +252,6 @@ def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tupl
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
     tokens = seq_length / (config.parallel.tp * config.parallel.cp)
     one_layer *= language_model_passes(config) * tokens
-    tower = image.flops * images_per_tower(config, image) * vision_passes(config)
+    tower = image.flops * images_per_tower(config, image) * vision_passes(config, image)
     output = output_flops(architecture) * tokens * min(3, language_model_passes(config))
     return layers, tower / one_layer, output / one_layer

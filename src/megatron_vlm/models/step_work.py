@@ -43,8 +43,9 @@ class StepWork:
         self._kinds = family.visual_kinds(hf_config)
         architecture = family.architecture(hf_config)
         layers = range(architecture["num_layers"])
-        # The hidden states have gradients in any case: embeddings are trained, or images come from what is.
-        passes = 2 + ("language_model" not in config.model.freeze)
+        # An adapter's own products are too few to count. The hidden states have gradients in any case:
+        # embeddings or adapters are trained, or images come from what is.
+        passes = 2 + ("language_model" not in config.frozen)
         self._per_token = passes * sum(costs.product_flops(architecture, i) for i in layers)
         self._per_trained_token = passes * costs.output_flops(architecture)
         self._per_pair = 3 * costs.pair_flops(architecture)

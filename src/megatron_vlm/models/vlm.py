@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, settled
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_logits, output_losses
@@ -30,7 +31,7 @@ class VLMModel(MegatronModule):
     """One pipeline chunk of a vision-language model.
 
     The first chunk holds tower, projector and embedding, the last the output layer; every chunk takes the
-    micro batch as a `Stream`. The tower is replicated over TP.
+    micro batch as a `Stream`. The tower is replicated over TP. With `adapters`, they alone are trained.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class VLMModel(MegatronModule):
     ):
         super().__init__(megatron_config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.adapters: Adapters | None = None
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules read it
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
         self.visual_kinds = family.visual_kinds(hf_config)
@@ -89,9 +91,17 @@ class VLMModel(MegatronModule):
             features_MD, *deep_MD = features if features.dim() == 3 else [features]
             hidden_TD = hidden_TD.index_copy(0, rows, features_MD)
             extras_TD = [zero.index_copy(0, rows, f) for zero, f in zip(extras_TD, deep_MD, strict=True)]
-        elif self.training and any(param.requires_grad for param in self.vision.parameters()):
+        elif self.training and self._trains_vision():
             hidden_TD = hidden_TD + 0.0 * self._features_of_blank(hidden_TD.device).sum()
-        return torch.stack((hidden_TD, *extras_TD), dim=1)
+        embedded = torch.stack((hidden_TD, *extras_TD), dim=1)
+        if self.adapters and torch.is_grad_enabled():
+            # Megatron's recomputation and schedules begin a backward pass only where inputs have gradients
+            embedded.requires_grad_()
+        return embedded
+
+    def _trains_vision(self) -> bool:
+        adapted = self.adapters and self.adapters.of_vision
+        return bool(adapted) or any(param.requires_grad for param in self.vision.parameters())
 
     def _features(self, stream: Stream, held: int) -> tuple[Tensor, Tensor]:
         """The visual features of this rank's `held` tokens, see `Family.build_vision`, and their rows."""
@@ -157,7 +167,7 @@ def build_model(
     device: torch.device,
     processor: Any | None = None,
 ) -> list[VLMModel]:
-    """This rank's model chunks (several with virtual pipeline stages), with `model.freeze` applied.
+    """This rank's model chunks (several with virtual pipeline stages), frozen or with adapters as said.
 
     Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
     """
@@ -177,9 +187,14 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, family, hf_config, first, last, vp_stage, processor))
+    adapter, targets = settled(config.adapter), []
+    if adapter.r:
+        targets = find_targets(adapter, hf_config, family.weight_map(hf_config))
     for chunk in chunks:
         freeze(chunk, family, config.model.freeze)
         chunk.to(device)
+        if targets:
+            add_adapters(chunk, targets, adapter.lora_dropout, config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
             check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks

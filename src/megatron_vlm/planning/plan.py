@@ -16,7 +16,6 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models import costs
-from megatron_vlm.models.costs import ImageCost
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import CHUNK_BYTES
@@ -31,6 +30,7 @@ from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
+from megatron_vlm.planning.adapters import adapter_sizes
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
@@ -78,7 +78,7 @@ class Plan:
     config: RunConfig
     gpus: int
     stages: tuple[Stage, ...]
-    image: ImageCost
+    image: costs.ImageCost
     images_per_row: float
     language_model_flops: float  # per token of a row, forward and backward
     tower_flops: float  # likewise
@@ -110,7 +110,7 @@ class Plan:
 class Known:
     """What plans of one model and one size of images share, so that it is computed once."""
 
-    image: ImageCost | None = None
+    image: costs.ImageCost | None = None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
 
 
@@ -143,7 +143,7 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     )
     language_model = passes * layers + min(3, passes) * costs.output_flops(architecture)
     an_image = image.flops * per_row / config.data.seq_length
-    tower, of_tower = costs.vision_passes(config), again and costs.vision_passes(config) > 1
+    tower, of_tower = costs.vision_passes(config, image), again and image.passes > 1
     useful = language_model - again * layers + (tower - of_tower) * an_image
     return Plan(
         config=config,
@@ -163,7 +163,7 @@ class _Held:
     def __init__(
         self, config: RunConfig, megatron_config: LanguageModelConfig, family: Family, hf_config: Any
     ):
-        trained = "language_model" not in config.model.freeze
+        trained = "language_model" not in config.frozen
         examples = {has_experts(megatron_config, i): i for i in range(megatron_config.num_layers)}
         self._config = megatron_config
         self._layers = {
@@ -180,13 +180,15 @@ class _Held:
         )
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
-        self.vision = _count_vision(family, hf_config, config.model.freeze)
+        self._adapters = adapter_sizes(config, family, hf_config)
+        self.vision = _count_vision(family, hf_config, config.frozen)
+        self.vision += Parameters(size := self._adapters[None], 0, size, 0)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
-            total += self._layers[has_experts(self._config, i)]
+            total += self._layers[has_experts(self._config, i)] + Parameters(n := self._adapters[i], 0, n, 0)
         if first:
             total += self._words + self.vision
         if last:
@@ -213,7 +215,7 @@ def _stage(
     megatron_config: LanguageModelConfig,
     architecture: dict,
     held: _Held,
-    image: ImageCost,
+    image: costs.ImageCost,
     gpus: int,
     number: int,
 ) -> Stage:
@@ -247,7 +249,7 @@ def _stage(
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
         activations=activations,
         flops=flops * tokens / (parallel.tp * parallel.cp)
-        + first * costs.vision_passes(config) * images * image.flops,
+        + first * costs.vision_passes(config, image) * images * image.flops,
     )
 
 
@@ -255,7 +257,7 @@ def _activations(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
     layers: tuple[range, ...],
-    image: ImageCost,
+    image: costs.ImageCost,
     gpus: int,
     stage: int,
 ) -> float:
@@ -263,10 +265,11 @@ def _activations(
     what the backward needs besides for the output layer or for a recomputed layer, whichever is more."""
     rows, tp, cp = config.train.micro_batch_size, config.parallel.tp, config.parallel.cp
     tokens, recompute = rows * config.data.seq_length / cp, config.model.recompute == "full"
-    value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.model.freeze
+    value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.frozen
     cut = tp if megatron_config.sequence_parallel else 1
     hidden = tokens * value * megatron_config.hidden_size
-    per_layer = [tokens * saved_by_layer(megatron_config, i, value, trained) for held in layers for i in held]
+    saves = trained or config.adapter.used  # adapters need the inputs of their linears
+    per_layer = [tokens * saved_by_layer(megatron_config, i, value, saves) for held in layers for i in held]
     kept = sum(per_layer)
     if recompute:  # the layers' inputs; the first ones bring visual features for later layers
         extras = sum(extras_before(megatron_config, i + 1) for held in layers for i in held)

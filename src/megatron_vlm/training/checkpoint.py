@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
@@ -107,7 +108,7 @@ def save(
         files = {name: known for rank in written for name, known in rank.items()}
         state = {"step": step, "layout": _layout(), "schedule": scheduler.state_dict()}
         state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
-        state |= {"extra": extra or {}, "ranks": ranks, "files": files}
+        state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks, "files": files}
         final = run_folder.complete(partial, state)
         run_folder.prune(run_dir, final.name, keep, keep_best)
         return final
@@ -146,6 +147,7 @@ def load_latest(
     if path is None:
         return None
     state = _checked_state(path)
+    _check_adapters(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, bool(state["files"]), model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
@@ -154,6 +156,29 @@ def load_latest(
         restore_generators(state["ranks"][dist.get_rank()]["rng"])
     later = [name for name in run_folder.complete_checkpoints(run_dir) if name > path.name]
     return CheckpointState(state["step"], path, _loader_states(state), same_layout, state["extra"], later)
+
+
+def _adapters(model_chunks: list) -> list[str] | None:
+    """Fingerprints of the checkpoint that adapters adapt, and of the adapters; None for a model without."""
+    adapters = getattr(unwrap_model(model_chunks[0]), "adapters", None)
+    return None if adapters is None else [adapters.base, adapters.fingerprint]
+
+
+def _check_adapters(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
+    """Raises ConfigError unless the saved adapters, if it holds any, are those of this model."""
+    if saved == now:
+        return
+    if saved is None or now is None:
+        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
+        why = f"holds {held}, and this run trains {wanted}; set adapter.r as it was, or give another run_dir."
+    elif saved[0] != now[0]:
+        why = (
+            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
+            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
+        )
+    else:
+        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+    raise ConfigError(f"checkpoint: {printable(path)} {why}")
 
 
 # ---- files ------------------------------------------------------------------------------------------------

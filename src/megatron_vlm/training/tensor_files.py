@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.models import adapters
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.metadata import check_metadata, weights_only
 from megatron_vlm.training.optimizer import fuse, parts, torch_adams
@@ -87,7 +88,10 @@ def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer) 
             "Train as it was trained, or in another run_dir."
         ) from error
     for name, model in named_models(model_chunks):
-        model.load_state_dict(loaded[name])
+        if has_adapters(model):
+            adapters.load_state(model, loaded[name])
+        else:
+            model.load_state_dict(loaded[name])
     if optimizer is not None:
         _load_optimizer(optimizer, loaded["optimizer"])
 
@@ -104,9 +108,16 @@ def named_models(model_chunks: list) -> list[tuple[str, torch.nn.Module]]:
     return [("model", models[0])] if len(models) == 1 else [(f"model{i}", m) for i, m in enumerate(models)]
 
 
+def has_adapters(model: torch.nn.Module) -> bool:
+    return getattr(model, "adapters", None) is not None
+
+
 def sharded_state(model_chunks: list, optimizer, loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state of model and optimizer."""
-    state = {name: model.sharded_state_dict() for name, model in named_models(model_chunks)}
+    """Megatron's sharded state of model and optimizer; of a model with adapters, of these alone."""
+    state = {
+        name: adapters.sharded_state(model) if has_adapters(model) else model.sharded_state_dict()
+        for name, model in named_models(model_chunks)
+    }
     if optimizer is not None:
         for adam in torch_adams(optimizer):
             _give_state(adam)

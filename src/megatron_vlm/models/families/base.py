@@ -61,6 +61,9 @@ class Family:
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config
+    # ends of names that peft takes for this family's experts and router, wherever they are in the model
+    # (0.21, `transformers_weight_conversion._convert_peft_config_moe`)
+    peft_experts: tuple[str, ...] = ()
 
     def data_needs(self, hf_config: Any) -> DataNeeds:
         return DataNeeds(self.visual_keys, self.position_ids(hf_config), self.images_or_videos)
@@ -73,4 +76,5 @@ class Family:
             self.renames,
             self.ignored_keys(hf_config),
             self.portable_config,
+            self.peft_experts,
         )

@@ -165,6 +165,7 @@ FAMILY = Family(
     },
     has_experts=True,
     images_or_videos=True,
+    peft_experts=("gate_proj", "up_proj", "down_proj", "gate"),
     position_ids=position_ids,
     visual_kinds=visual_kinds,
 )

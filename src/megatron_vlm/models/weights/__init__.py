@@ -10,6 +10,7 @@ from megatron_vlm.models.weights.exporting import export_hf, hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint, hub_name
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
+    ADAPTERS,
     Cut,
     GatedMLP,
     GroupedQKV,
@@ -19,10 +20,12 @@ from megatron_vlm.models.weights.rules import (
     WeightMap,
     Whole,
     find_rule,
+    find_weight,
     named_global_weights,
 )
 
 __all__ = [
+    "ADAPTERS",
     "GatedMLP",
     "GroupedQKV",
     "HFCheckpoint",
@@ -34,6 +37,7 @@ __all__ = [
     "Whole",
     "export_hf",
     "find_rule",
+    "find_weight",
     "hf_tensors",
     "hub_name",
     "import_hf",

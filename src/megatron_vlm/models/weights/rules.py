@@ -214,6 +214,16 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
     return max(complete, key=lambda pair: len(pair[1]), default=None) or next(of_layout, found[0])
 
 
+def find_weight(rules: list[Rule], key: str) -> tuple[Rule, str, int] | None:
+    """The rule that makes a parameter of HF tensor `key`, the parameter's name, and which of the rule's HF
+    tensors it is; None if no rule does, or only one that fuses experts."""
+    for rule in rules:
+        for place, hf in enumerate(rule.hf):
+            if rule.export and rule.rows is None and (match := matches(hf, key)):
+                return rule, _fill(rule.param, match.groups()), place
+    return None
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """Where every tensor of one HF checkpoint belongs: what import and export know about a family."""
@@ -225,8 +235,10 @@ class WeightMap:
     ignored: dict[str, str] = field(default_factory=dict)  # pattern of keys -> why they are not imported
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config
+    peft_experts: tuple[str, ...] = ()  # ends of modules' names that peft takes for experts
 
 
+ADAPTERS = "adapters."  # prefix of what is no weight of the checkpoint, see `models.adapters`
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _STACKED = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]$)")  # all experts of a rank in one tensor
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+")
@@ -235,7 +247,7 @@ EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+")
 def named_global_weights(
     model: MegatronModule, value: Callable[[Tensor], Tensor | None] = lambda weight: weight
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of a chunk, each expert's as one of its own, a view.
+    """Parameters and persistent buffers of a chunk but its adapters, each expert's as one of its own, a view.
 
     Layers and experts are numbered over the whole model. With `value`, what it makes of each parameter or
     buffer; those of which it makes None are left out.
@@ -243,7 +255,7 @@ def named_global_weights(
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
+        if name.startswith(ADAPTERS) or not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
             continue
         name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
         if not _STACKED.search(name):

@@ -1,0 +1,54 @@
+"""What can be wrong with the settings of adapters before a model is there to look its modules up in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_vlm.config import AdapterConfig, RunConfig, all_settings
+from megatron_vlm.messages import printable
+
+
+def adapter_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with `config.adapter`, as messages for the user."""
+    adapter, default = config.adapter, dict(all_settings(AdapterConfig()))
+    given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
+    if adapter.start is not None:
+        for name in given:
+            yield f"adapter.{name}: is settled by the folder of adapter.start; drop one of the two."
+    elif adapter.r == 0:
+        for name in given:
+            yield f"adapter.{name}: is set, and adapter.r is 0, which means no adapters; set adapter.r=16."
+    if adapter.used and config.model.freeze:
+        yield (
+            f"model.freeze: {config.model.freeze} of a run with adapters, whose model is frozen as a whole; "
+            "drop it, and choose in adapter.target_modules what has adapters."
+        )
+    if adapter.used and not config.model.load_weights:
+        yield "model.load_weights: false leaves nothing that adapters could adapt; drop it, or the adapters."
+    if adapter.lora_dropout >= 1:
+        yield f"adapter.lora_dropout: {adapter.lora_dropout} is not less than 1."
+    for name in ("target_modules", "exclude_modules"):
+        yield from _name_problems(f"adapter.{name}", getattr(adapter, name))
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in getattr(adapter, name).items():
+            yield from _regex_problems(f"adapter.{name}", pattern)
+            if value < 1:
+                yield f"adapter.{name}: {value} of {printable(pattern)} is less than 1."
+
+
+def _name_problems(key: str, names: Any) -> Iterator[str]:
+    if isinstance(names, str):
+        yield from _regex_problems(key, names)
+    elif names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        yield f"{key}: {printable(names)} names no modules; give ends of their names, as [q_proj, v_proj]."
+
+
+def _regex_problems(key: str, pattern: str) -> Iterator[str]:
+    try:
+        if not pattern:
+            yield f"{key}: is empty; give a regex or a list of names, or leave the setting out."
+        re.compile(pattern)
+    except re.error as error:
+        yield f"{key}: {printable(pattern)} is no regular expression ({error}); names go into a list."

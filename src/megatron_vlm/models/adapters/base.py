@@ -1,0 +1,31 @@
+"""Which checkpoint adapters belong to, without reading all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import xxhash
+
+from megatron_vlm.weight_files import weight_files
+
+SAMPLE = 4096  # bytes that are looked at in the middle of each tensor
+
+
+def fingerprint(folder: Path) -> str:
+    """XXH3 of the names, types and shapes of a checkpoint's tensors, and of some bytes of each.
+
+    It is the same however the tensors are spread over files. A tensor whose other bytes alone differ is not
+    noticed; training changes all.
+    """
+    seen = []
+    for name in weight_files(folder):
+        with (folder / name).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            for key, entry in json.loads(file.read(length)).items():
+                if key != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    file.seek(8 + length + max(start, (start + end - SAMPLE) // 2))
+                    sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
+                    seen.append([key, entry["dtype"], entry["shape"], sample])
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())

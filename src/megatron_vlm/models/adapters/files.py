@@ -1,0 +1,189 @@
+"""Adapters as peft stores them: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+Read and written for peft from 0.20 on. A folder may come from anyone: everything in it is checked before it
+is used, and nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_vlm import weight_files
+from megatron_vlm.checks.adapter_settings import adapter_problems
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.files import read_file
+from megatron_vlm.messages import printable
+from megatron_vlm.models.adapters.base import fingerprint
+from megatron_vlm.models.adapters.model import adapter_tensors, named_adapters
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.parallel.setup import on_first_rank
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+READ = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules")
+READ += ("rank_pattern", "alpha_pattern")
+# what changes nothing in the adapter's numbers, whatever its value
+WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
+WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "layers_pattern")
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
+MOST_BYTES = 1 << 24  # of a config file
+
+
+def settled(adapter: AdapterConfig) -> AdapterConfig:
+    """The settings that count: those of the folder in `adapter.start`, if there is one.
+
+    Raises ConfigError, which names the file, for a folder that is none of peft's, or whose adapter is of a
+    kind that cannot be trained.
+    """
+    if adapter.start is None:
+        return adapter
+    file = Path(adapter.start) / CONFIG
+    place = f"adapter.start: {printable(file)}"
+    try:
+        given = json.loads(read_file(file, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{place} cannot be read ({printable(error)}); give a folder that peft wrote."
+        ) from error
+    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
+        raise ConfigError(f"{place} describes no LoRA adapter; only these are trained.")
+    if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
+        raise ConfigError(
+            f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
+        )
+    for key, value in given.items():
+        if key not in (*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights") and value not in (
+            *(None, False, "none"),
+            *({}, []),
+        ):
+            raise ConfigError(
+                f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
+            )
+    return _checked(place, {f"adapter.{key}": given[key] for key in READ if given.get(key)})
+
+
+def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
+    run = RunConfig()
+    try:
+        run = apply_overrides(run, settings)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    problems = [*adapter_problems(run), *(["adapter.r: is missing"] if run.adapter.r < 1 else [])]
+    if problems:
+        raise ConfigError(f"{place}: {'; '.join(problems)}")
+    return run.adapter
+
+
+def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -> None:
+    """Notes which checkpoint the adapters adapt, and fills them from the folder `start`, if there is one.
+
+    Collective. Raises ConfigError, with keys and shapes, if the folder holds anything but these adapters.
+    """
+    known = on_first_rank(fingerprint, base)
+    for chunk in chunks:
+        chunk.adapters.base = known
+    if start is None:
+        return
+    file = Path(start) / WEIGHTS
+    if not file.is_file():
+        raise ConfigError(
+            f"adapter.start: {printable(start)} has no {WEIGHTS}; save the adapter as safetensors, as "
+            "pickles are not read."
+        )
+    if problems := list(weight_files.problems(file)):
+        raise ConfigError(f"adapter.start: {problems[0]}")
+    with safe_open(file, framework="pt") as stored:
+        _check_keys(file, set(stored.keys()), chunks[0])
+        for chunk in chunks:
+            _fill(chunk, file, stored)
+
+
+def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
+    names = ("lora_A", "lora_B")
+    wanted = {peft_key(target.module, name) for target in chunk.adapters.targets for name in names}
+    for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
+        if keys:
+            raise ConfigError(
+                f"adapter.start: {printable(file)} {what} {len(keys)} tensors, such as "
+                f"{printable(min(keys))}; do its {CONFIG} and the model belong together?"
+            )
+
+
+def peft_key(module: str, name: str) -> str:
+    return f"base_model.model.{module}.{name}.weight"
+
+
+@torch.no_grad()
+def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for module, lora in named_adapters(chunk):
+        for name, shape in lora.whole.items():
+            key, axis = peft_key(module, name), lora.axes[name]
+            values, local = stored.get_slice(key), getattr(lora, name)
+            if list(values.get_shape()) != shape or not values.get_dtype().startswith(("F", "BF")):
+                raise ConfigError(
+                    f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
+                    f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
+                )
+            part = [slice(None)] * 2
+            if axis is not None:
+                part[axis] = slice(rank * local.shape[axis], (rank + 1) * local.shape[axis])
+            local.copy_(values[tuple(part)])
+            if not local.isfinite().all():
+                raise ConfigError(
+                    f"adapter.start: {printable(file)}: {printable(key)} holds values that are not finite."
+                )
+
+
+def save_adapters(
+    chunks: list[MegatronModule], output: str | Path, adapter: AdapterConfig, base: str
+) -> None:
+    """Writes the folder that `peft.PeftModel.from_pretrained` loads onto the checkpoint `base`. Collective.
+
+    Raises FileExistsError if it exists.
+    """
+    output = Path(output)
+    mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks)}
+    if parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank() > 0:
+        mine = {}
+    stages = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, stages)
+
+    def write() -> None:
+        if output.exists():
+            raise FileExistsError(f"{output} exists; export to a new folder or remove it")
+        unfinished = output.with_name(output.name + ".partial")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
+        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        modules = [target.module for target in chunks[0].adapters.targets]
+        text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
+        (unfinished / CONFIG).write_text(text + "\n", encoding="utf-8")
+        unfinished.rename(output)
+
+    on_first_rank(write)
+
+
+def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> dict[str, Any]:
+    """A list or regex stays as it was given; what it leaves to us is written out, module by module."""
+    given = {key: getattr(adapter, key) for key in READ}
+    if given["target_modules"] is None or str(given["target_modules"]).lower() == "all-linear":
+        given |= {"target_modules": modules, "exclude_modules": None}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "use_dora": False,
+        **given,
+    }

@@ -1,0 +1,157 @@
+"""One adapter, and what the adapters of one of our linears add to its output."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from megatron_vlm.models.adapters.targets import Target
+
+
+class Lora(nn.Module):
+    """This rank's part of the adapter of one HF linear: `lora_A` (r, in) and `lora_B` (out, r).
+
+    Where tensor parallelism cuts the base weight along its outputs, B is cut like it and A is whole; where it
+    cuts the inputs, A is cut and B is whole. `axes` has the axis along which each is cut, or None;
+    `whole` the shapes of the whole ones.
+
+    A starts as in peft (uniform, Kaiming with a = √5), from numbers that follow from `seed` and the module's
+    name alone, so that every layout starts from the same; B starts as zero.
+    """
+
+    def __init__(self, target: Target, base: Tensor, seed: int):
+        super().__init__()
+        axis, ranks = target.rule.operation.axis, 1
+        if axis is not None:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+        out, width = target.out, target.width
+        assert [out, width] == target.rule.operation.hf_shapes(base, ranks)[target.place]
+        self.scale, self.rank = target.scale, target.rank
+        self.whole = {"lora_A": [target.rank, width], "lora_B": [out, target.rank]}
+        self.axes = {"lora_A": 1 if axis == 1 else None, "lora_B": 0 if axis == 0 else None}
+        whole_A = _initial(target, width, seed, base)
+        if axis == 1:
+            whole_A = whole_A.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
+        self.lora_A = nn.Parameter(whole_A.to(base.device, base.dtype, copy=True).contiguous())
+        self.lora_B = nn.Parameter(base.new_zeros(out // (ranks if axis == 0 else 1), target.rank))
+        for name, cut in self.axes.items():
+            set_tensor_model_parallel_attributes(getattr(self, name), cut is not None, cut or 0, 1)
+
+
+def _initial(target: Target, width: int, seed: int, base: Tensor) -> Tensor:
+    if base.is_meta:
+        return base.new_empty(target.rank, width)
+    numbers = torch.Generator(device="cpu").manual_seed(seed + (zlib.crc32(target.module.encode()) << 20))
+    whole = torch.empty(target.rank, width, dtype=torch.float32, device="cpu")
+    return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=numbers)
+
+
+@dataclass
+class Adapted:
+    """A linear of ours with the adapters of the HF linears that it holds; a forward hook of the linear.
+
+    `parts` are those linears in the order of the weight's rule, None where one has no adapter: its rows of
+    the output stay as they are. `heights` are their rows on this rank. `order` says which of these, counted
+    through all parts, each row of ours is; None: the same.
+    """
+
+    weight: nn.Parameter
+    parts: list[Lora | None]
+    heights: list[int]
+    order: Tensor | None
+    axis: int | None  # along which tensor parallelism cuts the weight; None: a replica of the tower
+    sequence_parallel: bool
+    dropout: float
+
+    @property
+    def loras(self) -> Iterator[Lora]:
+        return (part for part in self.parts if part is not None)
+
+    def __call__(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
+        y, *bias = output if isinstance(output, tuple) else (output,)
+        low = self._shared(linear(self._dropped(inputs[0], module.training), self.A(y.dtype)))
+        y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.B(y.dtype).t()).view(y.shape)
+        return (y, *bias) if isinstance(output, tuple) else y
+
+    def A(self, dtype: torch.dtype) -> Tensor:
+        """(Σ r, in) of all parts."""
+        parts = [lora.lora_A.to(dtype) for lora in self.loras]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def B(self, dtype: torch.dtype) -> Tensor:
+        """(out, Σ r), scaled, in the order of our rows; zero but for each part's own rows and columns."""
+        blocks = [
+            self.weight.new_zeros(height, 0, dtype=dtype)
+            if lora is None
+            else lora.lora_B.to(dtype) * lora.scale
+            for lora, height in zip(self.parts, self.heights, strict=True)
+        ]
+        if self.order is None:
+            return blocks[0]
+        return torch.block_diag(*blocks).index_select(0, self.order)
+
+    def _shared(self, low: Tensor) -> Tensor:
+        """A x of the tokens whose outputs this rank computes, whole: the only numbers that ranks exchange."""
+        if self.axis == 0 and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low)
+        if self.axis == 0:
+            return copy_to_tensor_model_parallel_region(low)
+        if self.axis == 1 and self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low)
+        if self.axis == 1:
+            return reduce_from_tensor_model_parallel_region(low)
+        return low
+
+    def _dropped(self, x: Tensor, training: bool) -> Tensor:
+        if not (training and self.dropout):
+            return x
+        with self._generator():
+            return dropout(x, self.dropout)
+
+    def _generator(self) -> AbstractContextManager:
+        """The same numbers on ranks that have the same inputs. Those of the tower come from the generator
+        that its recomputation restores."""
+        if self.axis is None:
+            return nullcontext()
+        if self.axis == 0 and not self.sequence_parallel:
+            return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
+        return get_cuda_rng_tracker().fork()
+
+
+def adapt(module: nn.Module, parts: dict[int, Lora], target: Target, share: float) -> Adapted:
+    """Lets `parts`, adapters by the place of their linear in `target.rule`, add to the output of `module`."""
+    operation, weight = target.rule.operation, module.weight
+    rows = [view.flatten() for view in operation.views(torch.arange(len(weight), device="cpu"))]
+    order = torch.cat(rows).argsort().to(weight.device) if len(rows) > 1 else None
+    sequence_parallel = operation.axis is not None and module.sequence_parallel
+    adapted = Adapted(
+        *(weight, [parts.get(place) for place in range(len(rows))], list(map(len, rows)), order),
+        *(operation.axis, sequence_parallel, share),
+    )
+    for lora in adapted.loras:
+        if operation.axis is None:  # replicas of the tower see different images
+            for parameter in lora.parameters():
+                parameter.average_gradients_across_tp_domain = True
+        else:  # the whole one of the two has its gradient from this rank's tokens
+            whole = lora.lora_B if operation.axis == 1 else lora.lora_A
+            whole.sequence_parallel = sequence_parallel
+    module.register_forward_hook(adapted)
+    return adapted

@@ -1,0 +1,126 @@
+"""Which linears of a model have adapters: peft's rules, on the names that Transformers gives its modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear of the HF model that has an adapter, and where its weight is in `VLMModel`."""
+
+    module: str  # as Transformers names it
+    rule: Rule  # pairs the parameter with its HF tensors
+    weight: str  # name of the parameter; layers are numbered over the whole model
+    place: int  # which of the rule's HF tensors the module's weight is
+    out: int  # rows of the module's weight
+    width: int  # columns
+    rank: int
+    scale: float  # of what the adapter adds
+
+
+def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> list[Target]:
+    """The linears that `adapter` names, in the model's order; peft finds the same.
+
+    Raises ConfigError for a name or pattern that fits nothing, or a module that cannot have an adapter.
+    """
+    built = hf_modules(hf_config)
+    modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
+    linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
+    placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
+    wanted = adapter.target_modules
+    if wanted is None:
+        of_text = [name for name in linears if (placed[name] or ("", ""))[1].startswith("language_model.")]
+        found = [name for name in of_text if not fits(weight_map.peft_experts, name)]
+    elif isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
+        found = linears
+    else:
+        _check_names("adapter.target_modules", wanted, modules, linears)
+        found = [name for name in modules if name and fits(wanted, name)]
+    if adapter.exclude_modules is not None:
+        _check_names("adapter.exclude_modules", adapter.exclude_modules, found, found)
+        found = [name for name in found if not fits(adapter.exclude_modules, name)]
+    for name in found:
+        _check_module(name, modules[name], placed.get(name), fits(weight_map.peft_experts, name))
+    if not found:
+        raise ConfigError("adapter.exclude_modules: leaves no module with an adapter; exclude less.")
+    ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, found)
+    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, found)
+    root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
+    return [
+        Target(
+            *(name, *placed[name], built[name].out_features, built[name].in_features),
+            *(rank, alpha / rank**root),
+        )
+        for name, rank, alpha in zip(found, ranks, alphas, strict=True)
+    ]
+
+
+def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
+    """Every module of Transformers' model by name, in its order, on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(deepcopy(hf_config))
+    return dict(model.named_modules())
+
+
+def fits(names: str | Iterable[str], module: str) -> bool:
+    """Whether a regex fits the whole name of a module, or one of a list of names its end, as in peft
+    (`tuners_utils.check_target_module_exists`)."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _key(module: str, weight_map: WeightMap) -> str:
+    return hub_name(f"{module}.weight", weight_map.renames)
+
+
+def _by_pattern(key: str, patterns: dict[str, int], default: int, modules: list[str]) -> list[int]:
+    """The value of each module: that of the first pattern that fits the end of its name, as in peft."""
+    first = [next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None) for module in modules]
+    for pattern in patterns:
+        if pattern not in first:
+            known = suggestion(pattern, _endings(modules))
+            raise ConfigError(f"{key}: {printable(pattern)} fits no module that has an adapter{known}")
+    return [default if pattern is None else patterns[pattern] for pattern in first]
+
+
+def _check_names(key: str, names: str | list[str], modules: Iterable[str], linears: list[str]) -> None:
+    for name in [names] if isinstance(names, str) else names:
+        if not any(fits(name if isinstance(names, str) else [name], module) for module in modules):
+            known = suggestion(name, [*_endings(linears), *linears] if "." in name else _endings(linears))
+            example = f" a regex fits whole names, such as {linears[0]}." if isinstance(names, str) else ""
+            raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{example}")
+
+
+def _endings(modules: Iterable[str]) -> list[str]:
+    """The last parts of the names, each once; numbers say nothing."""
+    return sorted({last for name in modules if not (last := name.rpartition(".")[2]).isdigit()})
+
+
+def _check_module(name: str, kind: type[nn.Module], placed: tuple | None, as_expert: bool) -> None:
+    if placed is not None and not as_expert:
+        return
+    if as_expert:
+        why = "has a name that peft takes for the experts of this model type, so it could not be loaded again"
+    elif name == "lm_head":
+        why = "is the output layer, which computes the loss without its logits"
+    elif not issubclass(kind, nn.Linear):
+        why = f"is a {kind.__name__}; adapters are for linears"
+    else:
+        why = "is not a part of the model that is trained"
+    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or add it to exclude_modules.")

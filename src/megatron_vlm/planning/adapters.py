@@ -1,0 +1,29 @@
+"""How many parameters the adapters of a run have on a rank."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.families.base import Family
+
+_LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
+
+
+def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[int | None]:
+    """Numbers of parameters on one tensor-parallel rank, by layer of the language model; None: those of tower
+    and projector."""
+    sizes: Counter[int | None] = Counter()
+    adapter = settled(config.adapter)
+    targets = find_targets(adapter, hf_config, family.weight_map(hf_config)) if adapter.r else []
+    for target in targets:
+        cut = [target.width, target.out]  # of A, of B
+        axis = target.rule.operation.axis
+        if axis is not None:
+            cut[1 - axis] //= config.parallel.tp
+        layer = _LAYER.match(target.weight)
+        sizes[int(layer[1]) if layer else None] += target.rank * sum(cut)
+    return sizes

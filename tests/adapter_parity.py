@@ -1,0 +1,140 @@
+"""Adapters against peft's on the Transformers model: what runs in the processes of `test_adapters.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import torch
+
+from megatron_vlm.config import AdapterConfig, ParallelConfig
+from megatron_vlm.models.adapters import find_targets
+
+# name of the adapter -> peft's LoraConfig. All of the model; and few layers, so that embeddings, a stage and
+# whole layers have nothing that is trained.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapter": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": "all-linear",
+        "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "o_proj": 5},
+        "alpha_pattern": {"v_proj": 9},
+    },
+    "adapter on late layers": {
+        "r": 4,
+        "use_rslora": True,
+        "target_modules": r".*language_model\.layers\.[^0]\.(self_attn\.[qv]|mlp\.down)_proj",
+    },
+}
+INPUTS = ("text", "0, 1 and 3 images")
+PACKED = ("packed: short documents", "packed: images in one document")
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+
+# name -> (processes, layout, settings of the model, adapter)
+LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
+    "1 process, adapter": (1, ParallelConfig(), {}, "adapter"),
+    "1 process, adapter, recomputed": (1, ParallelConfig(), FULL, "adapter"),
+    "1 process, adapter on late layers, recomputed": (1, ParallelConfig(), FULL, "adapter on late layers"),
+    "1 process, adapter on late layers, feed-forwards recomputed": (
+        *(1, ParallelConfig(), SELECTIVE, "adapter on late layers"),
+    ),
+    "TP2, adapter": (2, ParallelConfig(tp=2, sp=False), {}, "adapter"),
+    "TP2+SP, adapter": (2, ParallelConfig(tp=2), {}, "adapter"),
+    "TP2+SP, adapter, recomputed": (2, ParallelConfig(tp=2), FULL, "adapter"),
+    "TP2+SP, images on each rank, adapter": (2, ParallelConfig(tp=2, vision_dp=False), {}, "adapter"),
+    "PP2, adapter": (2, ParallelConfig(pp=2), {}, "adapter"),
+    "PP2, adapter, recomputed": (2, ParallelConfig(pp=2), FULL, "adapter"),
+    "PP2, adapter on late layers": (2, ParallelConfig(pp=2), {}, "adapter on late layers"),
+    "PP2·VPP2, adapter": (2, ParallelConfig(pp=2, vpp=2), {}, "adapter"),
+    "CP2, adapter": (2, ParallelConfig(cp=2), {}, "adapter"),
+    "DP2, adapter": (2, ParallelConfig(distributed_optimizer=False), {}, "adapter"),
+    "DP2 dist. optimizer, adapter": (2, ParallelConfig(), {}, "adapter"),
+    "EP2, adapter": (2, ParallelConfig(ep=2), {}, "adapter"),
+}
+
+
+def layouts_of(family: str) -> list[str]:
+    from megatron_vlm.models.families import load
+
+    experts = load(family).has_experts
+    return [name for name in LAYOUTS if ("TP2, " not in name if experts else "EP" not in name)]
+
+
+def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any:
+    """The Transformers model in fp32 with an adapter of peft, whose numbers are all random and not zero."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(**settings))
+    numbers = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.copy_(torch.randn(param.shape, generator=numbers) * 0.1)
+    return model
+
+
+def named_for_peft(settings: dict[str, Any], hf_config: Any, family: Any) -> dict[str, Any]:
+    """The settings with whole names of modules, where peft would take ends of names for experts.
+
+    It replaces a regex, too, by the last parts of the names that it fits.
+    """
+    if not family.peft_experts:
+        return settings
+    wanted = AdapterConfig(**settings)
+    if settings["target_modules"] == "all-linear":
+        wanted.exclude_modules = list(family.peft_experts[:3])
+    targets = find_targets(wanted, hf_config, family.weight_map(hf_config))
+    return settings | {"target_modules": [target.module for target in targets]}
+
+
+def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Adapter -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
+    adapters are in `folder`."""
+    from transformers import AutoConfig, AutoProcessor
+
+    from megatron_vlm.models.families import family_for
+
+    hf_config, processor = AutoConfig.from_pretrained(path), AutoProcessor.from_pretrained(path)
+    family = family_for(hf_config)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for adapter, settings in ADAPTERS.items():
+        model = peft_model(path, named_for_peft(settings, hf_config, family))
+        model.save_pretrained(folder / adapter)
+        for name in (*INPUTS, *PACKED):
+            rows = parity.INPUTS.get(name) or parity.PACKED[name]
+            hf, batch, single = parity.encode(processor, family, hf_config, rows)
+            model.zero_grad()
+            output = model(**hf, use_cache=False)
+            output.loss.backward()
+            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            case = {
+                "batch": batch,
+                "rows": single,
+                "logits": output.logits.detach(),
+                "loss": output.loss.item(),
+                "grads": {
+                    n.replace(".default", ""): None if p.grad is None else p.grad.clone()
+                    for n, p in trained.items()
+                },
+                "adapter": str(folder / adapter),
+            }
+            found.setdefault(adapter, {})[name] = parity.packed(case) if name in PACKED else case
+    return found
+
+
+def measure(names: list[str], path: str, references: str) -> list[dict]:
+    """Every named layout on every input: rows for reports/parity.json."""
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+    cases = torch.load(references, weights_only=False)
+    rows = []
+    for name in names:
+        _, layout, model, adapter = LAYOUTS[name]
+        setup.reset_layout(layout, seed=1)
+        for input_name, case in cases[adapter].items():
+            rows.append({"layout": name, "input": input_name} | parity.compare(layout, path, case, **model))
+    return rows

@@ -1,0 +1,200 @@
+"""Short runs that train adapters, in the processes that `test_adapter_runs.py` starts."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import parity
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
+
+EVERYTHING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
+DROPPING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2)
+QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
+STEPS, HALF = 4, 2
+
+
+def config(path: str, layout: ParallelConfig, adapter: AdapterConfig, run_dir: Any = "none") -> RunConfig:
+    run = RunConfig(run_dir=str(run_dir), parallel=layout, adapter=adapter)
+    run.model = ModelConfig(hf_path=path, dtype="fp32")
+    run.optimizer.lr, run.train.steps = 3e-2, STEPS
+    return run
+
+
+class Run:
+    """A model with adapters and its optimizer, continued from the run folder if that has a checkpoint."""
+
+    def __init__(self, run: RunConfig):
+        from megatron_vlm.models.hf import open_source
+        from megatron_vlm.parallel import setup
+        from megatron_vlm.train import starting_model
+        from megatron_vlm.training import checkpoint
+        from megatron_vlm.training.optimizer import build_optimizer
+
+        setup.reset_layout(run.parallel, seed=1)
+        self.config, self.source = run, open_source(run.model.hf_path)
+        self.model = starting_model(run, self.source)
+        self.optimizer, self.scheduler = build_optimizer(self.model, run)
+        self.state = checkpoint.load_latest(run.run_dir, self.model, self.optimizer, self.scheduler)
+        self.chunks = [chunk.module for chunk in self.model]
+
+    def train(self, case: dict, steps: int) -> list[float]:
+        from megatron_vlm.training.step import train_step
+
+        mine = self.micro_batches(case)
+        return [train_step(self.model, self.optimizer, self.scheduler, mine)[0] for _ in range(steps)]
+
+    def micro_batches(self, case: dict) -> list[dict]:
+        return [parity.on_device(batch) for batch, _ in parity.my_micro_batches(case, self.config.parallel)]
+
+    def save(self, step: int) -> None:
+        from megatron_vlm.training import checkpoint
+
+        checkpoint.save(self.config.run_dir, step, self.model, self.optimizer, self.scheduler)
+
+    def logits(self, case: dict) -> list[torch.Tensor]:
+        """Of each row, in a layout without data parallelism; empty where they are not computed."""
+        from megatron_vlm.training import generate
+
+        for chunk in self.model:
+            chunk.eval()
+        return generate.logits(self.model, self.micro_batches(case)) or []
+
+    def digests(self) -> tuple[str, str]:
+        """Of the bytes of this rank's base weights, and of its adapters and their moments."""
+        from megatron_vlm.training.optimizer import torch_adams
+
+        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        base = [p for n, p in named if not n.startswith("adapters.")]
+        adapters = [p for n, p in named if n.startswith("adapters.")]
+        for adam in torch_adams(self.optimizer):
+            for group in adam.param_groups:
+                adapters += [value for p in group["params"] for _, value in sorted(adam.state[p].items())]
+        return digest(base), digest(adapters)
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def replicas_equal(run: Run) -> bool:
+    """Whether the adapters that tensor-parallel ranks hold whole are the same on all, to the bit."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    whole = [
+        getattr(part, name)
+        for chunk in run.chunks
+        for part in chunk.adapters.modules()
+        for name, axis in getattr(part, "axes", {}).items()
+        if axis is None
+    ]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, digest(whole), group=group)
+    assert any(weight.abs().sum() > 0 for weight in whole if len(weight) != 4), "nothing was trained"
+    return len(set(found)) == 1
+
+
+def replicas(path: str, cases: str) -> dict[str, bool]:
+    """layout, and what is broken in it -> whether replicas are equal after three steps."""
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(tp=2), seed=1)
+    case, found = torch.load(cases, weights_only=False), {}
+    layouts = {"TP2": ParallelConfig(tp=2, sp=False), "TP2+SP": ParallelConfig(tp=2)}
+    for name, layout in layouts.items():
+        for adapter in (EVERYTHING, DROPPING):
+            run = Run(config(path, layout, adapter))
+            run.train(case, 3)
+            found[f"{name}, dropout {adapter.lora_dropout}"] = replicas_equal(run)
+    for flag in ("sequence_parallel", "average_gradients_across_tp_domain"):
+        run = Run(config(path, layouts["TP2+SP"], EVERYTHING))
+        for chunk in run.chunks:
+            for weight in chunk.adapters.parameters():
+                if hasattr(weight, flag):
+                    setattr(weight, flag, False)
+        run.train(case, 3)
+        found[f"TP2+SP without {flag}"] = replicas_equal(run)
+    return found
+
+
+def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
+    """Train, save, continue in this and in other layouts, export in three ways."""
+    from megatron_vlm.config import ConfigError
+    from megatron_vlm.models.adapters import merge, save_adapters
+    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.parallel import setup
+
+    folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
+    tensor, stages = ParallelConfig(tp=2), ParallelConfig(pp=2)
+    setup.init_distributed(tensor, seed=1)
+    settings = config(path, tensor, DROPPING, folder / "run")
+    whole = Run(settings)
+    before, _ = whole.digests()
+    found["losses"] = whole.train(case, HALF)
+    whole.save(HALF)
+    found["losses"] += whole.train(case, STEPS - HALF)
+    found["base kept"] = whole.digests()[0] == before
+    continued = Run(settings)
+    found["continued losses"] = continued.train(case, STEPS - HALF)
+    found["continued equal"] = continued.digests() == whole.digests()
+    elsewhere = Run(config(path, stages, DROPPING, folder / "run"))
+    found["step"] = elsewhere.state.step
+    found["logits"] = elsewhere.logits(case)
+    save_adapters(elsewhere.chunks, folder / "exported", DROPPING, path)
+    for chunk in elsewhere.chunks:
+        merge(chunk)
+    export_hf(elsewhere.chunks, folder / "merged", path, elsewhere.source.weight_map)
+    save_adapters(Run(settings).chunks, folder / "exported from TP2", DROPPING, path)
+    imported = Run(config(path, tensor, AdapterConfig(start=str(folder / "exported"))))
+    found["imported logits"] = imported.logits(case)
+    few = Run(config(path, tensor, QUERY_AND_VALUE))
+    few.train(case, 1)
+    save_adapters(few.chunks, folder / "query and value", QUERY_AND_VALUE, path)
+    found["refusals"] = []
+    for model, adapter in ((other, DROPPING), (path, AdapterConfig()), (path, QUERY_AND_VALUE)):
+        try:
+            Run(config(model, tensor, adapter, folder / "run"))
+        except ConfigError as error:
+            found["refusals"].append(str(error))
+    return found
+
+
+def damaged(path: str, sound: str, root: str) -> dict[str, str]:
+    """What is said of a copy of the folder `sound` whose weights are spoilt in a way."""
+    from megatron_vlm.config import ConfigError
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    name, found = "adapter_model.safetensors", {}
+    weights = load_file(Path(sound) / name)
+    first = min(weights)
+    changes = {
+        "lacks": {key: value for key, value in weights.items() if key != first},
+        "more": weights | {"base_model.foreign": torch.zeros(2)},
+        "shape": weights | {first: torch.zeros(3, 3)},
+        "nan": weights | {first: weights[first] * torch.nan},
+    }
+    for how in ("pickle", "cut", *changes):
+        copy = Path(root) / f"spoilt {how}"
+        shutil.copytree(sound, copy)
+        if how == "pickle":
+            (copy / name).rename(copy / "adapter_model.bin")
+        elif how == "cut":
+            (copy / name).write_bytes((copy / name).read_bytes()[:40])
+        else:
+            save_file(changes[how], copy / name)
+        try:
+            Run(config(path, ParallelConfig(), AdapterConfig(start=str(copy))))
+        except ConfigError as error:
+            found[how] = str(error)
+    return found

@@ -1,0 +1,218 @@
+"""Runs that train adapters: replicas stay equal, checkpoints hold adapters alone, peft reads the export."""
+
+from __future__ import annotations
+
+import json
+
+import adapter_runs
+import parity
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForImageTextToText
+
+from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.hf import open_source
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FAMILY = "gemma3"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """(checkpoint, file of a case, folder)"""
+    folder = tmp_path_factory.mktemp("adapters")
+    path = build_tiny_checkpoint(FAMILY, folder / "checkpoint")
+    source = open_source(path)
+    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, folder / "case.pt")
+    return path, folder / "case.pt", folder
+
+
+@pytest.fixture(scope="module")
+def story(parts):
+    """What both ranks found, and the folder with what they wrote."""
+    path, case, folder = parts
+    other = build_tiny_checkpoint(FAMILY, folder / "other", seed=5)
+    found = run_distributed(2, adapter_runs.story, *map(str, (path, other, case, folder)), timeout=400)
+    return found, folder
+
+
+def test_replicas_stay_bit_equal_and_a_missing_sum_is_seen(parts):
+    path, case, _ = parts
+    for found in run_distributed(2, adapter_runs.replicas, str(path), str(case), timeout=400):
+        assert found == {name: "without" not in name for name in found}
+        assert len(found) == 6
+
+
+def test_the_base_is_as_before_and_adapters_learn(story):
+    for found in story[0]:
+        assert found["base kept"]
+        assert found["losses"][-1] < found["losses"][0] - 0.1
+
+
+def test_a_continued_run_is_bit_equal(story):
+    for found in story[0]:
+        assert found["continued losses"] == found["losses"][adapter_runs.HALF :]
+        assert found["continued equal"]
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
+    [step] = (story[1] / "run/checkpoints").glob("step_*")
+    entries = FileSystemReader(step).read_metadata().state_dict_metadata
+    tensors = {key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    exported = load_file(story[1] / "exported/adapter_model.safetensors")
+    names = {key.removeprefix("base_model.model.").removesuffix(".weight") for key in exported}
+    kinds = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+    assert tensors >= {f"{kind}adapters.{name}" for kind in kinds for name in names}
+    assert all(key.partition("adapters.")[2] in names for key in tensors)
+
+
+def test_another_layout_exports_the_same(story):
+    found, folder = story
+    assert found[0]["step"] == adapter_runs.HALF
+    one, other = (load_file(folder / name / "adapter_model.safetensors") for name in EXPORTED)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+EXPORTED = ("exported", "exported from TP2")
+
+
+def of_run(rows: list[torch.Tensor], case) -> torch.Tensor:
+    """(tokens, V) of a run's logits of each row, without padding."""
+    masks = [row["attention_mask"][0].bool() for row in case["rows"]]
+    return torch.cat([logits[mask] for logits, mask in zip(rows, masks, strict=True)])
+
+
+def of_model(model, case) -> torch.Tensor:
+    """(tokens, V) of the logits of a model of Transformers or peft, without padding."""
+    hf = {key: value for key, value in case["hf"].items() if key != "labels"}
+    with torch.no_grad():
+        logits = model.eval()(**hf, use_cache=False).logits
+    return logits[case["batch"]["attention_mask"].bool()]
+
+
+def loaded(path):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+
+def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, story):
+    found, folder = story
+    case = torch.load(parts[1], weights_only=False)
+    expected = of_run(found[1]["logits"], case)  # of the last stage
+    base = of_model(loaded(parts[0]), case)
+    assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
+    exported = of_model(PeftModel.from_pretrained(loaded(parts[0]), folder / "exported"), case)
+    merged = of_model(loaded(folder / "merged"), case)
+    for name, logits in {"peft": exported, "merged": merged}.items():
+        assert (logits - expected).abs().max() < parity.MAX_ABS_LOGITS, name
+    assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+def test_an_adapter_on_q_and_v_exports_no_k(story):
+    stored = load_file(story[1] / "query and value/adapter_model.safetensors")
+    assert {key.split(".")[-3] for key in stored} == {"q_proj", "v_proj"}
+    assert all("language_model" in key for key in stored)
+    assert all(value.abs().sum() > 0 for value in stored.values())
+
+
+def test_a_checkpoint_of_another_base_or_of_other_adapters_is_refused_by_name(story):
+    for found in story[0]:
+        base, none, other = found["refusals"]
+        assert "holds adapters of a base model with fingerprint" in base
+        assert "holds adapters, and this run trains whole weights" in none
+        assert "holds adapters of other modules, ranks or scales; set adapter.* as it was" in other
+
+
+# ---- folders of strangers, and names that fit nothing ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(parts):
+    return open_source(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, r"q_porj fits no module of the model; did you mean q_proj\?"),
+        ({"target_modules": "q_proj"}, r"q_proj fits no module .* a regex fits whole names, such as model\."),
+        ({"target_modules": ["mlp"]}, "is a SiglipMLP; adapters are for linears"),
+        ({"target_modules": ["patch_embedding"]}, "is a Conv2d; adapters are for linears"),
+        ({"target_modules": ["lm_head"]}, "lm_head is the output layer"),
+        ({"exclude_modules": ["q_porj"]}, r"exclude_modules: q_porj fits no module .* did you mean q_proj\?"),
+        ({"exclude_modules": ".*"}, "leaves no module with an adapter"),
+        (
+            {"rank_pattern": {"q_porj": 8}},
+            r"rank_pattern: q_porj fits no module that has an adapter; did you",
+        ),
+        ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
+    ],
+)
+def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+
+
+def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
+    def modules(**settings):
+        targets = find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+        return {target.module for target in targets}
+
+    language = {name for name in modules(target_modules="all-linear") if "language_model" in name}
+    assert modules() == language and len(language) == 7 * source.hf_config.text_config.num_hidden_layers
+    both = modules(target_modules=["q_proj"])
+    assert any("vision_tower" in name for name in both) and any("language_model" in name for name in both)
+    assert modules(target_modules=["q_proj"], exclude_modules=r".*vision_tower.*") == both & language
+
+
+SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "IA3"}, "describes no LoRA adapter"),
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
+        ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
+        ({"bias": "all"}, "bias all is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
+        ({"r": 0}, "adapter.r: is missing"),
+        ({"r": "many"}, "adapter.r: 'many' does not fit"),
+        ({"rank_pattern": [4]}, "adapter.rank_pattern: .* does not fit"),
+        ({"target_modules": [["q_proj"]]}, "adapter.target_modules: .* does not fit"),
+        ({"new_in_peft_99": 1}, "new_in_peft_99 1 is not supported"),
+    ],
+)
+def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path, change, said):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND | change))
+    with pytest.raises(ConfigError, match=f"adapter_config.json.*{said}"):
+        settled(AdapterConfig(start=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
+    assert settled(AdapterConfig(start=str(tmp_path))).r == 4
+
+
+@pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])
+def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="adapter.start: .*adapter_config.json"):
+        settled(AdapterConfig(start=str(tmp_path)))
+
+
+def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
+    path, _, folder = parts
+    [said] = run_distributed(1, adapter_runs.damaged, str(path), str(story[1] / "exported"), str(folder))
+    assert "has no adapter_model.safetensors; save the adapter as safetensors" in said["pickle"]
+    assert "no safetensors file, or cut short" in said["cut"]
+    assert "lacks 1 tensors, such as base_model" in said["lacks"]
+    assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
+    assert "and must be floats of shape [4," in said["shape"]
+    assert "holds values that are not finite" in said["nan"]
