@@ -73,6 +73,9 @@ def test_a_resumed_run_counts_the_rows_that_it_had_and_not_its_steps():
     found = milestones(train, EVEN, done=2, rows=8)
     assert (found.steps, found.epoch_ends) == (2 + 4, {3, 4, 6})
     assert milestones(train, EVEN, done=8, rows=32).steps == 8  # nothing is left
+    even = TrainConfig(steps=None, epochs=3, global_batch_size=4, export_every="epoch")
+    ended = [milestones(even, EVEN, done, rows=4 * done).exports_after(done) for done in range(1, 6)]
+    assert ended == [False, False, True, False, True]
 
 
 def test_what_draws_without_an_end_is_refused():
