@@ -105,8 +105,8 @@ def replicas_equal(run: Run) -> bool:
 
 
 def replicas(path: str, cases: str) -> dict[str, bool]:
-    """layout, and what is broken in it -> whether replicas are equal after three steps; at last, whether a run
-    with recomputed layers and the same dropout is the same."""
+    """layout, and what is broken in it -> whether replicas are equal after three steps; at last, whether a
+    run with recomputed layers and the same dropout is the same."""
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
