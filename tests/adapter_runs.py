@@ -105,7 +105,8 @@ def replicas_equal(run: Run) -> bool:
 
 
 def replicas(path: str, cases: str) -> dict[str, bool]:
-    """layout, and what is broken in it -> whether replicas are equal after three steps."""
+    """layout, and what is broken in it -> whether replicas are equal after three steps; at last, whether a
+    run with recomputed layers and the same dropout is the same."""
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
@@ -116,6 +117,12 @@ def replicas(path: str, cases: str) -> dict[str, bool]:
             run = Run(config(path, layout, adapter))
             run.train(case, 3)
             found[f"{name}, dropout {adapter.lora_dropout}"] = replicas_equal(run)
+    recomputed = config(path, layouts["TP2+SP"], DROPPING)
+    recomputed.model.recompute = "full"
+    run_again = Run(recomputed)
+    run_again.train(case, 3)
+    pairs = zip(run.chunks[0].adapters.parameters(), run_again.chunks[0].adapters.parameters(), strict=True)
+    found["TP2+SP, recomputed"] = all(torch.allclose(*pair, atol=1e-5) for pair in pairs)
     for flag in ("sequence_parallel", "average_gradients_across_tp_domain"):
         run = Run(config(path, layouts["TP2+SP"], EVERYTHING))
         for chunk in run.chunks:
@@ -167,6 +174,15 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
         except ConfigError as error:
             found["refusals"].append(str(error))
     return found
+
+
+def exported(path: str, root: str, adapter: bool) -> None:
+    """What the command line's `export` does with the run of `story`, in one process."""
+    from megatron_vlm.commands.runs import export_run
+
+    name = "adapters by command" if adapter else "merged by command"
+    run = config(path, ParallelConfig(), DROPPING, Path(root) / "run")
+    export_run(run, Path(root) / name, adapter)
 
 
 def damaged(path: str, sound: str, root: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ def test_replicas_stay_bit_equal_and_a_missing_sum_is_seen(parts):
     path, case, _ = parts
     for found in run_distributed(2, adapter_runs.replicas, str(path), str(case), timeout=400):
         assert found == {name: "without" not in name for name in found}
-        assert len(found) == 6
+        assert len(found) == 7
 
 
 def test_the_base_is_as_before_and_adapters_learn(story):
@@ -113,6 +113,18 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
     for name, logits in {"peft": exported, "merged": merged}.items():
         assert (logits - expected).abs().max() < parity.MAX_ABS_LOGITS, name
     assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
+    run_distributed(1, adapter_runs.exported, str(parts[0]), str(story[1]), adapter)
+    names = ("exported", "adapters by command") if adapter else ("merged", "merged by command")
+    one, other = ({}, {})
+    for tensors, name in zip((one, other), names, strict=True):
+        for file in (story[1] / name).glob("*.safetensors"):  # each pipeline stage wrote one
+            tensors |= load_file(file)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_an_adapter_on_q_and_v_exports_no_k(story):
