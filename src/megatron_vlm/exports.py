@@ -15,6 +15,7 @@ from torch.nn import Module
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.models.adapters import save_adapters
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights import HFCheckpoint, export_hf
 from megatron_vlm.parallel import setup
@@ -22,7 +23,8 @@ from megatron_vlm.run_folder.folder import free_bytes, naming, remove
 
 
 def export_step(config: RunConfig, source: Source, model: list[Module], step: int, anew: bool = True) -> None:
-    """Write the model of a step as a Hugging Face folder, which appears when it is whole. Collective.
+    """Write the model of a step as a Hugging Face folder, which appears when it is whole. Collective. A run
+    that trains adapters writes them alone, as peft does.
 
     A folder of the step that is there already is replaced, or left if not `anew`. Raises OSError with the
     bytes to write and the bytes free.
@@ -33,34 +35,39 @@ def export_step(config: RunConfig, source: Source, model: list[Module], step: in
     if not anew and setup.on_first_rank(folder.exists):
         return
     watchdog.beat(f"exporting step {step} to {folder}", files=True)
-    setup.on_first_rank(_make_room, folder, source)
+    setup.on_first_rank(_make_room, folder, _bytes_of(config, source))
+    chunks = unwrap_model(model)
     with naming(folder):
-        export_hf(unwrap_model(model), folder, source.folder, source.weight_map)
+        if config.adapter.used:
+            save_adapters(chunks, folder, config.adapter, config.model.hf_path)
+        else:
+            export_hf(chunks, folder, source.folder, source.weight_map)
 
 
 def words(config: RunConfig, source: Source) -> Iterator[str]:
     """What the exports of a run take on disk, if it makes any."""
-    if not config.train.export_every:
+    if not config.train.export_every or config.adapter.used:
         return
-    needed, free = _bytes_of(source), free_bytes(Path(config.run_dir))
+    needed, free = _bytes_of(config, source), free_bytes(Path(config.run_dir))
     yield (
         f"train.export_every: each folder in {config.run_dir}/exports takes {readable_size(needed)} of the "
         f"{readable_size(free)} that are free; none is removed"
     )
 
 
-def _bytes_of(source: Source) -> int:
-    return HFCheckpoint(source.folder, source.weight_map.renames).nbytes
+def _bytes_of(config: RunConfig, source: Source) -> int:
+    """Of an export's weights; adapters are small and not counted."""
+    return 0 if config.adapter.used else HFCheckpoint(source.folder, source.weight_map.renames).nbytes
 
 
-def _make_room(folder: Path, source: Source) -> None:
+def _make_room(folder: Path, needed: int) -> None:
     with naming(folder):
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
             folder.rename(folder.with_suffix(".deleted"))
         for leftover in [*folder.parent.glob("step_*.deleted"), *folder.parent.glob("step_*.partial")]:
             remove(leftover)
-        if (needed := _bytes_of(source)) > (free := free_bytes(folder)):
+        if needed > (free := free_bytes(folder)):
             raise OSError(
                 f"export: {printable(folder)} takes {readable_size(needed)}, of which {readable_size(free)} "
                 "are free; make room and start again, or drop train.export_every."

@@ -92,11 +92,6 @@ class Feed:
         self._log = BatchLog(self._config.run_dir, *place, resumed.step + 1 if resumed else 1)
         self._batches = self._data.train_batches()
 
-    @property
-    def why_hf_processor(self) -> str | None:
-        """Why this rank's samples go through the HF processor, which is slower; None if they do not."""
-        return self._data and self._data.why_hf_processor
-
     @record_function("data")
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
@@ -130,6 +125,15 @@ class Feed:
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
     def words(self) -> Iterator[str]:
+        """What a user should know of the data before the first step."""
+        if self._data and self._data.why_hf_processor:
+            yield (
+                "data: the Hugging Face processor encodes every sample, slower: "
+                f"{self._data.why_hf_processor}"
+            )
+        yield from self._words_of_epochs()
+
+    def _words_of_epochs(self) -> Iterator[str]:
         """How many steps an epoch has and, if they are counted in epochs, the run."""
         if not self._epochs:
             return

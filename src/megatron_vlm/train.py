@@ -112,12 +112,8 @@ def opening_words(
 ) -> Iterator[str]:
     """What a user should know before the first step."""
     if resumed:
-        yield f"resumed after step {resumed.step} from {resumed.path}"
-        if resumed.later:
-            yield f"{', '.join(resumed.later)} stay until their steps are saved again"
+        yield from resumed.words()
         if config.data.restart:
             yield "data.restart: the data begins again from here"
     yield from feed.words()
     yield from exports.words(config, source)
-    if feed.why_hf_processor:
-        yield f"data: the Hugging Face processor encodes every sample, slower: {feed.why_hf_processor}"

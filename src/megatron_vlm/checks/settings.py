@@ -268,6 +268,8 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
     for source in sources:
         if source.rows == 0 or source.share == 0:
             yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
+        if data.validation_share and source.rows:
+            yield f"{key}: {source.path}: validation_share would take some of its {source.rows}; use `*`."
         if data.streaming and key == "data.train_data_path" and (source.subset or not source.whole):
             yield f"{key}: {source.path}: a stream is read whole; drop what follows the path, or streaming."
         if data.dataset_type == "energon" and (source.rows or source.subset):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +43,12 @@ class CheckpointState:
     rng_restored: bool  # only if the layout is the one that saved
     extra: dict[str, Any] = field(default_factory=dict)
     later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
+
+    def words(self) -> Iterator[str]:
+        """What a user should know of it."""
+        yield f"resumed after step {self.step} from {self.path}"
+        if self.later:
+            yield f"{', '.join(self.later)} stay until their steps are saved again"
 
 
 @dataclass
