@@ -21,6 +21,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "o_proj": 5},
         "alpha_pattern": {"v_proj": 9},
     },
+    "adapter with DoRA": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
+    "adapter with DoRA on q and v": {
+        "r": 4,
+        "target_modules": r".*language_model\.layers\.\d+\.self_attn\.[qv]_proj",
+        "use_dora": True,
+    },
     "adapter on late layers": {
         "r": 4,
         "use_rslora": True,
@@ -50,6 +56,13 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
     "CP2, adapter": (2, ParallelConfig(cp=2), {}, "adapter"),
     "DP2, adapter": (2, ParallelConfig(distributed_optimizer=False), {}, "adapter"),
     "DP2 dist. optimizer, adapter": (2, ParallelConfig(), {}, "adapter"),
+    "1 process, adapter with DoRA": (1, ParallelConfig(), {}, "adapter with DoRA"),
+    "TP2, adapter with DoRA": (2, ParallelConfig(tp=2, sp=False), {}, "adapter with DoRA"),
+    "TP2+SP, adapter with DoRA": (2, ParallelConfig(tp=2), {}, "adapter with DoRA"),
+    "TP2+SP, adapter with DoRA on q and v": (2, ParallelConfig(tp=2), {}, "adapter with DoRA on q and v"),
+    "PP2, adapter with DoRA, recomputed": (2, ParallelConfig(pp=2), FULL, "adapter with DoRA"),
+    "CP2, adapter with DoRA": (2, ParallelConfig(cp=2), {}, "adapter with DoRA"),
+    "DP2, adapter with DoRA": (2, ParallelConfig(distributed_optimizer=False), {}, "adapter with DoRA"),
     "EP2, adapter": (2, ParallelConfig(ep=2), {}, "adapter"),
 }
 
@@ -71,7 +84,9 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:
+                param.mul_(1 + 0.3 * torch.randn(param.shape, generator=numbers))
+            elif "lora_" in name:
                 param.copy_(torch.randn(param.shape, generator=numbers) * 0.1)
     return model
 
@@ -116,7 +131,9 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
                 "logits": output.logits.detach(),
                 "loss": output.loss.item(),
                 "grads": {
-                    n.replace(".default", ""): None if p.grad is None else p.grad.clone()
+                    n.replace(".default", "").replace("vector.weight", "vector"): None
+                    if p.grad is None
+                    else p.grad.clone()
                     for n, p in trained.items()
                 },
                 "adapter": str(folder / adapter),

@@ -17,6 +17,7 @@ from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunC
 EVERYTHING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
 DROPPING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2)
 QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
+DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True)
 STEPS, HALF = 4, 2
 
 
@@ -173,6 +174,25 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
             Run(config(model, tensor, adapter, folder / "run"))
         except ConfigError as error:
             found["refusals"].append(str(error))
+    return found
+
+
+def dora(path: str, cases: str, root: str) -> dict[str, Any]:
+    """Logits before and after two steps, and what is written then."""
+    from megatron_vlm.models.adapters import merge, save_adapters
+    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(tp=2), seed=1)
+    case = torch.load(cases, weights_only=False)
+    run = Run(config(path, ParallelConfig(tp=2), DORA))
+    found = {"start": run.logits(case)}
+    run.train(case, 2)
+    found |= {"replicas": replicas_equal(run), "trained": run.logits(case)}
+    save_adapters(run.chunks, Path(root) / "dora", DORA, path)
+    for chunk in run.chunks:
+        merge(chunk)
+    export_hf(run.chunks, Path(root) / "dora merged", path, run.source.weight_map)
     return found
 
 

@@ -115,6 +115,21 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
     assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
+def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
+    path, file, folder = parts
+    case = torch.load(file, weights_only=False)
+    found = run_distributed(2, adapter_runs.dora, *map(str, (path, file, folder)), timeout=300)[0]
+    base = of_model(loaded(path), case)
+    assert found["replicas"]
+    assert (of_run(found["start"], case) - base).abs().max() < parity.MAX_ABS_LOGITS
+    expected = of_run(found["trained"], case)
+    assert (expected - base).abs().max() > 0.05, "the adapters change nothing"
+    exported = of_model(PeftModel.from_pretrained(loaded(path), folder / "dora"), case)
+    merged = of_model(loaded(folder / "dora merged"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+    assert (merged - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
 @pytest.mark.parametrize("adapter", [True, False])
 def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
     run_distributed(1, adapter_runs.exported, str(parts[0]), str(story[1]), adapter)
@@ -191,7 +206,7 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "describes no LoRA adapter"),
-        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_dora": True, "lora_dropout": 0.1}, "adapter.lora_dropout: 0.1 with use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
         ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
         ({"bias": "all"}, "bias all is not supported"),

@@ -49,6 +49,7 @@ class AdapterConfig:
     r: int = 0  # rank; 0: no adapters, the model itself is trained
     lora_alpha: int = 8  # adapters are scaled by lora_alpha / r
     use_rslora: bool = False  # scaled by lora_alpha / sqrt(r)
+    use_dora: bool = False  # trains the norms of the adapted weights' rows, too (arXiv 2402.09353)
     lora_dropout: float = 0.0  # share of an adapter's inputs that is left out in training
     # which linears have adapters: a list of ends of names, such as [q_proj, v_proj]; a regex for whole names;
     # "all-linear" for tower, projector and language model; None: all of the language model

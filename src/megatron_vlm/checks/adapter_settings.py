@@ -27,6 +27,11 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         )
     if adapter.used and not config.model.load_weights:
         yield "model.load_weights: false leaves nothing that adapters could adapt; drop it, or the adapters."
+    if adapter.use_dora and adapter.lora_dropout:
+        yield (
+            f"adapter.lora_dropout: {adapter.lora_dropout} with use_dora would drop inputs of the frozen "
+            "weights, too, which takes a second product; set one of them."
+        )
     if adapter.lora_dropout >= 1:
         yield f"adapter.lora_dropout: {adapter.lora_dropout} is not less than 1."
     for name in ("target_modules", "exclude_modules"):

@@ -25,5 +25,5 @@ def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[
         if axis is not None:
             cut[1 - axis] //= config.parallel.tp
         layer = _LAYER.match(target.weight)
-        sizes[int(layer[1]) if layer else None] += target.rank * sum(cut)
+        sizes[int(layer[1]) if layer else None] += target.rank * sum(cut) + target.dora * cut[1]
     return sizes

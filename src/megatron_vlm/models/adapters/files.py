@@ -24,12 +24,12 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.base import fingerprint
-from megatron_vlm.models.adapters.model import adapter_tensors, named_adapters
+from megatron_vlm.models.adapters.model import adapter_tensors, named_adapters, peft_key
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-READ = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules")
+READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
 READ += ("rank_pattern", "alpha_pattern")
 # what changes nothing in the adapter's numbers, whatever its value
 WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
@@ -91,6 +91,8 @@ def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -
     known = on_first_rank(fingerprint, base)
     for chunk in chunks:
         chunk.adapters.base = known
+        for adapted in chunk.adapters.linears:
+            adapted.begin()
     if start is None:
         return
     file = Path(start) / WEIGHTS
@@ -108,18 +110,15 @@ def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -
 
 
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
-    names = ("lora_A", "lora_B")
-    wanted = {peft_key(target.module, name) for target in chunk.adapters.targets for name in names}
+    targets = chunk.adapters.targets
+    wanted = {peft_key(target.module, name) for target in targets for name in ("lora_A", "lora_B")}
+    wanted |= {peft_key(target.module, "lora_magnitude_vector") for target in targets if target.dora}
     for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
         if keys:
             raise ConfigError(
                 f"adapter.start: {printable(file)} {what} {len(keys)} tensors, such as "
                 f"{printable(min(keys))}; do its {CONFIG} and the model belong together?"
             )
-
-
-def peft_key(module: str, name: str) -> str:
-    return f"base_model.model.{module}.{name}.weight"
 
 
 @torch.no_grad()
@@ -134,7 +133,7 @@ def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
                     f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
                     f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
                 )
-            part = [slice(None)] * 2
+            part = [slice(None)] * len(shape)
             if axis is not None:
                 part[axis] = slice(rank * local.shape[axis], (rank + 1) * local.shape[axis])
             local.copy_(values[tuple(part)])
@@ -184,6 +183,5 @@ def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> d
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",
-        "use_dora": False,
         **given,
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -27,7 +28,8 @@ from megatron_vlm.models.adapters.targets import Target
 
 
 class Lora(nn.Module):
-    """This rank's part of the adapter of one HF linear: `lora_A` (r, in) and `lora_B` (out, r).
+    """This rank's part of the adapter of one HF linear: `lora_A` (r, in), `lora_B` (out, r) and, with DoRA
+    (arXiv 2402.09353), `lora_magnitude_vector` (out,), which `Adapted.begin` fills.
 
     Where tensor parallelism cuts the base weight along its outputs, B is cut like it and A is whole; where it
     cuts the inputs, A is cut and B is whole. `axes` has the axis along which each is cut, or None;
@@ -52,6 +54,10 @@ class Lora(nn.Module):
             whole_A = whole_A.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
         self.lora_A = nn.Parameter(whole_A.to(base.device, base.dtype, copy=True).contiguous())
         self.lora_B = nn.Parameter(base.new_zeros(out // (ranks if axis == 0 else 1), target.rank))
+        if target.dora:
+            self.whole["lora_magnitude_vector"] = [out]
+            self.axes["lora_magnitude_vector"] = self.axes["lora_B"]
+            self.lora_magnitude_vector = nn.Parameter(base.new_ones(len(self.lora_B)))
         for name, cut in self.axes.items():
             set_tensor_model_parallel_attributes(getattr(self, name), cut is not None, cut or 0, 1)
 
@@ -80,6 +86,8 @@ class Adapted:
     axis: int | None  # along which tensor parallelism cuts the weight; None: a replica of the tower
     sequence_parallel: bool
     dropout: float
+    dora: bool
+    _squares: Tensor | None = None  # (out,) norms of the weight's rows here, squared: they never change
 
     @property
     def loras(self) -> Iterator[Lora]:
@@ -88,7 +96,12 @@ class Adapted:
     def __call__(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
         y, *bias = output if isinstance(output, tuple) else (output,)
         low = self._shared(linear(self._dropped(inputs[0], module.training), self.A(y.dtype)))
+        inside = None if getattr(module, "skip_bias_add", False) or not self.dora else module.bias
+        y = y if inside is None else y - inside
         y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.B(y.dtype).t()).view(y.shape)
+        if self.dora:
+            y = y * self.factors().to(y.dtype)
+            y = y if inside is None else y + inside
         return (y, *bias) if isinstance(output, tuple) else y
 
     def A(self, dtype: torch.dtype) -> Tensor:
@@ -107,6 +120,43 @@ class Adapted:
         if self.order is None:
             return blocks[0]
         return torch.block_diag(*blocks).index_select(0, self.order)
+
+    def factors(self) -> Tensor:
+        """(out,) with DoRA: each row's magnitude over the norm of W + B A, in fp32; 1 without an adapter."""
+        zeros, parts = self.weight.new_zeros, list(zip(self.parts, self.heights, strict=True))
+        magnitudes = [zeros(height) if lora is None else lora.lora_magnitude_vector for lora, height in parts]
+        adapted = [
+            torch.full_like(part, lora is not None) for part, (lora, _) in zip(magnitudes, parts, strict=True)
+        ]
+        magnitude, is_adapted = (self._as_ours(torch.cat(of).float()) for of in (magnitudes, adapted))
+        return torch.where(is_adapted > 0, magnitude / self.norms(), 1.0)
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """(out,) of the rows of W + B A, in fp32 and without forming B A: |w + b A|² = |w|² + 2 b·(A w) +
+        b·(A Aᵀ b). As in the paper, no gradient goes through them."""
+        if self._squares is None:
+            self._squares = torch.linalg.vector_norm(self.weight, dim=1, dtype=torch.float32).square()
+        A, B = self.A(self.weight.dtype), self.B(torch.float32)
+        mixed = 2 * (self.weight @ A.t()).float() + B @ (A @ A.t()).float()
+        squares = self._squares + (B * mixed).sum(1)
+        if self.axis == 1:  # other ranks have the other columns
+            dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        return squares.clamp_min(0).sqrt()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """With DoRA, makes the magnitudes those of the weight's rows, so that nothing is changed at first."""
+        if self.dora:
+            norms = self.norms()
+            if self.order is not None:
+                norms = torch.empty_like(norms).index_copy(0, self.order, norms)
+            for lora, part in zip(self.parts, norms.split(self.heights), strict=True):
+                if lora is not None:
+                    lora.lora_magnitude_vector.copy_(part)
+
+    def _as_ours(self, rows: Tensor) -> Tensor:
+        return rows if self.order is None else rows.index_select(0, self.order)
 
     def _shared(self, low: Tensor) -> Tensor:
         """A x of the tokens whose outputs this rank computes, whole: the only numbers that ranks exchange."""
@@ -144,14 +194,15 @@ def adapt(module: nn.Module, parts: dict[int, Lora], target: Target, share: floa
     sequence_parallel = operation.axis is not None and module.sequence_parallel
     adapted = Adapted(
         *(weight, [parts.get(place) for place in range(len(rows))], list(map(len, rows)), order),
-        *(operation.axis, sequence_parallel, share),
+        *(operation.axis, sequence_parallel, share, target.dora),
     )
     for lora in adapted.loras:
         if operation.axis is None:  # replicas of the tower see different images
             for parameter in lora.parameters():
                 parameter.average_gradients_across_tp_domain = True
-        else:  # the whole one of the two has its gradient from this rank's tokens
-            whole = lora.lora_B if operation.axis == 1 else lora.lora_A
-            whole.sequence_parallel = sequence_parallel
+        else:  # what is whole has its gradient from this rank's tokens
+            for name, cut in lora.axes.items():
+                if cut is None:
+                    getattr(lora, name).sequence_parallel = sequence_parallel
     module.register_forward_hook(adapted)
     return adapted

@@ -36,7 +36,7 @@ class Adapters(nn.Module):
     @property
     def fingerprint(self) -> str:
         """It differs if modules, ranks or scales do."""
-        known = [[target.module, target.rank, target.scale] for target in self.targets]
+        known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
         return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
 
     def place(self, module: str, lora: Lora) -> None:
@@ -85,7 +85,12 @@ def adapter_tensors(
                 if axis is not None and group.size() > 1:
                     shards = [torch.empty_like(local) for _ in range(group.size())]
                     dist.all_gather(shards, local, group=group)
-                yield f"base_model.model.{module}.{name}.weight", torch.cat(shards, dim=axis or 0)
+                yield peft_key(module, name), torch.cat(shards, dim=axis or 0)
+
+
+def peft_key(module: str, name: str) -> str:
+    """The key in peft's files of an adapter's parameter."""
+    return f"base_model.model.{module}.{name}" + ("" if name == "lora_magnitude_vector" else ".weight")
 
 
 def sharded_state(chunk: MegatronModule) -> dict[str, ShardedTensor]:
@@ -111,7 +116,8 @@ def load_state(chunk: MegatronModule, state: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def merge(chunk: MegatronModule) -> None:
-    """Adds to each weight what its adapters stand for, B A, in fp32. Then they must not be used with it."""
+    """Adds to each weight what its adapters stand for, in fp32. Then they must not be used with it."""
     for adapted in chunk.adapters.linears:
         weight = adapted.weight
-        weight.copy_(weight.float() + adapted.B(torch.float32) @ adapted.A(torch.float32))
+        merged = weight.float() + adapted.B(torch.float32) @ adapted.A(torch.float32)
+        weight.copy_(merged * adapted.factors()[:, None] if adapted.dora else merged)

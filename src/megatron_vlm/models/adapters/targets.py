@@ -31,6 +31,7 @@ class Target:
     width: int  # columns
     rank: int
     scale: float  # of what the adapter adds
+    dora: bool
 
 
 def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> list[Target]:
@@ -64,7 +65,7 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     return [
         Target(
             *(name, *placed[name], built[name].out_features, built[name].in_features),
-            *(rank, alpha / rank**root),
+            *(rank, alpha / rank**root, adapter.use_dora),
         )
         for name, rank, alpha in zip(found, ranks, alphas, strict=True)
     ]
