@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_vlm.models.layers.attention import Attend, dense, mask
-from megatron_vlm.models.layers.attention_check import disagreement, tower_disagreement
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
+from megatron_vlm.models.layers.kernel_checks import disagreement, tower_disagreement
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel, Segments
 from megatron_vlm.planning.tensor_memory import TensorMemory
 

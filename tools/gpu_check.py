@@ -3,9 +3,10 @@
 python tools/gpu_check.py [--parts NAMES] [--families NAMES] [--out FILE]
 
 parts:
-  kernels   the attention kernel and the grouped product against plain references, for all head widths
+  kernels   attention, grouped products, norms, rotary embeddings and gates against plain references
   parity    logits, loss and gradients of tiny models against Transformers, in fp32 and bf16
-  speed     the attention kernel's operations a second beside PyTorch's own attention
+  speed     the attention kernel's operations a second beside PyTorch's own attention; what is compiled
+            beside the same as written
   step      a training step against Transformers, as in tools/bench_step.py
   memory    the peak memory of a training step against `megatron-vlm plan`
 It exits with 1 if a value is beyond its limit. Without CUDA, parts that need it are left out and the others
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,7 +42,15 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: 
 from megatron_vlm.models.families import FAMILIES  # noqa: E402
 from megatron_vlm.models.hf import load_config  # noqa: E402
 from megatron_vlm.models.layers.attention import Attend  # noqa: E402
-from megatron_vlm.models.layers.attention_check import disagreement, tower_disagreement  # noqa: E402
+from megatron_vlm.models.layers.fused import compiled_on  # noqa: E402
+from megatron_vlm.models.layers.kernel_checks import (  # noqa: E402
+    LARGEST,
+    FusedSizes,
+    disagreement,
+    fused_cases,
+    fused_errors,
+    tower_disagreement,
+)
 from megatron_vlm.models.layers.kernels import KERNELS  # noqa: E402
 from megatron_vlm.models.layers.tower_attention import backend, view_of  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
@@ -49,6 +59,10 @@ from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 ON_CUDA = torch.cuda.is_available()
 WIDTHS = (64, 72, 80, 128, 256)
+SIZES = {  # as in Qwen3-VL-8B and Gemma3-4B
+    "SwiGLU": FusedSizes(4096, 128, 12_288, torch.nn.functional.silu, zero_centered=False),
+    "GeGLU": FusedSizes(2560, 256, 10_240, partial(torch.nn.functional.gelu, approximate="tanh"), True),
+}
 BF16_LOSS = 0.02  # of tiny random models, against fp32
 ROWS = ["t", "it", "ititit"]  # without an image, with one and with three
 
@@ -82,6 +96,9 @@ def kernels(families: list[str]) -> Iterator[Row]:
     yield Row(
         "kernels", "grouped product against a loop, with empty groups", grouped_error(device, dtype), 2e-2
     )
+    for model, sizes in SIZES.items():
+        for name, error in fused_errors(sizes, 512, device, dtype).items():
+            yield Row("kernels", f"{name}, {model}, compiled against written", error, LARGEST[dtype])
 
 
 def verdict(part: str, what: str, problem: str | None) -> Row:
@@ -153,6 +170,21 @@ def speed(families: list[str]) -> Iterator[Row]:
         for name, function in (("varlen", ours), ("PyTorch, batched", batched)):
             seconds = seconds_on_gpu(lambda f=function, x=inputs: with_gradients(f, *x))
             yield Row("speed", f"{name}, {width} wide, TFLOP/s", round(operations / seconds / 1e12, 1))
+    yield from speed_of_compiled(device)
+
+
+def speed_of_compiled(device: torch.device) -> Iterator[Row]:
+    """Norms, rotary embeddings and gates over 8,192 tokens."""
+
+    def seconds(device_type: str | None, function: Callable, given: list[torch.Tensor]) -> float:
+        *inputs, gradient = (x.requires_grad_() for x in given)
+        with compiled_on(device_type):
+            return seconds_on_gpu(lambda: torch.autograd.grad(function(*inputs), inputs, gradient))
+
+    for model, sizes in SIZES.items():
+        for name, case in fused_cases(sizes, 8192, device, torch.bfloat16).items():
+            times = round(seconds(None, *case) / seconds("cuda", *case), 2)
+            yield Row("speed", f"{name}, {model}, compiled over written", times)
 
 
 def seconds_on_gpu(call: Callable[[], object], rounds: int = 10) -> float:

@@ -39,12 +39,17 @@ class ImageCost:
     layer_inputs: tuple[float, ...]  # bytes that each trained layer keeps when it is recomputed
     passes: int  # the cost of the tower in a training step without recomputation, in forward passes
 
-    def kept(self, recompute: bool, forwards: float) -> float:
-        """Bytes kept after `forwards` forward passes, while the backward pass of the first runs."""
+    def kept(self, recompute: bool) -> float:
+        """Bytes kept after a forward pass."""
         if not recompute or not self.layer_inputs:
-            return forwards * self.saved_bytes
-        one_layer = (self.saved_bytes - self.saved_outside) / len(self.layer_inputs)
-        return forwards * (sum(self.layer_inputs) + self.saved_outside) + one_layer
+            return self.saved_bytes
+        return sum(self.layer_inputs) + self.saved_outside
+
+    def made_again(self, recompute: bool) -> float:
+        """Bytes that a recomputed layer keeps while its backward pass runs."""
+        if not recompute or not self.layer_inputs:
+            return 0.0
+        return (self.saved_bytes - self.saved_outside) / len(self.layer_inputs)
 
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:

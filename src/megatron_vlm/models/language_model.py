@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_vlm.config import ModelConfig, RunConfig
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
+from megatron_vlm.models.layers.feed_forward import GatedMLP
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
@@ -135,7 +136,7 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         else get_bias_dropout_add
     )
     dense_mlp = partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+        GatedMLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     )
     return ModuleSpec(
         module=DeepstackLayer,
@@ -233,4 +234,5 @@ class LanguageModel(GPTModel):
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
             padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t()
-        return decoder_input, self.rotary(position_ids), None, None, None, padding_mask
+        tables = self.rotary(position_ids).to(self.config.params_dtype)
+        return decoder_input, tables, None, None, None, padding_mask

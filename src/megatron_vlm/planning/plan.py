@@ -262,7 +262,8 @@ def _activations(
     stage: int,
 ) -> float:
     """The most bytes that the stage's ranks keep at any time: what forward passes keep for the backward, and
-    what the backward needs besides for the output layer or for a recomputed layer, whichever is more."""
+    what the backward needs besides for the output layer or for a recomputed layer, whichever is more. When a
+    tower's layer is recomputed, the language model's layers of that micro batch are done."""
     rows, tp, cp = config.train.micro_batch_size, config.parallel.tp, config.parallel.cp
     tokens, recompute = rows * config.data.seq_length / cp, config.model.recompute == "full"
     value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.frozen
@@ -276,9 +277,10 @@ def _activations(
         kept = hidden / cut * (len(per_layer) + extras)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
-    kept = forwards * (kept + value * masks * tokens * rows * config.data.seq_length)
+    of_one = kept + value * masks * tokens * rows * config.data.seq_length
+    kept, images = forwards * of_one, rows * costs.images_per_tower(config, image)
     if stage == 0:
-        kept += rows * costs.images_per_tower(config, image) * image.kept(recompute, forwards)
+        kept += images * forwards * image.kept(recompute)
         kept += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
     # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
@@ -288,6 +290,8 @@ def _activations(
             besides += 2 * hidden / cut * megatron_config.moe_router_topk
     if stage == config.parallel.pp - 1:
         besides = max(besides, _output_layer(config, megatron_config, tokens, trained))
+    if stage == 0:
+        besides = max(besides, images * image.made_again(recompute) - of_one)
     return kept + besides
 
 
@@ -321,28 +325,27 @@ def saved_by_layer(
 ) -> float:
     """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
-    Norms save their input in fp32 and the normalised values; projections save their inputs; attention its
+    Norms save their input and its root mean square in fp32; projections save their inputs; attention its
     queries, keys, values and output, where a document that all ranks of context parallelism share gives a
-    rank up to all of its keys and values; a gated feed-forward five times its channels. A layer that is not
-    `trained` saves only what the gradient of its input needs.
+    rank up to all of its keys and values; a gated feed-forward its gate and up, and their product for the
+    next projection. A layer that is not `trained` saves only what the gradient of its input needs.
     """
     tp = megatron_config.tensor_model_parallel_size
     cut = tp if megatron_config.sequence_parallel else 1
     width = megatron_config.hidden_size / cut
-    # Gemma's norms multiply by their weight in fp32
-    norm = 4 + trained * (4 if megatron_config.layernorm_zero_centered_gamma else value)
-    channels = (4 + trained) * value  # of a gated feed-forward
+    norm = value * width + 4 / cut
+    channels = (2 + trained) * value  # of a gated feed-forward
     queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
     keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
-    saved = 2 * (norm + trained * value) * width
+    saved = 2 * (norm + trained * value * width)
     if megatron_config.norm_after_sublayer:
-        saved += 2 * norm * width
+        saved += 2 * norm
     saved += (
         value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
         + 4 * megatron_config.num_attention_heads / tp
     )
-    if megatron_config.qk_layernorm:
-        saved += norm * (queries + keys)
+    if megatron_config.qk_layernorm:  # keys lie where values do
+        saved += value * queries + 4 * (queries + keys) / megatron_config.kv_channels
     if not has_experts(megatron_config, layer):
         return saved + channels * megatron_config.ffn_hidden_size / tp
     saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
+from megatron_vlm.models.layers.rotary import rotate
 
 
 class CoreAttention(MegatronModule):
@@ -129,8 +130,8 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
 class RotarySelfAttention(SelfAttention):
     """Self-attention with Megatron's parameters and projections, and our rotary tables and plan.
 
-    `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table. Megatron passes it and the plan from block to
-    layer unchanged, also through activation recomputation.
+    `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table, in the weights' dtype. Megatron passes it and
+    the plan from block to layer unchanged, also through activation recomputation.
     """
 
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
@@ -141,15 +142,6 @@ class RotarySelfAttention(SelfAttention):
         self, hidden_states: Tensor, *_, rotary_pos_emb: Tensor, packed_seq_params: AttentionPlan, **__
     ):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        tables = rotary_pos_emb[self.rotary_index].to(query.dtype)
+        tables = rotary_pos_emb[self.rotary_index]
         query, key = rotate(query, *tables[0]), rotate(key, *tables[-1])
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))
-
-
-def rotate(x_SBHK: Tensor, cos_SB1R: Tensor, sin_SB1R: Tensor) -> Tensor:
-    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest is unchanged."""
-    rotary_width = cos_SB1R.shape[-1]
-    x, rest = x_SBHK[..., :rotary_width], x_SBHK[..., rotary_width:]
-    first, second = x.chunk(2, dim=-1)
-    x = x * cos_SB1R + torch.cat((-second, first), dim=-1) * sin_SB1R
-    return torch.cat((x, rest), dim=-1) if rest.shape[-1] else x

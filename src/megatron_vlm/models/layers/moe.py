@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.nn.functional import grouped_mm
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
 from megatron_vlm.models.layers.routes import Exchange, Join, Order, Spread
 
 
@@ -88,9 +89,9 @@ class Experts(MegatronModule):
     def forward(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
         """The experts' outputs (R, D), times `weights_R`. Rows are sorted by expert, `counts_E` of each."""
         ends_E = counts_E.cumsum(0).int()
-        gate, up = grouped_mm(rows_RD, self.linear_fc1.mT, offs=ends_E).chunk(2, dim=-1)
-        inner = self.config.activation_func(gate) * up * weights_R[:, None]
-        return grouped_mm(inner.to(rows_RD.dtype), self.linear_fc2.mT, offs=ends_E)
+        gate_up = grouped_mm(rows_RD, self.linear_fc1.mT, offs=ends_E)
+        inner = gated(gate_up, self.config.activation_func, weights_R)
+        return grouped_mm(inner, self.linear_fc2.mT, offs=ends_E)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
         """The keys and global shapes of Megatron's SequentialMLP, which wrote the first checkpoints."""
@@ -109,6 +110,10 @@ class Experts(MegatronModule):
         }
 
 
+class SharedExperts(SharedExpertMLP, GatedMLP):
+    """Megatron's, which computes its feed-forward by the next class."""
+
+
 class MoE(BaseMoELayer):
     """A layer's feed-forward: routed experts and, if the config has them, shared ones, which all tokens pass.
 
@@ -125,7 +130,7 @@ class MoE(BaseMoELayer):
         if self.use_shared_expert:
             linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
             gate = config.moe_shared_expert_gate
-            self.shared_experts = SharedExpertMLP(config, linears, gate, pg_collection)
+            self.shared_experts = SharedExperts(config, linears, gate, pg_collection)
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S)."""

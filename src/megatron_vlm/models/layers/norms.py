@@ -1,4 +1,4 @@
-"""Norms in plain PyTorch with Megatron's constructor, and Gemma's norm after a sub-layer."""
+"""Norms with Megatron's constructor, and Gemma's norm after a sub-layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from megatron_vlm.models.layers.fused import Norm
 
 
 class RMSNorm(nn.Module):
@@ -26,11 +28,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.zero_centered:
-            return (normed * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        return Norm.apply(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormThenAdd(nn.Module):

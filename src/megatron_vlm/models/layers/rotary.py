@@ -1,4 +1,4 @@
-"""Rotary tables from the Hugging Face config's own rule, on any device."""
+"""Rotary embeddings: tables from the Hugging Face config's own rule, on any device, and what they turn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_vlm.models.layers.fused import Rotate
 
 
 def inverse_frequencies(
@@ -42,7 +44,7 @@ def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tens
 
 
 class Rotary(nn.Module):
-    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R) fp32.
+    """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R/2) fp32.
 
     Most models have one rule; Gemma3 has two, one for its local and one for its global layers. Positions are
     (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys use the same table. With
@@ -70,11 +72,18 @@ class Rotary(nn.Module):
             position_SBR = position_ids.t()[..., None]
         else:
             position_SBR = position_ids.permute(2, 1, 0)[..., self.axes]
-        angles_SBR = position_SBR.float() * self.inv_freq[:, None, None, :]
-        angles = torch.cat((angles_SBR, angles_SBR), dim=-1)[:, :, :, None, :]
+        angles = (position_SBR.float() * self.inv_freq[:, None, None, :])[:, :, :, None, :]
         factor = self.factors.view(-1, 1, 1, 1, 1)
         table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)[:, None]
         if self.query_scale is None:
             return table
         scale_SB11 = self.query_scale(position_ids.t())[..., None, None]
         return torch.cat((table * scale_SB11, table), dim=1)
+
+
+def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest is unchanged.
+
+    cos and sin are (S, B, 1, R/2).
+    """
+    return Rotate.apply(x_SBHK, cos, sin)

@@ -1,9 +1,11 @@
-"""A look at the attention kernel before a run relies on it: on 512 tokens it agrees with the reference."""
+"""A look at kernels before a run relies on them: on a few hundred tokens they agree with the reference."""
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
+from megatron_vlm.models.layers.feed_forward import gated
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
 from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.layers.rotary import rotate
 from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
 
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
@@ -102,15 +107,107 @@ def _compare(name: str, given: list[Tensor], plan: AttentionPlan, view: View, se
     except (RuntimeError, NotImplementedError) as error:
         return f"{name} does not run here ({str(error).splitlines()[0]})"
     expected = _with_gradients([x.float() for x in given], lambda *x: dense(*x, plan, seen, scale))
-    for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
-        error = ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
+    for what, error in zip(("context", "dq", "dk", "dv"), _differences(found, expected), strict=True):
         if not error <= LARGEST[given[0].dtype]:
             return f"{name} has a {what} that differs by {error:.1e}"
     return None
 
 
-def _with_gradients(given: list[Tensor], attention: Callable[..., Tensor]) -> list[Tensor]:
+def _with_gradients(given: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
     *inputs, gradient = given
     inputs = [x.clone().requires_grad_() for x in inputs]
-    context = attention(*inputs)
-    return [context.detach(), *torch.autograd.grad(context, inputs, gradient)]
+    output = function(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
+
+
+def _differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """The largest of each pair, of the largest number expected."""
+    pairs = zip(found, expected, strict=True)
+    return [((ours.float() - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
+
+
+# --- norms, rotary embeddings and gates -------------------------------------------------------------------
+
+
+def check_fused(megatron_config: TransformerConfig, device: torch.device) -> None:
+    """Has `fused` functions run as they are written, with a warning, if compiled ones do not agree with that.
+
+    A run then compiles nothing but for further layouts of tensors. It has not run on a GPU yet.
+    """
+    sizes = FusedSizes(
+        megatron_config.hidden_size,
+        megatron_config.kv_channels,
+        megatron_config.ffn_hidden_size // megatron_config.tensor_model_parallel_size,
+        megatron_config.activation_func,
+        megatron_config.layernorm_zero_centered_gamma,
+    )
+    if problem := fused_disagreement(sizes, device, megatron_config.params_dtype):
+        warnings.warn(
+            f"norms, rotary embeddings and gates: {problem}. They run as they are written: slower, with the "
+            "same results and no more memory kept for the backward pass.",
+            stacklevel=2,
+        )
+        Fused.compiles_on = None
+
+
+class FusedSizes(NamedTuple):
+    """Channels of hidden states, of a head and of the feed-forward, and a model's kinds of functions."""
+
+    width: int
+    head: int
+    ffn: int
+    activation: Callable[[Tensor], Tensor]
+    zero_centered: bool
+
+
+def fused_disagreement(sizes: FusedSizes, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the compiled functions on this device, for the user; None if nothing is."""
+    for tokens in (512, 37):  # what is compiled for one length serves others
+        try:
+            errors = fused_errors(sizes, tokens, device, dtype)
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
+        for name, error in errors.items():
+            if not error <= LARGEST[dtype]:
+                return f"{name}, compiled, differs by {error:.1e} for {tokens} tokens"
+    return None
+
+
+def fused_errors(
+    sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """By function, the largest difference of result and gradients from the written function in fp32."""
+    errors = {}
+    for name, (function, given) in fused_cases(sizes, tokens, device, dtype).items():
+        found = _with_gradients(given, function)
+        with compiled_on(None):
+            expected = _with_gradients([x.float() for x in given], function)
+        errors[name] = max(_differences(found, expected))
+    return errors
+
+
+def fused_cases(
+    sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """By name, a function of tensors and random ones for it, the last of them the gradient of its result."""
+    made = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made, device=device).to(dtype)
+
+    width, head, ffn, activation, zero_centered = sizes
+    angles = random(tokens, 1, 1, head // 4)
+    cos, sin = angles.cos(), angles.sin()
+    cases: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+        "norm": (
+            lambda x, weight: Norm.apply(x, weight, 1e-6, zero_centered),
+            [(tokens, 1, width), (width,), (tokens, 1, width)],
+        ),
+        "rotary embedding": (lambda x: rotate(x, cos, sin), [(tokens, 1, 4, head)] * 2),
+        "gate": (lambda x: gated(x, activation), [(tokens, 1, 2 * ffn), (tokens, 1, ffn)]),
+        "gate with weights": (
+            lambda x, weights: gated(x, activation, weights),
+            [(tokens, 2 * ffn), (tokens,), (tokens, ffn)],
+        ),
+    }
+    return {name: (function, [random(*shape) for shape in of]) for name, (function, of) in cases.items()}

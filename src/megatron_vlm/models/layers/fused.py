@@ -1,0 +1,114 @@
+"""Functions of tensors that CUDA runs compiled, as one or two kernels each, and other devices as written.
+
+Their callers, here and in `feed_forward`, are autograd functions with backward passes of their own: so what
+is kept between the two passes does not depend on a compiler and is the same on every device, `meta` included.
+Compiled, they have not run on a GPU yet, only on a CPU in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Fused:
+    """Decorates a function whose first argument is a tensor of the device in question.
+
+    It is compiled at its first call, once for all lengths. It rounds where the written one rounds.
+    """
+
+    compiles_on: str | None = "cuda"  # the type of the device, for all such functions
+
+    def __init__(self, written: Callable[..., Any]):
+        self.written = written
+        update_wrapper(self, written)
+
+    def __call__(self, first: Tensor, *rest: Any) -> Any:
+        function = self.compiled if first.device.type == Fused.compiles_on else self.written
+        return function(first, *rest)
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return torch.compile(self.written, dynamic=True, options={"emulate_precision_casts": True})
+
+
+@contextmanager
+def compiled_on(device_type: str | None) -> Iterator[None]:
+    """Inside, devices of this type, if any, run what is compiled."""
+    before, Fused.compiles_on = Fused.compiles_on, device_type
+    try:
+        yield
+    finally:
+        Fused.compiles_on = before
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type for statistics: fp32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Norm(torch.autograd.Function):
+    """The norm of `RMSNorm`. Its backward pass needs the input and 1 / root mean square (fp32)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        normed, inverse_rms = _norm(x, weight, eps, zero_centered)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.zero_centered = zero_centered
+        return normed
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        trained = ctx.needs_input_grad[1]
+        return *_norm_backward(gradient, *ctx.saved_tensors, ctx.zero_centered, trained), None, None
+
+
+@Fused
+def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    inverse_rms = torch.rsqrt(x.to(wide(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
+    normed = x * inverse_rms
+    if zero_centered:
+        return normed.mul_(1.0 + weight.to(normed.dtype)).to(x.dtype), inverse_rms
+    return normed.to(x.dtype).mul_(weight), inverse_rms
+
+
+@Fused
+def _norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, zero_centered: bool, trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """With y = x / rms(x) and g the weighted gradient: (g - y * mean(g * y)) / rms(x)."""
+    scale = weight.to(inverse_rms.dtype)
+    scale = 1.0 + scale if zero_centered else scale
+    normed = x * inverse_rms
+    products = gradient * normed
+    of_weight = products.sum(tuple(range(x.dim() - 1))).to(weight.dtype) if trained else None
+    mean = products.mul_(scale).mean(-1, keepdim=True)
+    of_x = torch.mul(gradient, scale, out=products).sub_(normed.mul_(mean)).mul_(inverse_rms)
+    return of_x.to(x.dtype), of_weight
+
+
+class Rotate(torch.autograd.Function):
+    """`rotate`. Its backward pass needs the tables alone, and turns the other way."""
+
+    @staticmethod
+    def forward(ctx, x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x_SBHK, cos, sin)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradient, cos, -sin), None, None
+
+
+@Fused
+def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x_SBHK.tensor_split((half, 2 * half), dim=-1)
+    parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin), rest
+    return torch.cat(parts, dim=-1)

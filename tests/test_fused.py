@@ -1,0 +1,203 @@
+"""Norms, rotary embeddings and gates: what they compute and keep is the same written and compiled."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers.activations import ACT2FN
+
+from megatron_vlm.models.layers import feed_forward, fused
+from megatron_vlm.models.layers.feed_forward import gated
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
+from megatron_vlm.models.layers.kernel_checks import FusedSizes, check_fused, fused_disagreement
+from megatron_vlm.models.layers.rotary import rotate
+
+CPU = torch.device("cpu")
+TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
+SIZES = FusedSizes(WIDTH, HEAD, 24, silu, zero_centered=True)
+FUNCTIONS = (
+    *(fused._norm, fused._norm_backward, fused._rotate),
+    *(feed_forward._gate, feed_forward._gate_backward),
+)
+
+
+# -- the same in PyTorch's own operations, which autograd differentiates; the order is that of Transformers
+
+
+def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x32 = x.float() if x.dtype != torch.float64 else x
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (normed * (1.0 + weight.to(x32.dtype))).to(x.dtype)
+
+
+def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x32 = x.float() if x.dtype != torch.float64 else x
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (cos, sin))
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = x.chunk(2, dim=-1)
+    x = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((x, rest), dim=-1)
+
+
+def glu(gate_up: Tensor, activation: Callable, weights: Tensor | None = None) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = activation(gate) * up
+    return inner if weights is None else (inner * weights[:, None]).to(gate_up.dtype)
+
+
+def tables(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(TOKENS * width // 2).reshape(TOKENS, 1, 1, -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def pair(ours: Callable, plain: Callable, *more) -> tuple[Callable, Callable]:
+    return lambda *x: ours(*x, *more), lambda *x: plain(*x, *more)
+
+
+GELU = ACT2FN["gelu_pytorch_tanh"]
+HIDDEN, QUERY = (TOKENS, 1, WIDTH), (TOKENS, 1, HEADS, HEAD)
+CASES = {  # ours, the same in plain operations, shapes of the inputs
+    "Gemma's norm": (lambda *x: Norm.apply(*x, 1e-6, True), gemma_norm, [HIDDEN, (WIDTH,)]),
+    "Llama's norm": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [HIDDEN, (WIDTH,)]),
+    "norm of heads": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [QUERY, (HEAD,)]),
+    "rotary": (lambda x: rotate(x, *tables(8, x.dtype)), lambda x: turned(x, *tables(8, x.dtype)), [QUERY]),
+    "rotary of a part": (
+        lambda x: rotate(x, *tables(4, x.dtype)),
+        lambda x: turned(x, *tables(4, x.dtype)),
+        [QUERY],
+    ),
+    "SwiGLU": (*pair(gated, glu, silu), [HIDDEN]),
+    "GeGLU": (*pair(gated, glu, GELU), [HIDDEN]),
+    "another gate": (*pair(gated, glu, ACT2FN["relu2"]), [HIDDEN]),
+    "gate with weights": (
+        lambda x, w: gated(x, silu, w),
+        lambda x, w: glu(x, silu, w),
+        [(TOKENS, WIDTH), (TOKENS,)],
+    ),
+    "no row": (lambda x, w: gated(x, silu, w), lambda x, w: glu(x, silu, w), [(0, WIDTH), (0,)]),
+}
+
+
+def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_plain_operations(name, dtype):
+    ours, plain, shapes = CASES[name]
+    given = inputs(shapes, dtype)
+    found, expected = ours(*given), plain(*given)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    gradient = torch.randn(found.shape).to(dtype)
+    grads = (torch.autograd.grad(output, given, gradient) for output in (found, expected))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 3e-2}[dtype]  # plain operations round more often
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_backward_pass_is_the_derivative(name):
+    ours, _, shapes = CASES[name]
+    assert torch.autograd.gradcheck(ours, inputs(shapes, torch.float64))
+
+
+def kept(function: Callable, given: list[Tensor]) -> int:
+    """Bytes kept for the backward pass besides weights, which are there anyway."""
+    found: dict[int, Tensor] = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.data_ptr(), t), lambda t: t)
+    with hooks:
+        function(*given)
+    weights = {weight.data_ptr() for weight in given[1:]}
+    return sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_keeps_as_little_as_it_can(dtype):
+    size, numbers = dtype.itemsize, TOKENS * WIDTH
+    found = {name: kept(ours, inputs(shapes, dtype)) for name, (ours, _, shapes) in CASES.items()}
+    assert found == {
+        "Gemma's norm": numbers * size + 4 * TOKENS,
+        "Llama's norm": numbers * size + 4 * TOKENS,
+        "norm of heads": TOKENS * HEADS * (HEAD * size + 4),
+        "rotary": 2 * TOKENS * HEAD // 2 * size,
+        "rotary of a part": 2 * TOKENS * HEAD // 4 * size,
+        "SwiGLU": numbers * size,
+        "GeGLU": numbers * size,
+        "another gate": numbers * size,
+        "gate with weights": numbers * size,
+        "no row": 0,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+def test_compiled_once_it_gives_the_same_for_every_length():
+    """On a CPU, with the compiler's kernels for that; on a GPU nothing of this has run yet."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    with torch.compiler.set_stance("default"), compiled_on("cpu"):
+        assert fused_disagreement(SIZES._replace(activation=GELU), CPU, torch.float32) is None
+    # a second graph: of the gate's two with weights, and of rotary, where its input needs no gradient
+    assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 3 and not counters["graph_break"]
+
+
+# -- the check before a run
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """The written functions in the place of compiled ones."""
+    for function in FUNCTIONS:
+        monkeypatch.setitem(vars(function), "compiled", function.written)
+    with compiled_on("cpu"):
+        yield monkeypatch
+
+
+CONFIG = SimpleNamespace(
+    hidden_size=WIDTH,
+    kv_channels=HEAD,
+    ffn_hidden_size=24,
+    activation_func=silu,
+    layernorm_zero_centered_gamma=False,
+    tensor_model_parallel_size=1,
+    params_dtype=torch.bfloat16,
+)
+
+
+def test_the_check_leaves_what_agrees(without_compiler, recwarn):
+    check_fused(CONFIG, CPU)
+    assert Fused.compiles_on == "cpu" and not recwarn.list
+
+
+def test_the_check_turns_the_compiler_off_where_it_differs(without_compiler):
+    def wrong(*given):
+        of_x, of_weight = fused._norm_backward.written(*given)
+        return of_x * 1.1, of_weight
+
+    without_compiler.setitem(vars(fused._norm_backward), "compiled", wrong)
+    with pytest.warns(UserWarning, match="gates: norm, compiled, differs by .* for 512 tokens. They run as"):
+        check_fused(CONFIG, CPU)
+    assert Fused.compiles_on is None
+
+
+def test_the_check_turns_the_compiler_off_where_it_fails(without_compiler):
+    def no_compiler(*_):
+        raise RuntimeError("backend='inductor' raised:\nTritonMissing: cannot find a working triton")
+
+    without_compiler.setitem(vars(fused._rotate), "compiled", no_compiler)
+    with pytest.warns(UserWarning, match=r"torch.compile fails here \(backend='inductor' raised: TritonMiss"):
+        check_fused(CONFIG, CPU)
+    assert Fused.compiles_on is None
