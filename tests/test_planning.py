@@ -67,7 +67,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     from megatron_vlm.models.layers.rotary import Rotary
     from megatron_vlm.models.stream import StreamLayout
     from megatron_vlm.parallel import setup
-    from megatron_vlm.planning.plan import saved_by_layer
+    from megatron_vlm.planning.kept import saved_by_layer
 
     setup.init_distributed(ParallelConfig(), 1)
     rows, length, found = 2, 64, {}

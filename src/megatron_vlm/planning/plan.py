@@ -18,7 +18,6 @@ from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models import costs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
@@ -31,6 +30,7 @@ from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.planning.adapters import adapter_sizes
+from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
@@ -289,27 +289,10 @@ def _activations(
         if any(has_experts(megatron_config, i) for held in layers for i in held):  # gradients of what travels
             besides += 2 * hidden / cut * megatron_config.moe_router_topk
     if stage == config.parallel.pp - 1:
-        besides = max(besides, _output_layer(config, megatron_config, tokens, trained))
+        besides = max(besides, saved_by_output_layer(config, megatron_config, tokens, trained))
     if stage == 0:
         besides = max(besides, images * image.made_again(recompute) - of_one)
     return kept + besides
-
-
-def _output_layer(
-    config: RunConfig, megatron_config: LanguageModelConfig, tokens: float, trained: bool
-) -> float:
-    """Bytes of `models.head`: a chunk of logits and its softmax, hidden states and their gradient, and the
-    weight's gradient, of which a chunk's part is added to the sum in fp32."""
-    value = DTYPES[config.model.dtype].itemsize
-    vocabulary = megatron_config.vocab_size / config.parallel.tp
-    logits = 4 * tokens * (1 - config.data.visual_share) * vocabulary  # images are not trained
-    weight = vocabulary * megatron_config.hidden_size
-    several = logits > CHUNK_BYTES
-    return (
-        2 * min(CHUNK_BYTES, logits)
-        + 2 * tokens * value * megatron_config.hidden_size
-        + trained * weight * (2 * value + 4 if several else value)
-    )
 
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
@@ -318,36 +301,3 @@ def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
     if vpp == 1:
         return min(pp - stage, micro_batches)
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, micro_batches * vpp) / vpp
-
-
-def saved_by_layer(
-    megatron_config: LanguageModelConfig, layer: int, value: int, trained: bool = True
-) -> float:
-    """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
-
-    Norms save their input and its root mean square in fp32; projections save their inputs; attention its
-    queries, keys, values and output, where a document that all ranks of context parallelism share gives a
-    rank up to all of its keys and values; a gated feed-forward its gate and up, and their product for the
-    next projection. A layer that is not `trained` saves only what the gradient of its input needs.
-    """
-    tp = megatron_config.tensor_model_parallel_size
-    cut = tp if megatron_config.sequence_parallel else 1
-    width = megatron_config.hidden_size / cut
-    norm = value * width + 4 / cut
-    channels = (2 + trained) * value  # of a gated feed-forward
-    queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
-    keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
-    saved = 2 * (norm + trained * value * width)
-    if megatron_config.norm_after_sublayer:
-        saved += 2 * norm
-    saved += (
-        value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
-        + 4 * megatron_config.num_attention_heads / tp
-    )
-    if megatron_config.qk_layernorm:  # keys lie where values do
-        saved += value * queries + 4 * (queries + keys) / megatron_config.kv_channels
-    if not has_experts(megatron_config, layer):
-        return saved + channels * megatron_config.ffn_hidden_size / tp
-    saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
-    routed = channels * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
-    return saved + megatron_config.moe_router_topk * routed / cut
