@@ -57,6 +57,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_ways_out():
         ConfigError, match=r"trained on a GPU of 80.0 GB, as it needs .*\. Try .*model.freeze"
     ):
         proposal("gemma3_vl_27b", 1)
+    assert proposal("gemma3_vl_27b", 1, adapter__r=16).config().adapter.r == 16
 
 
 def test_data_of_two_types_is_refused(tmp_path):

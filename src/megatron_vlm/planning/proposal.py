@@ -99,8 +99,8 @@ def _layout(
         ways = [f"{change} on {plan.gpus} GPUs" for change, plan in ways_to_fit(plan, hf_config, capacity)]
         raise ConfigError(
             f"--model: all of {printable(config.model.hf_path)} cannot be trained on {there}, as it needs "
-            f"{readable_size(plan.memory)}. Try {' or '.join(ways[:2]) or 'more GPUs'}; or train a part, by "
-            "model.freeze=[tower,language_model]."
+            f"{readable_size(plan.memory)}. Try {' or '.join(ways[:2]) or 'more GPUs'}; or train "
+            "adapters alone, by adapter.r=16, or a part, by model.freeze=[tower,language_model]."
         )
     layout, plan = plans[0]
     usual, found = dict(all_settings(RunConfig())), {}
