@@ -2,7 +2,13 @@ import json
 
 import pytest
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media, training_conversation
+from megatron_vlm.data.chatml import (
+    BadSample,
+    cook_chatml_sample,
+    is_trained,
+    place_media,
+    training_conversation,
+)
 
 
 def text(value):
@@ -133,6 +139,19 @@ def test_a_reply_without_content_is_no_reply(nothing):
 )
 def test_text_or_a_tool_call_is_a_reply(reply):
     training_conversation([{"role": "user", "content": "Hi"}, {"role": "assistant"} | reply])
+
+
+def test_replies_that_say_so_are_not_trained():
+    untrained = [SHAREGPT[0], SHAREGPT[1] | {"loss": False}]
+    with pytest.raises(BadSample, match="no_trained_tokens: no reply to train on"):
+        training_conversation(untrained, images=1)
+    for nonsense in (0.5, "no", [0]):
+        with pytest.raises(BadSample, match="turn 1 has weight .*, not true or false"):
+            training_conversation([SHAREGPT[0], SHAREGPT[1] | {"weight": nonsense}], images=1)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
+    turns[5]["loss"] = 0
+    messages, _ = training_conversation(turns, last_only=True)
+    assert [is_trained(message) for message in messages] == [False, False, False, True, False, False]
 
 
 def test_a_document_of_images_alone_has_no_text_to_train():

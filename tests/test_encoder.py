@@ -190,6 +190,22 @@ def test_joined_documents_are_numbered_and_predict_nothing_of_each_other(encoder
     assert len(row.visual_inputs.pixel_values) == 3
 
 
+def test_the_last_reply_alone_is_trained_if_that_is_asked_for(processor):
+    turns = [*conversation(), *conversation(0, "And these?", "A one and a two.")]
+    every, last = (
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256, train_replies=which)).encode_sample(
+            sample(turns, images=1)
+        )
+        for which in ("all", "last")
+    )
+    assert last.input_ids.equal(every.input_ids) and 0 < last.loss_mask.sum() < every.loss_mask.sum()
+    expected = every.labels.clone()
+    said = (last.labels != IGNORE_INDEX).nonzero().flatten()
+    expected[: said[0]] = IGNORE_INDEX
+    assert last.labels.equal(expected)
+    assert processor.tokenizer.decode(last.labels[said]).startswith("A one and a two.")
+
+
 # ------------------------------------------------------------------------------------------ over length
 
 

@@ -87,6 +87,18 @@ def test_an_empty_reply_among_others_is_not_trained_nor_its_end(family_spans, no
     assert replies(family_spans, encode(family_spans, *empty)) == []
 
 
+def test_only_the_replies_that_are_to_be_trained_are_in_the_mask(family_spans):
+    turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
+    said = [{"role": role, "content": text} for role, text in turns]
+    every = replies(family_spans, processed(family_spans, cook_chatml_sample(said)[0])[0])
+    for flags in ([True, False, True, True], [False, True, False, False], [0, 0, 0, 1]):
+        for turn, flag in zip(said[1::2], flags, strict=True):
+            turn["loss"] = flag
+        found = processed(family_spans, cook_chatml_sample(said)[0])[0]
+        expected = [reply for reply, flag in zip(every, flags, strict=True) if flag]
+        assert replies(family_spans, found) == expected
+
+
 def test_blocks_that_touch_are_one_reply(processor):
     ends = TEMPLATE.replace("body(message['content']) + '<end_of_turn>' }}", "body(message['content']) }}")
     ends = ends.replace(

@@ -103,6 +103,7 @@ class DataConfig:
     media_dir: str | None = None  # folder of all media paths; None: the source's own folder
     streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
     seq_length: int = 4096  # most tokens in a row
+    train_replies: str = "all"  # "all", or "last": that of each conversation alone
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
     max_pixels: int | None = None

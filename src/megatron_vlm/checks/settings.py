@@ -29,6 +29,7 @@ CHOICES = {
     "model.attention": ("auto", "dense", "documents", "varlen"),
     "model.recompute": ("none", "selective", "full"),
     "data.dataset_type": ("energon", "hf"),
+    "data.train_replies": ("all", "last"),
     "data.over_length": ("drop", "truncate"),
     "data.packing": ("none", "stream", "global"),
 }

@@ -88,19 +88,31 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
 
 def training_conversation(
-    conversation: str | dict | list, images: int = 0, videos: int = 0
+    conversation: str | dict | list, images: int = 0, videos: int = 0, last_only: bool = False
 ) -> tuple[list[dict], list[dict] | None]:
     """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
 
-    Raises BadSample as they do, and BadSample `no_trained_tokens` when no reply has content.
+    With `last_only`, all replies that are trained but the last get `"loss": False`. Raises BadSample as they
+    do, and BadSample `no_trained_tokens` when no trained reply has content.
     """
     messages, tools = cook_chatml_sample(conversation)
     messages = place_media(messages, images, videos)
-    replies = [message for message in messages if message["role"] in TRAINED]
+    if last_only:
+        last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
+        messages = [
+            message | {"loss": False} if message["role"] == "assistant" and index != last else message
+            for index, message in enumerate(messages)
+        ]
+    replies = [message for message in messages if is_trained(message)]
     if not any(map(has_content, replies)):
-        found = f"{len(replies)} replies, all without content" if replies else "no reply"
+        found = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
         raise BadSample("no_trained_tokens", f"{found}; roles are {[m['role'] for m in messages]}")
     return messages, tools
+
+
+def is_trained(message: dict) -> bool:
+    """Whether a turn is a reply to train on; it is not with `"loss": false`, or OpenAI's `"weight": 0`."""
+    return message["role"] in TRAINED and bool(message.get("loss", message.get("weight", True)))
 
 
 def has_content(message: dict) -> bool:
@@ -182,6 +194,9 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get("content", turn.get("value"))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
+    for key in ("loss", "weight"):
+        if others.get(key) not in (None, 0, 1):
+            raise BadSample("bad_conversation", f"turn {index} has {key} {others[key]!r}, not true or false")
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
         parts = [{"type": "text", "text": ""}]

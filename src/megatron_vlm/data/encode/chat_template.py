@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample
+from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample, is_trained
 from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
 
@@ -79,17 +79,22 @@ class ChatTemplate:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        spans = self._with_content(prompt, spans, sum(m["role"] == "assistant" for m in messages))
+        spans = self._trained(prompt, spans, [is_trained(m) for m in messages if m["role"] == "assistant"])
         return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
 
-    def _with_content(self, prompt: str, replies: list[Span], turns: int) -> list[Span]:
-        """The replies that say more than the template writes for an empty one. If the template marks more
-        blocks than there are `turns` of the assistant, blocks that touch are one reply."""
+    def _trained(self, prompt: str, replies: list[Span], wanted: list[bool]) -> list[Span]:
+        """The replies of `wanted` turns of the assistant that say more than the template writes for an empty
+        one. If the template marks more blocks than there are turns, blocks that touch are one reply."""
         whole: list[Span] = []
         for start, stop in replies:
-            if len(replies) != turns and whole and whole[-1][1] == start:
+            if len(replies) != len(wanted) and whole and whole[-1][1] == start:
                 start = whole.pop()[0]
             whole.append((start, stop))
+        if not all(wanted):
+            if len(whole) != len(wanted):
+                detail = f"it marks {len(whole)} replies of {len(wanted)}, so some cannot be left untrained"
+                raise BadSample("template_error", detail)
+            whole = [span for span, is_wanted in zip(whole, wanted, strict=True) if is_wanted]
         return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
 
     def _what_is_no_content(self) -> re.Pattern[str]:

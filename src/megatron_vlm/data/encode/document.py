@@ -143,7 +143,9 @@ class DocumentEncoder:
             raise BadSample("video_unsupported", f"{videos} videos")
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
-        conversation = training_conversation(sample.conversation, images, videos)
+        conversation = training_conversation(
+            sample.conversation, images, videos, last_only=self._data.train_replies == "last"
+        )
         prompt = self.chat(*conversation, images, videos)
         if (found := len(prompt.text)) > self._most_characters:
             detail = f"{found} characters; more than {self._most_characters} never fit"
