@@ -338,4 +338,5 @@ def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
 
     monkeypatch.setattr(exports, "free_bytes", lambda path: 1000)
     with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):
-        exports._make_room(tmp_path / "exports/step_00000007", open_source(tiny_gemma3))
+        needed = exports._bytes_of(RunConfig(), open_source(tiny_gemma3))
+        exports._make_room(tmp_path / "exports/step_00000007", needed)

@@ -74,7 +74,7 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
     """Every module of Transformers' model by name, in its order, on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(deepcopy(hf_config))
+        model = AutoModelForImageTextToText.from_config(deepcopy(hf_config), trust_remote_code=False)
     return dict(model.named_modules())
 
 
