@@ -58,7 +58,11 @@ def checkpoint(what: str, last_line: str, path: str) -> Mistake:
 
 
 MISTAKES = [
-    Mistake("no recipe", ("train",), r"give --recipe NAME or --config FILE; the recipes are gemma3_vl_4b, "),
+    Mistake(
+        "no recipe",
+        ("train",),
+        r"give --recipe NAME or --config FILE, or --model and --data; the recipes are gemma3_vl_4b, ",
+    ),
     train(
         "a recipe that does not exist",
         r"gemma_vl_4b: no such recipe; did you mean gemma3_vl_4b\?",

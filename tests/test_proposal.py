@@ -89,7 +89,7 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     line = [*COMMAND, "train", "--model", tiny_gemma3, "--data", data, f"--run_dir={run}", "num_workers=0"]
     line += ["global_batch_size=4", "data.max_drop_share=1"]
     first = ask(*map(str, line), "steps=2")
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 0 and "nanobind" not in first.stderr, first.stderr
     assert from_yaml(first.stdout.partition("wrote ")[0]).train.steps == 2
     again = ask(*map(str, line), "steps=3")
     assert again.returncode == 2 and "holds another recipe; go on with that by --config" in again.stderr

@@ -39,7 +39,7 @@ Model = Annotated[
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="What to train --model on: a file, folder or hub name; again for more."),
+    typer.Option(help="Data for --model: file (or a.jsonl#5000, a.jsonl*0.3), folder, hub name."),
 ]
 Processes = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")

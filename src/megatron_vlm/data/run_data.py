@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from importlib import import_module
@@ -40,6 +41,7 @@ class RunData:
         self, config: RunConfig, processor: ProcessorMixin, needs: DataNeeds, rank: int, world_size: int
     ):
         data = config.data
+        atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
         gc.freeze()  # a collection in a forked worker would look at, and so copy, all that is imported here
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
         module, name = PROVIDERS[data.dataset_type].split(":")

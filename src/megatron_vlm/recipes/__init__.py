@@ -87,7 +87,10 @@ def compose(
     elif written:
         config = apply_overrides(RunConfig(), written)
     else:
-        raise ConfigError(f"give --recipe NAME or --config FILE; the recipes are {', '.join(RECIPES)}.")
+        names = ", ".join(RECIPES)
+        raise ConfigError(
+            f"give --recipe NAME or --config FILE, or --model and --data; the recipes are {names}."
+        )
     return apply_overrides(config, given)
 
 
