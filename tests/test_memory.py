@@ -137,7 +137,7 @@ def small_samples(tmp_path_factory):
 
 def slope(loader, count: int) -> float:
     """Bytes by which memory grows with a sample, over the last three quarters of `count` samples: the median
-    over all pairs of points (Theil-Sen), which a single step of the allocator does not move as a leak does."""
+    over all pairs of points (Theil-Sen), which one step of the allocator does not move as a leak does."""
     seen, points = 0, []
     while seen < count:
         seen += sum(map(len, next(loader)["__key__"]))
