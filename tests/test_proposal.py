@@ -64,6 +64,8 @@ def test_data_of_two_types_is_refused(tmp_path):
     (tmp_path / "shards/.nv-meta").mkdir(parents=True)
     (tmp_path / "shards/.nv-meta/.info.json").write_text("{}")
     assert source_settings("m", [str(tmp_path / "shards")])["data.dataset_type"] == "energon"
+    both = source_settings("m", [f"{tmp_path}/shards*2", str(tmp_path / "shards")])
+    assert both["data.dataset_type"] == "energon"
     with pytest.raises(ConfigError, match="one run reads one type of data"):
         source_settings("m", ["a.jsonl", str(tmp_path / "shards")])
 

@@ -22,17 +22,19 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import free_bytes, naming, remove
 
 
-def export_step(config: RunConfig, source: Source, model: list[Module], step: int, anew: bool = True) -> None:
+def export_step(
+    config: RunConfig, source: Source, model: list[Module], step: int, replace: bool = True
+) -> None:
     """Write the model of a step as a Hugging Face folder, which appears when it is whole. Collective. A run
     that trains adapters writes them alone, as peft does.
 
-    A folder of the step that is there already is replaced, or left if not `anew`. Raises OSError with the
+    A folder of the step that is there already is replaced, or left if not `replace`. Raises OSError with the
     bytes to write and the bytes free.
     """
     from megatron.core.utils import unwrap_model  # here, as it is slow before `parallel.cpu` is imported
 
     folder = Path(config.run_dir, "exports", f"step_{step:08d}")
-    if not anew and setup.on_first_rank(folder.exists):
+    if not replace and setup.on_first_rank(folder.exists):
         return
     watchdog.beat(f"exporting step {step} to {folder}", files=True)
     setup.on_first_rank(_make_room, folder, _bytes_of(config, source))

@@ -59,7 +59,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     profile = Profile(config.run_dir, profile_steps, start + 1, model, log.message)
     with closing(log, feed), profile:
         if start > 0 and milestones.exports_after(start):  # a kill may have come before it was whole
-            exports.export_step(config, source, model, start, anew=False)
+            exports.export_step(config, source, model, start, replace=False)
         for step in range(start + 1, milestones.steps + 1):
             began, rates = time.monotonic(), learning_rates(scheduler)
             watchdog.beat(f"waiting for the data of step {step}")

@@ -18,6 +18,7 @@ from megatron_vlm.checks.settings import check_gpus, validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import said
@@ -71,7 +72,8 @@ def recipe_for(
 
 def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
     """The settings that name the checkpoint and the data. Raises ConfigError for data of both types."""
-    kinds = {path: "energon" if _is_energon(Path(path)) else "hf" for path in data}
+    folders = {item: Path(path).expanduser() for item, path in zip(data, paths_of(data), strict=True)}
+    kinds = {item: "energon" if _is_energon(path) else "hf" for item, path in folders.items()}
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{printable(path)} ({kind})" for path, kind in kinds.items())
         raise ConfigError(

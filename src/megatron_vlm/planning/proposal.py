@@ -12,7 +12,7 @@ import yaml
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
-from megatron_vlm.overrides import apply_overrides, flatten
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.search import planned_layouts
 from megatron_vlm.planning.step_time import Gpu
@@ -24,7 +24,7 @@ LAYOUT = "parallel.", "model.recompute"  # who sets one of these chooses the lay
 
 @dataclass(frozen=True)
 class Proposal:
-    """A recipe as settings by dotted key, and why each is what it is; "" where the user said so."""
+    """A recipe as settings by dotted key, and why each is what it is, where there is a reason."""
 
     settings: dict[str, Any]
     reasons: dict[str, str]
@@ -76,7 +76,7 @@ def propose(
     if not {"train.steps", "train.epochs"} & set(said):
         found |= {"train.steps": (None, ""), "train.epochs": (1, "every row once")}
     found["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
-    found |= {key: (value, "") for key, value in flatten(said).items()}
+    found |= {key: (value, "") for key, value in said.items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):
         found |= _layout({key: value for key, (value, _) in found.items()}, hf_config, gpus, processes)
     values = {key: value for key, (value, _) in found.items()}

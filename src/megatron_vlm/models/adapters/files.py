@@ -151,9 +151,10 @@ def save_adapters(
     Raises FileExistsError if it exists.
     """
     output = Path(output)
-    mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks)}
-    if parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank() > 0:
-        mine = {}
+    replicas = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    mine: dict[str, Tensor] = {
+        key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if replicas.rank() == 0
+    }
     stages = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, stages)
 
