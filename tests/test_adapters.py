@@ -29,7 +29,7 @@ def measure(family, folder) -> list[dict]:
             processes, adapter_parity.measure, names, str(path), str(cases), timeout=900
         )
         found += [{"family": family} | row for row in measured[0]]
-    write_report(family, found, adapters=True)
+    write_report(family, found)
     return found
 
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from pairs import pairs
 
 from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
@@ -74,12 +75,13 @@ def test_the_mask_is_the_rule(ranks, window):
             assert not ours[:held, held : plan.length].any() and ours.any(1).all()
 
 
-@pytest.mark.parametrize("heads", [(4, 4, 16), (4, 2, 72), (6, 1, 128)])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents_equal_the_mask_with_all_gradients(name, ranks, heads):
+@pytest.mark.parametrize(
+    ("name", "ranks", "h", "h_kv", "width"),
+    pairs(list(DOCUMENTS), [1, 2, 4], [(4, 4, 16), (4, 2, 72), (6, 1, 128)]),
+)
+def test_documents_equal_the_mask_with_all_gradients(name, ranks, h, h_kv, width):
     lengths, rng = DOCUMENTS[name], np.random.default_rng(1)
-    (h, h_kv, width), total = heads, sum(lengths)
+    total = sum(lengths)
     torch.manual_seed(0)
     q, k, v = (torch.randn(total, n, width, dtype=torch.float64) for n in (h, h_kv, h_kv))
     for blocks in ([], blocks_of(lengths, rng)):

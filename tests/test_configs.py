@@ -67,10 +67,13 @@ def versions(checkpoints) -> list[dict[str, Any]]:
     return [fields(overlay, list(checkpoints.values())) for overlay in (None, OLDEST)]
 
 
-needs_oldest = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+def of_both_versions(test):
+    """It takes the oldest supported version, and long."""
+    missing = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+    return pytest.mark.long(missing(test))
 
 
-@needs_oldest
+@of_both_versions
 def test_every_field_is_read_without_effect_or_refused_by_name(versions):
     assert versions[1]["version"] == "5.12.1" < versions[0]["version"]
     for version in versions:
@@ -79,7 +82,7 @@ def test_every_field_is_read_without_effect_or_refused_by_name(versions):
             assert not found["unrefused"], (version["version"], family)
 
 
-@needs_oldest
+@of_both_versions
 def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
     for version in versions:
         for family, found in version["families"].items():
@@ -91,7 +94,7 @@ def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
                 assert not undeclared, (version["version"], family, section.model_types)
 
 
-@needs_oldest
+@of_both_versions
 def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
     found = [each for version in versions for each in version["families"].values()]
     for number in range(len(NAMES)):

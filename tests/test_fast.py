@@ -169,10 +169,16 @@ def _videos_and_images(images_or_videos):
         )
 
 
-@pytest.fixture(scope="module", params=[(name, at) for name in PUBLISHED for at in ("tiny", "published")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == "tiny" else ())
+        for name, published in PUBLISHED.items()
+        for at, sizes in {"tiny": {}, "published": published}.items()
+    ],
+)
 def processor(request):
-    name, at = request.param
-    sizes = PUBLISHED[name] if at == "published" else {}
+    name, sizes = request.param
     parts = TINY_FAMILIES[name]
     processor = parts.processor(default_corpus(), parts.template, **sizes)
     known_as(name, processor).made = {}
@@ -411,7 +417,8 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", [pytest.param("mistral3", marks=pytest.mark.long), "qwen2_5_vl"])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
 def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(family, tmp_path):
     path = build_tiny_checkpoint(family, tmp_path / family)
     [[raw, ready]] = run_distributed(1, losses, str(path), family)

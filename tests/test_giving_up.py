@@ -209,6 +209,7 @@ def run_to_the_end(run_dir, checkpoint, dataset, *settings: str) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.long
 def test_a_run_that_drops_too_much_ends_with_the_reason_said_once(half_bad, tiny_gemma3, tmp_path):
     ended = run_to_the_end(tmp_path / "run", tiny_gemma3, half_bad)
     assert ended.returncode not in (0, None)

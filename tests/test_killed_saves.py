@@ -131,7 +131,9 @@ def _kill_everywhere(root: str, every: int) -> dict:
     return {"points": points, "whole": json.loads(whole.read_text()), "outcomes": outcomes}
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "every", [29, pytest.param(11, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)]
+)
 def test_killed_at_any_file_operation_a_run_goes_on_bit_equal_and_leaves_nothing_behind(tmp_path, every):
     (found,) = run_distributed(1, _kill_everywhere, str(tmp_path), every, timeout=900)
     whole = found["whole"]

@@ -31,6 +31,10 @@ CASES = [
         r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda> \(small_job.py:\d+\)",
         r"This is a bug .*; the traceback is in .*/errors/rank1.txt\.",
     ),
+    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
+    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
+]
+LONG_CASES = [
     (
         "kill",
         2,
@@ -45,10 +49,6 @@ CASES = [
         rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\) while training step 3\.",
         STACKS,
     ),
-    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
-    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
-]
-LONG_CASES = [
     (
         "os_exit",
         2,

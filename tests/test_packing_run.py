@@ -74,7 +74,7 @@ def train(run_dir, checkpoint, paths, source, *settings):
 
 
 @pytest.mark.parametrize(
-    "source, packing", [("energon", "stream"), pytest.param("hf", "global", marks=pytest.mark.long)]
+    "source, packing", [("hf", "global"), pytest.param("energon", "stream", marks=pytest.mark.long)]
 )
 def test_a_packed_run_resumes_as_if_it_had_not_stopped(tmp_path, tiny_gemma3, paths, source, packing):
     """It is made to go on from the checkpoint before its last."""
@@ -106,6 +106,7 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
     assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")] == [written]
 
 
+@pytest.mark.long
 def test_the_benchmark_measures_what_the_limits_name(tmp_path):
     report = tmp_path / "report.json"
     done = run_program(ROOT / "tools/bench_packing.py", "--documents", 20000, "--out", report)

@@ -19,32 +19,46 @@ REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 @pytest.fixture(scope="module")
 def rows_of(tmp_path_factory):
-    """All measurements of a family; WRITE_REPORTS=1 puts them into reports/parity.json."""
-    return functools.cache(lambda family: measure(family, tmp_path_factory.mktemp(family)))
+    """The measurements of a family in all layouts of so many processes; WRITE_REPORTS=1 puts them into
+    reports/parity.json.
+    """
 
+    @functools.cache
+    def prepared(family: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(family)
+        path, cases = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt"
+        torch.save(parity.cases_of(family, path), cases)
+        return path, cases
 
-def measure(family: str, folder: Path) -> list[dict]:
-    path, cases, found = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt", []
-    torch.save(parity.cases_of(family, path), cases)
-    for processes in (1, 2, 4):
+    @functools.cache
+    def rows(family: str, processes: int) -> list[dict]:
+        path, cases = prepared(family)
         names = [name for name in parity.layouts_of(family) if parity.LAYOUTS[name][0] == processes]
         arguments = (names, str(path), str(cases))
         measured = run_distributed(processes, parity.measure, *arguments, timeout=1200)[0]
-        found += [{"family": family} | row for row in measured]
-    write_report(family, found, adapters=False)
-    return found
+        found = [{"family": family} | row for row in measured]
+        write_report(family, found)
+        return found
+
+    return rows
 
 
-def write_report(family: str, found: list[dict], adapters: bool) -> None:
-    """Puts the measurements of a family, with adapters or without, in the place of the earlier ones."""
+def write_report(family: str, found: list[dict]) -> None:
+    """Puts the measurements of a family in the place of the earlier ones in the same layouts."""
     if os.environ.get("WRITE_REPORTS"):
         rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
-        others = [row for row in rows if (row["family"], "adapter" in row["layout"]) != (family, adapters)]
+        layouts = {row["layout"] for row in found}
+        others = [row for row in rows if row["family"] != family or row["layout"] not in layouts]
         REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
 
 
+def marks(family: str, layout: str) -> list:
+    """Layouts of four processes belong to `make test-long`, of every family."""
+    return [pytest.mark.long] if parity.LAYOUTS[layout][0] > 2 else parity.marks(family)
+
+
 CELLS = [
-    pytest.param(family, layout, marks=parity.marks(family))
+    pytest.param(family, layout, marks=marks(family, layout))
     for family in TINY_FAMILIES
     for layout in parity.layouts_of(family)
 ]
@@ -52,7 +66,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)
 def test_equals_transformers(rows_of, family, layout):
-    mine = [row for row in rows_of(family) if row["layout"] == layout]
+    processes = parity.LAYOUTS[layout][0]
+    mine = [row for row in rows_of(family, processes) if row["layout"] == layout]
     assert [row["input"] for row in mine] == [*parity.inputs_of(family), *parity.PACKED]
     for row in mine:
         assert row["passed"], row

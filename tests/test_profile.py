@@ -55,6 +55,7 @@ def rows(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_profile_changes_no_number(runs):
     folder, _ = runs
     plain, profiled = (weights(folder / name) for name in ("plain", "profiled"))
@@ -64,6 +65,7 @@ def test_a_profile_changes_no_number(runs):
     assert plain == profiled
 
 
+@pytest.mark.long
 def test_the_trace_holds_the_steps_after_the_warm_up(runs):
     folder, said = runs
     assert sorted(file.name for file in (folder / "profiled/profile").iterdir()) == [
@@ -77,6 +79,7 @@ def test_the_trace_holds_the_steps_after_the_warm_up(runs):
     assert {n for n in names if n.startswith("ProfilerStep")} == {"ProfilerStep#3", "ProfilerStep#4"}
 
 
+@pytest.mark.long
 def test_the_table_says_where_the_time_of_the_steps_went(runs):
     folder, said = runs
     text = (folder / "profiled/profile/steps_4-5_rank0.txt").read_text()

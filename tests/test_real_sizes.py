@@ -34,8 +34,7 @@ UNTIED = ("ministral3_8b", "ministral3_14b")
 # one of each family; those of a group are counted by one process
 OFTEN = ("gemma3_vl_4b", "ministral3_8b", "glm_45v", "qwen25_vl_3b", "qwen3_vl_2b", "qwen3_vl_30b_a3b")
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
-RECIPES = [(name, OFTEN) for name in OFTEN]
-RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.long) for name in OTHERS]
+RECIPES = [pytest.param(name, names, marks=pytest.mark.long) for names in (OFTEN, OTHERS) for name in names]
 
 
 def count(recipe: str, config: str, untied: bool) -> dict:

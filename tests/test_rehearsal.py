@@ -27,10 +27,9 @@ LAYOUTS = {
     "pp 2": ParallelConfig(pp=2, distributed_optimizer=False),
     "cp 2": ParallelConfig(cp=2),
 }
-OFTEN = ("gemma3",)  # the other families belong to `make test-long`
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
 DENSE = [name for name in TINY_FAMILIES if not name.endswith("_moe")]
-FAMILIES = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.long]) for name in DENSE]
+FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in DENSE]
 
 
 def run_of(parallel: ParallelConfig) -> RunConfig:

@@ -21,7 +21,6 @@ from tiny.distributed import run_distributed
 # `make setup` puts the oldest supported version there, over the packages of the environment
 OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
-FAMILIES = [pytest.param(family, marks=[pytest.mark.long] * (family != "gemma3")) for family in TINY_FAMILIES]
 
 
 def layouts_of(family: str) -> list[str]:
@@ -67,10 +66,13 @@ def answers_of_transformers(picture: str, folders: list[str], overlay: Path | No
     return json.loads(result.stdout.splitlines()[-1])
 
 
-pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it"),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_path):
     # small random weights only repeat the last token
     text = {} if family == "gemma3" else {"initializer_range": 0.2}
@@ -86,7 +88,6 @@ def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_
     assert len({token for answer in mine for token in answer}) > 1
 
 
-@pytest.mark.long
 def test_the_fast_path_equals_the_oldest_processors_too():
     """`test_fast.py` checks the newest."""
     paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]

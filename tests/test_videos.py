@@ -533,9 +533,8 @@ def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
         assert tensor.equal(other)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     checkpoint = build_tiny_checkpoint(name, tmp_path / "checkpoint")
     command = ["train", "--recipe", "gemma3_tiny_digits"]

@@ -21,20 +21,30 @@ def markdown(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
+PARITY = {"logits, abs": "max_abs_logits", "loss, abs": "abs_loss", "gradients, rel": "max_rel_grad"}
+
+
 def parity(report: list[dict]) -> str:
-    """A line for each family with the worst number over its layouts and inputs; a failed one is marked."""
-    families: dict[str, list[dict]] = {}
-    for row in report:
-        families.setdefault(row["family"], []).append(row)
+    """The worst numbers of each family, and its worst gradients in each layout; a failed cell is marked."""
+    families, layouts, inputs = (
+        list(dict.fromkeys(row[kind] for row in report)) for kind in ("family", "layout", "input")
+    )
 
-    def cells(family: str, rows: list[dict]) -> list[str]:
+    def cell(numbers: Iterable[str], **where: str) -> list[str]:
+        rows = [row for row in report if all(row[kind] == name for kind, name in where.items())]
         mark = "" if all(row["passed"] for row in rows) else " **failed**"
-        named = [", ".join(dict.fromkeys(row[kind] for row in rows)) for kind in ("layout", "input")]
-        worst = [max(row[n] for row in rows) for n in ("max_abs_logits", "abs_loss", "max_rel_grad")]
-        return [family + mark, *named, *(f"{number:.1e}" for number in worst)]
+        return [f"{max(row[name] for row in rows):.1e}{mark}" if rows else "" for name in numbers]
 
-    heads = ("family", "layouts", "inputs", "logits, abs", "loss, abs", "gradients, rel")
-    return markdown(heads, [cells(*family) for family in families.items()])
+    short = markdown(("family", *PARITY), [[name, *cell(PARITY.values(), family=name)] for name in families])
+    long = (
+        [layout, *(cell(["max_rel_grad"], family=name, layout=layout)[0] for name in families)]
+        for layout in layouts
+    )
+    return (
+        f"{short}\n\nInputs, of those that a family takes: {'; '.join(inputs)}.\n\n"
+        f"Gradients by layout; an empty cell is a layout that the family does not have.\n\n"
+        f"{markdown(('layout', *families), long)}"
+    )
 
 
 def worst(report: list[dict]) -> str:
