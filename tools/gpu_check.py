@@ -3,7 +3,8 @@
 python tools/gpu_check.py [--parts NAMES] [--families NAMES] [--out FILE]
 
 parts:
-  kernels   attention, grouped products, norms, rotary embeddings and gates against plain references
+  kernels   attention, grouped products, norms, rotary embeddings, gates and gradients of weights against
+            plain references
   parity    logits, loss and gradients of tiny models against Transformers, in fp32 and bf16
   speed     the attention kernel's operations a second beside PyTorch's own attention; what is compiled
             beside the same as written
@@ -50,10 +51,12 @@ from megatron_vlm.models.layers.kernel_checks import (  # noqa: E402
     fused_cases,
     fused_errors,
     tower_disagreement,
+    weight_gradient_disagreement,
 )
 from megatron_vlm.models.layers.kernels import KERNELS  # noqa: E402
 from megatron_vlm.models.layers.tower_attention import backend, view_of  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
+from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32  # noqa: E402
 from megatron_vlm.planning.plan import RESERVE, make_plan  # noqa: E402
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
@@ -99,6 +102,9 @@ def kernels(families: list[str]) -> Iterator[Row]:
     for model, sizes in SIZES.items():
         for name, error in fused_errors(sizes, 512, device, dtype).items():
             yield Row("kernels", f"{name}, {model}, compiled against written", error, LARGEST[dtype])
+    for kind in (torch.bfloat16, torch.float32):
+        problem = weight_gradient_disagreement(device, kind)
+        yield verdict("kernels", f"gradients of weights added by their product, {kind}", problem)
 
 
 def verdict(part: str, what: str, problem: str | None) -> Row:
@@ -171,6 +177,7 @@ def speed(families: list[str]) -> Iterator[Row]:
             seconds = seconds_on_gpu(lambda f=function, x=inputs: with_gradients(f, *x))
             yield Row("speed", f"{name}, {width} wide, TFLOP/s", round(operations / seconds / 1e12, 1))
     yield from speed_of_compiled(device)
+    yield speed_of_weight_gradients(device)
 
 
 def speed_of_compiled(device: torch.device) -> Iterator[Row]:
@@ -185,6 +192,15 @@ def speed_of_compiled(device: torch.device) -> Iterator[Row]:
         for name, case in fused_cases(sizes, 8192, device, torch.bfloat16).items():
             times = round(seconds(None, *case) / seconds("cuda", *case), 2)
             yield Row("speed", f"{name}, {model}, compiled over written", times)
+
+
+def speed_of_weight_gradients(device: torch.device) -> Row:
+    """That of a feed-forward of Qwen3-VL-8B, over 8,192 tokens."""
+    x, grad = (torch.randn(8192, n, device=device, dtype=torch.bfloat16) for n in (4096, 24_576))
+    total = torch.zeros(24_576, 4096, device=device)
+    made = seconds_on_gpu(lambda: total.add_(grad.t() @ x))
+    times = made / seconds_on_gpu(lambda: wgrad_gemm_accum_fp32(x, grad, total))
+    return Row("speed", "gradient of a weight, added by its product over made first", round(times, 2))
 
 
 def seconds_on_gpu(call: Callable[[], object], rounds: int = 10) -> float:

@@ -52,6 +52,10 @@ class Milestones:
     def exports_after(self, step: int) -> bool:
         return self._due(self.train.export_every, step)
 
+    def goes_on_after(self, step: int) -> bool:
+        """Whether the next step follows at once."""
+        return not (self.evaluates_after(step) or self.saves_after(step) or self.exports_after(step))
+
     def _due(self, every: int | str, step: int) -> bool:
         if not every or step == self.steps:
             return bool(every)

@@ -67,7 +67,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             waited = time.monotonic() - began
             watchdog.beat(f"training step {step}")
             with feed.naming_samples(step, micro_batches):
-                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, micro_batches, figures)
+                parts = (model, optimizer, scheduler, micro_batches, figures)
+                loss, tokens, grad_norm = train_step(*parts, milestones.goes_on_after(step))
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
             numbers = (loss, rates.pop("lr"), grad_norm, tokens, seconds, feed.dropped_everywhere())

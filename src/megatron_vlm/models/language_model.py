@@ -32,6 +32,7 @@ from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -93,8 +94,8 @@ def language_model_config(
         perform_initialization=not config.model.load_weights,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=setup.device().type in weight_gradients.DEVICES,
         # These need CUDA extensions that we do not ask for.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -169,6 +170,8 @@ class LanguageModel(GPTModel):
         post_process: bool,
         vp_stage: int | None,
     ):
+        if megatron_config.gradient_accumulation_fusion:
+            weight_gradients.install()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         specs = [
             layer_spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)

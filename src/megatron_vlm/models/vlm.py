@@ -20,7 +20,12 @@ from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_logits, output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
-from megatron_vlm.models.layers.kernel_checks import check_attention, check_fused, check_towers
+from megatron_vlm.models.layers.kernel_checks import (
+    check_attention,
+    check_fused,
+    check_towers,
+    check_weight_gradients,
+)
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
@@ -181,6 +186,7 @@ def build_model(
     if device.type == "cuda":
         check_attention(megatron_config, device)
         check_fused(megatron_config, device)
+        check_weight_gradients(megatron_config, device)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):

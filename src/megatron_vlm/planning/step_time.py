@@ -2,7 +2,8 @@
 
 An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
 latency and its bytes over the slowest link, by the ring algorithm. No operations are fused, and nothing
-overlaps but the reduction of gradients with the last backward. All stages take as long as the slowest.
+overlaps but the reduction of gradients with the last backward (gathering parameters overlaps in a run, too).
+All stages take as long as the slowest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The buffers of a model's gradients, their reduction over data-parallel ranks, and their norm."""
+"""What data-parallel ranks exchange: gradients, reduced during the backward pass, and the parameters that
+each rank's share of the optimizer has changed, gathered while the next step begins; the gradients' norm."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from megatron.core.distributed import (
@@ -8,9 +11,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import clip_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
+from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.vlm import VLMModel
@@ -19,7 +23,8 @@ from megatron_vlm.models.vlm import VLMModel
 def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
     """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step.
 
-    A bucket's reduction starts as soon as the backward pass of the last micro batch has filled it.
+    A bucket's reduction starts as soon as the backward pass of the last micro batch has filled it. A forward
+    pass waits for parameters that `step_in_flight` left on their way.
     """
     megatron_config = chunks[0].config
     megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -33,7 +38,61 @@ def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[Distributed
     megatron_config.no_sync_func = [chunk.no_sync for chunk in wrapped]
     if len(wrapped) == 1:
         megatron_config.no_sync_func = wrapped[0].no_sync
+    for chunk in wrapped:
+        for module, needed in _first_uses(chunk):
+            module.register_forward_pre_hook(partial(_arrived, needed))
     return wrapped
+
+
+def step_in_flight(
+    optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]
+) -> tuple[bool, float | None, int | None]:
+    """What `optimizer.step()` returns, while the parameters that other ranks have changed are on their way.
+
+    Call it where a forward pass of the chunks comes next: that waits for each layer's parameters before the
+    layer. To look at parameters otherwise, call `optimizer.step()` itself.
+    """
+    settings = chunks[0].ddp_config
+    if not settings.use_distributed_optimizer:
+        return optimizer.step()
+    # Megatron's own hooks (0.19) wait before the module that has a parameter runs; some are used elsewhere,
+    # such as the output layer's. They also start a bucket where it is used, and ranks must not differ in
+    # that. So the setting is off when modules get hooks, and on for who gathers: without waiting, and we do.
+    settings.overlap_param_gather = True
+    try:
+        done = optimizer.step()
+        for chunk in chunks:
+            for buckets in dict.fromkeys(each for _, needed in _first_uses(chunk) for each in needed):
+                buckets.start_param_sync()
+    finally:
+        settings.overlap_param_gather = False
+    return done
+
+
+def _first_uses(chunk: DistributedDataParallel) -> list[tuple[nn.Module, list[Buckets]]]:
+    """(module, the buckets that must have arrived before it runs), in the order of the forward pass.
+
+    The output layer's weight is used after the last norm. What is in no layer, such as tower, embedding and
+    adapters, must have arrived before the model runs: so wherever else it is used, it is there.
+    """
+    model, decoder = chunk.module, chunk.module.language_model.decoder
+    uses = [(layer, list(layer.parameters())) for layer in decoder.layers]
+    if decoder.final_layernorm is not None:
+        head = decoder.final_layernorm, model.language_model.output_layer
+        uses.append((head[0], [param for module in head for param in module.parameters()]))
+    later = {param for _, params in uses for param in params}
+    uses.insert(0, (model, [param for param in model.parameters() if param not in later]))
+    held = chunk.param_to_bucket_group  # of trained parameters
+    return [
+        (module, list(dict.fromkeys(held[param] for param in params if param in held)))
+        for module, params in uses
+    ]
+
+
+def _arrived(needed: list[Buckets], *_) -> None:
+    for buckets in needed:
+        if buckets.param_gather_handle is not None:
+            buckets.start_param_sync(force_sync=True)  # waits for what was started
 
 
 def empty_gradients(chunk: DistributedDataParallel) -> None:

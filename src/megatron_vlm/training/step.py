@@ -23,7 +23,7 @@ from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import empty_gradients
+from megatron_vlm.training.gradients import empty_gradients, step_in_flight
 from megatron_vlm.training.not_finite import raise_not_finite
 
 
@@ -95,11 +95,13 @@ def train_step(
     scheduler,
     micro_batches: list[Batch],
     figures: StepFigures | None = None,
+    goes_on: bool = False,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    `figures` are then those of this step. If loss or norm are not finite, one rank raises NotFinite and the
-    others AnotherRankFailed; the weights are then unusable.
+    `figures` are then those of this step. `goes_on`: the next to use the parameters is a forward pass of the
+    chunks; until then those of other ranks' shares may be on their way (`step_in_flight`). If loss or norm
+    are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
     """
     for chunk in chunks:
         empty_gradients(chunk)
@@ -108,7 +110,7 @@ def train_step(
     if figures:
         figures.count(micro_batches)
     with record_function("optimizer"):
-        updated, grad_norm, _ = optimizer.step()
+        updated, grad_norm, _ = step_in_flight(optimizer, chunks) if goes_on else optimizer.step()
     if updated:
         scheduler.step(increment=1)
     loss, tokens = mean_loss(reports, figures)

@@ -19,6 +19,7 @@ from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.layers.rotary import rotate
 from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
+from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
 DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
@@ -211,3 +212,35 @@ def fused_cases(
         ),
     }
     return {name: (function, [random(*shape) for shape in of]) for name, (function, of) in cases.items()}
+
+
+# --- gradients of weights ---------------------------------------------------------------------------------
+
+
+def check_weight_gradients(megatron_config: TransformerConfig, device: torch.device) -> None:
+    """Has linears make their weights' gradients before adding them, with a warning, if the product that adds
+    them itself is wrong on this device."""
+    if problem := weight_gradient_disagreement(device, megatron_config.params_dtype):
+        warnings.warn(
+            f"gradients of weights: {problem}. They are made first and then added: slower.", stacklevel=2
+        )
+        megatron_config.gradient_accumulation_fusion = False
+
+
+def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the sum of two micro batches' gradients on this device, for the user; None if
+    nothing is. Products of two numbers of 16 bits are exact in fp32, so only the order of sums may differ."""
+    made = torch.Generator(device).manual_seed(0)
+    inputs, grads = (
+        [torch.randn(300, width, generator=made, device=device).to(dtype) for _ in range(2)]
+        for width in (64, 96)
+    )
+    found = torch.zeros(96, 64, device=device)
+    try:
+        for x, grad in zip(inputs, grads, strict=True):
+            wgrad_gemm_accum_fp32(x, grad, found)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return f"torch has no product that adds here ({str(error).splitlines()[0]})"
+    expected = sum(grad.t().double() @ x.double() for x, grad in zip(inputs, grads, strict=True))
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    return None if error <= LARGEST[torch.float32] else f"they differ by {error:.1e}"

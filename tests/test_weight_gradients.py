@@ -1,0 +1,98 @@
+"""Gradients that linears add to Megatron's buffers themselves are those that are made first, then added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.hf import open_source
+from megatron_vlm.models.layers import kernel_checks
+from megatron_vlm.models.layers.kernel_checks import check_weight_gradients, weight_gradient_disagreement
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "recomputed": {"recompute": "full"},
+    "bf16": {"dtype": "bf16"},
+    "frozen": {"freeze": ["language_model"]},
+    "adapters": {"adapter": AdapterConfig(r=4, target_modules="all-linear")},
+}
+LARGEST = {"fp32": 1e-6, "bf16": 8e-3}  # difference, of a parameter's largest; measured: 0 and 3.5e-3
+LINEARS, MICRO_BATCHES = 4, 2  # of a layer: q k v together, output, gate and up together, down
+
+
+def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
+    """By case: calls of the product, layers, and the largest difference."""
+    from megatron_vlm.parallel import setup, weight_gradients
+
+    setup.init_distributed(ParallelConfig(tp=2), seed=1)
+    case, found, calls = torch.load(file, weights_only=False), {}, []
+    product = weight_gradients.wgrad_gemm_accum_fp32
+    weight_gradients.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
+    for name, settings in CASES.items():
+        expected, layers = gradients(path, case, **settings)
+        assert not calls
+        weight_gradients.DEVICES.append("cpu")
+        ours, _ = gradients(path, case, **settings)
+        weight_gradients.DEVICES.remove("cpu")
+        assert ours.keys() == expected.keys() and any(grad.any() for grad in expected.values())
+        differences = [
+            ((ours[key] - grad).abs().max() / grad.abs().max().clamp_min(1e-12)).item()
+            for key, grad in expected.items()
+        ]
+        found[name] = {"calls": len(calls), "layers": layers, "difference": max(differences)}
+        calls.clear()
+    return found
+
+
+def gradients(
+    path: str, case: dict, adapter: AdapterConfig | None = None, **model: Any
+) -> tuple[dict[str, torch.Tensor], int]:
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.train import starting_model
+    from megatron_vlm.training.step import forward_backward
+
+    run = RunConfig(run_dir="none", parallel=ParallelConfig(tp=2), adapter=adapter or AdapterConfig())
+    run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
+    setup.reset_layout(run.parallel, seed=1)
+    ddp = starting_model(run, open_source(path))
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    forward_backward(ddp, [parity.on_device(row) for row in case["rows"]])
+    trained = {name: p.main_grad for name, p in ddp[0].module.named_parameters() if p.requires_grad}
+    return trained, len(ddp[0].module.language_model.decoder.layers)
+
+
+def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
+    source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
+    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    assert len(rows) == MICRO_BATCHES
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    for rank in run_distributed(2, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):
+        for name, found in rank.items():
+            trained = 0 if name in ("frozen", "adapters") else LINEARS * MICRO_BATCHES
+            assert found["calls"] == trained * found["layers"], name
+            assert found["difference"] <= LARGEST["bf16" if name == "bf16" else "fp32"], name
+        assert rank["bf16"]["difference"] > LARGEST["fp32"]  # which is not rounded to 16 bits in between
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_before_a_run_sees_a_product_that_does_not_add(monkeypatch, dtype):
+    device = torch.device("cpu")
+    assert weight_gradient_disagreement(device, dtype) is None
+
+    def sets(x, grad, total):
+        total.copy_(grad.t().float() @ x.float())
+
+    config = type("Config", (), {"params_dtype": dtype, "gradient_accumulation_fusion": True})()
+    check_weight_gradients(config, device)
+    assert config.gradient_accumulation_fusion
+    monkeypatch.setattr(kernel_checks, "wgrad_gemm_accum_fp32", sets)
+    with pytest.warns(UserWarning, match="made first and then added"):
+        check_weight_gradients(config, device)
+    assert not config.gradient_accumulation_fusion
