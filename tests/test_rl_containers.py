@@ -1,0 +1,366 @@
+"""TensorList and TensorBatch do with samples what lists do, and refuse what they cannot hold by name."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_vlm.batch import HOST_FIELDS
+from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch, TensorList
+
+Sample = dict[str, Tensor]
+QUICK = settings(max_examples=40, deadline=None)
+NO_ROWS = {"pixel_values": torch.empty(0, 4), "image_grid_thw": torch.empty(0, 3, dtype=torch.int64)}
+
+
+@st.composite
+def samples(draw, at_least: int = 1) -> list[Sample]:
+    """Some with images, some without; no two tensors are alike."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    lengths = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=at_least, max_size=6))
+    return [sample(tokens, images, generator) for tokens, images in lengths]
+
+
+def sample(tokens: int, images: int, generator: torch.Generator | None = None) -> Sample:
+    grid = torch.randint(1, 4, (images, 3), generator=generator)
+    patches = int(grid.prod(-1).sum())
+    visual = {"pixel_values": torch.rand(patches, 4, generator=generator), "image_grid_thw": grid}
+    return {
+        "input_ids": torch.randint(0, 1000, (tokens,), generator=generator),
+        "advantages": torch.rand(tokens, generator=generator).bfloat16(),
+        "reward": torch.rand((), generator=generator, dtype=torch.float64),
+        **(visual if images else {}),
+    }
+
+
+def whole(samples: list[Sample]) -> list[Sample]:
+    """With zero rows where a sample lacks what another has."""
+    keys = {key for each in samples for key in each}
+    return [{key: each[key] if key in each else NO_ROWS[key] for key in keys} for each in samples]
+
+
+def same(found: TensorBatch | TensorList, expected: list) -> bool:
+    """Row by row, with dtypes; a list of samples, or of tensors."""
+    if isinstance(found, TensorList):
+        found, expected = ([{"": each} for each in rows] for rows in (found, expected))
+    else:
+        assert found.batch_size == len(expected)
+        found = found.samples()
+    return len(found) == len(expected) and all(
+        a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def both(samples: list[Sample]) -> list[tuple[TensorBatch | TensorList, list]]:
+    """Each container beside the list that it stands for."""
+    ids = [each["input_ids"] for each in samples]
+    return [(TensorBatch.from_samples(samples), whole(samples)), (TensorList(ids), ids)]
+
+
+@QUICK
+@given(samples(), st.data())
+def test_rows_are_selected_as_from_a_list(given_samples, data):
+    size = len(given_samples)
+    end, step = st.none() | st.integers(-8, 8), st.sampled_from([None, 1, 2, -1, -3])
+    chosen_slice = slice(data.draw(end), data.draw(end), data.draw(step))
+    rows = data.draw(st.lists(st.integers(-size, size - 1), max_size=8))
+    mask = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    by_mask = [row for row, is_in in enumerate(mask) if is_in]
+    selections = [(chosen_slice, list(range(size))[chosen_slice]), (rows, rows), (mask, by_mask)]
+    for kind in (torch.tensor, np.array):
+        selections += [(kind(rows), rows), (kind(mask), by_mask)]
+    for container, as_list in both(given_samples):
+        for selection, expected in selections:
+            if expected:
+                assert same(container[selection], [as_list[row] for row in expected])
+            else:
+                with pytest.raises(ValueError, match=f"none of {size} rows is selected"):
+                    container[selection]
+
+
+@QUICK
+@given(samples(), st.data())
+def test_one_row_is_a_tensor_of_a_list_and_a_batch_of_one(given_samples, data):
+    row = data.draw(st.integers(-len(given_samples), len(given_samples) - 1))
+    (batch, as_samples), (tensors, as_tensors) = both(given_samples)
+    for index in (row, np.int64(row), torch.tensor(row)):
+        assert same(batch[index], [as_samples[row]])
+        assert torch.equal(tensors[index], as_tensors[row])
+    for container in (batch, tensors):
+        with pytest.raises(IndexError):
+            container[len(given_samples)]
+
+
+@QUICK
+@given(samples(), st.data())
+def test_cutting_and_cat_are_inverse(given_samples, data):
+    size = len(given_samples)
+    chunk_size = data.draw(st.integers(1, size + 1))
+    ends = sorted(data.draw(st.sets(st.integers(1, size), max_size=3)) | {size})
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    for container, as_list in both(given_samples):
+        expected = [as_list[start : start + chunk_size] for start in range(0, size, chunk_size)]
+        for chunks in (container.chunk(chunk_size), container.split(chunk_size)):
+            assert len(chunks) == len(expected) and all(map(same, chunks, expected))
+        pieces = container.split(sizes)
+        assert all(
+            same(piece, as_list[end - length : end])
+            for piece, length, end in zip(pieces, sizes, ends, strict=True)
+        )
+        assert type(container).cat(pieces) == container
+
+
+@QUICK
+@given(samples(), st.data())
+def test_rows_are_repeated_as_in_a_list(given_samples, data):
+    times = data.draw(st.integers(1, 3))
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=len(given_samples), max_size=len(given_samples)))
+    counts[-1] += 1
+    each_by_count = [row for row, count in enumerate(counts) for _ in range(count)]
+    for container, as_list in both(given_samples):
+        assert same(container.repeat(times), as_list * times)
+        assert same(container.repeat_interleave(times), [each for each in as_list for _ in range(times)])
+        for repeats in (counts, torch.tensor(counts)):
+            assert same(container.repeat_interleave(repeats), [as_list[row] for row in each_by_count])
+
+
+@QUICK
+@given(samples(), samples())
+def test_cat_gives_rows_without_images_zero_rows(one, other):
+    found = TensorBatch.cat([TensorBatch.from_samples(one), TensorBatch.from_samples(other)])
+    assert same(found, whole(one + other))
+    assert found == TensorBatch.from_samples(one + other)
+
+
+def test_text_beside_images_whichever_comes_first():
+    text, image = sample(4, 0), sample(3, 2)
+    for order in ([text, image], [image, text]):
+        batch = TensorBatch.cat([TensorBatch.from_samples([each]) for each in order])
+        assert sorted(map(len, batch["image_grid_thw"])) == [0, 2]
+        assert batch["pixel_values"].dtype == torch.float32 and batch["pixel_values"][
+            order.index(text)
+        ].shape == (0, 4)
+    assert "pixel_values" not in TensorBatch.from_samples([text, {**text, "pixel_values": None}])
+
+
+@QUICK
+@given(samples())
+def test_pickle_returns_an_equal_batch(given_samples):
+    for container, _ in both(given_samples):
+        restored = pickle.loads(pickle.dumps(container))  # noqa: S301 - it was written here
+        assert restored == container and type(restored) is type(container)
+
+
+def test_pickle_writes_the_rows_that_are_held_and_no_more():
+    """A view's own pickle has all that it is a view of."""
+    dtypes = (torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.bool)
+    for dtype in dtypes:
+        rows = torch.zeros(100, 1000).to(dtype)
+        batch = TensorBatch(dense=rows, ragged=list(rows))
+        size = len(pickle.dumps(batch))
+        assert len(pickle.dumps(batch[:1])) < size / 20
+        assert len(pickle.dumps(batch["ragged"][:1])) < size / 20
+        assert pickle.loads(pickle.dumps(batch[:1]))["ragged"].dtype == dtype  # noqa: S301
+
+
+def test_equality_sees_shape_dtype_values_order_and_names():
+    base = TensorBatch(a=torch.arange(4), b=[torch.zeros(2), torch.ones(3), torch.zeros(1), torch.zeros(0)])
+    assert base == TensorBatch({"b": TensorList(list(base["b"])), "a": torch.arange(4)})
+    others = [
+        base.select(["a"]),
+        base[:3],
+        base[[1, 0, 2, 3]],
+        TensorBatch({**base, "a": torch.arange(4, dtype=torch.int32)}),
+        TensorBatch({**base, "b": base["b"].to(torch.float64)}),
+        TensorBatch({**base, "b": [tensor[None] for tensor in base["b"]]}),
+        TensorBatch({**base, "b": base["a"]}),
+        TensorBatch({"a": base["a"], "c": base["b"]}),
+        base.to("meta"),
+    ]
+    assert all(base != other and other != base for other in others)
+    assert base != dict(base) and base["b"] != list(base["b"])
+
+
+def test_slices_share_memory_and_copies_of_a_list_do_not():
+    batch = TensorBatch(a=torch.arange(4), b=list(torch.zeros(4, 2)))
+    part = batch[1:3]
+    part["a"][0], part["b"][0][0] = 70, 7
+    assert batch["a"].tolist() == [0, 70, 2, 3] and batch["b"][1].tolist() == [7, 0]
+    part["b"][0] = torch.ones(5)  # an entry of this list alone
+    assert batch["b"][1].tolist() == [7, 0] and part["b"][0].tolist() == [1] * 5
+    given_list = [torch.zeros(1)]
+    TensorList(given_list)[0] = torch.ones(1)
+    assert given_list[0].item() == 0
+
+
+def test_fields_are_set_replaced_and_removed():
+    batch = TensorBatch()
+    batch["a"] = torch.zeros(2)
+    batch["b"] = [torch.zeros(1), torch.zeros(2)]
+    batch["a"] = torch.ones(2, 3)
+    assert list(batch) == ["a", "b"] and len(batch) == 2 and batch.batch_size == 2 and "b" in batch
+    assert isinstance(batch["b"], TensorList) and 0 not in batch
+    assert batch.pop("b").tensors[1].shape == (2,) and batch.get("b") is None
+    batch["a"] = torch.ones(5)  # the only field says what the batch size is
+    assert batch.batch_size == 5
+
+
+def test_only_host_fields_stay_where_they_are():
+    batch = TensorBatch.from_samples([sample(2, 1), sample(3, 2)]).to("meta")
+    assert HOST_FIELDS & set(batch) == {"image_grid_thw"}
+    devices = {key: field.device.type for key, field in batch.items()}
+    assert devices.pop("image_grid_thw") == "cpu" and set(devices.values()) == {"meta"}
+    assert batch.device.type == "meta" and batch[:1].device.type == "meta"
+    assert TensorList([torch.zeros(1)]).to("meta", torch.float64).dtype == torch.float64
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA pins memory")
+def test_pinned_memory():
+    batch = TensorBatch.from_samples([sample(2, 1), sample(3, 0)]).pin_memory()
+    assert batch["reward"].is_pinned() and batch["pixel_values"][0].is_pinned()
+
+
+class Foreign:
+    """As SkyRL's TensorList."""
+
+    def __init__(self, tensors: list[Tensor]):
+        self.tensors = tensors
+
+
+def test_containers_and_samples_of_others_are_taken():
+    ragged = [torch.zeros(2), torch.zeros(3)]
+    expected = TensorBatch(a=torch.tensor([1.0, 0.5]), b=TensorList(ragged))
+    assert TensorBatch({"a": torch.tensor([1.0, 0.5]), "b": Foreign(ragged), "none": None}) == expected
+    rows = [{"a": 1, "b": np.zeros(2, np.float32)}, {"a": 0.5, "b": [0.0, 0.0, 0.0]}]
+    assert TensorBatch.from_samples(rows) == expected
+    assert TensorBatch.from_samples(iter(expected.samples())) == expected
+
+
+def test_tensordict_both_ways():
+    tensordict = pytest.importorskip("tensordict")
+    given_samples = [sample(4, 0), sample(2, 3), sample(3, 1)]
+    batch = TensorBatch.from_samples(given_samples)
+    stack = batch.to_tensordict()
+    assert isinstance(stack, tensordict.LazyStackedTensorDict) and stack[1]["pixel_values"].shape[1] == 4
+    assert TensorBatch.from_samples(stack) == batch
+    lacking = tensordict.lazy_stack([tensordict.TensorDict(each, batch_size=[]) for each in given_samples])
+    assert TensorBatch.from_samples(lacking) == batch
+    dense = tensordict.TensorDict({"a": torch.arange(3), "b": torch.zeros(3, 2)}, batch_size=[3])
+    assert TensorBatch.from_samples(dense) == TensorBatch(a=torch.arange(3), b=list(torch.zeros(3, 2)))
+
+
+def two(**more) -> TensorBatch:
+    return TensorBatch(ids=torch.zeros(2, 3), reward=torch.zeros(2), **more)
+
+
+ERRORS: dict[str, tuple[Callable, str]] = {
+    "empty list": (lambda: TensorList([]), "TensorList: an empty list has no dtype and no device"),
+    "no tensor": (lambda: TensorList([torch.zeros(1), 2.0]), "entry 1 is of type float; give tensors"),
+    "devices": (
+        lambda: TensorList([torch.zeros(1), torch.zeros(1, device="meta")]),
+        "entry 1 is torch.float32 on meta, entry 0 is torch.float32 on cpu; bring",
+    ),
+    "dtypes": (
+        lambda: TensorList([torch.zeros(1), torch.zeros(1).half()]),
+        "entry 1 is torch.float16 on cpu, entry 0 is torch.float32",
+    ),
+    "replaced": (
+        lambda: TensorList([torch.zeros(1)]).__setitem__(0, torch.zeros(1, device="meta")),
+        "entry 0 is torch.float32 on meta, entry 0 is torch.float32 on cpu",
+    ),
+    "empty list in a batch": (
+        lambda: two(pixel_values=[]),
+        "TensorBatch: pixel_values: TensorList: an empty list",
+    ),
+    "devices in a list of a batch": (
+        lambda: two(x=[torch.zeros(1), torch.zeros(1, device="meta")]),
+        "TensorBatch: x: TensorList: entry 1 is torch.float32 on meta",
+    ),
+    "sizes": (
+        lambda: two(x=[torch.zeros(1)] * 3),
+        "TensorBatch: x has batch size 3, ids 2, reward 2; every field needs one entry for each sample",
+    ),
+    "sizes, set": (lambda: two().update(x=torch.zeros(5)), "x has batch size 5, ids 2, reward 2"),
+    "devices of fields": (
+        lambda: two(x=torch.zeros(2, device="meta")),
+        "TensorBatch: x is on meta, ids cpu, reward cpu; bring all fields to one device",
+    ),
+    "scalar": (
+        lambda: two(x=torch.tensor(1.0)),
+        r"x has shape \(\); the first axis has to be that of the samples",
+    ),
+    "no samples": (lambda: TensorBatch(x=torch.zeros(0, 3)), r"x has shape \(0, 3\)"),
+    "text": (lambda: two(x="abc"), "TensorBatch: x is of type str; give a tensor or a list of them"),
+    "unknown key": (lambda: two()["rewards"], "no field rewards; did you mean reward?"),
+    "unknown key, far": (lambda: two()["mask"], "no field mask; known are ids, reward"),
+    "unknown key, selected": (lambda: two().select(["ids", "rewrd"]), "no field rewrd; did you mean reward?"),
+    "unknown key, removed": (lambda: two().__delitem__("mask"), "no field mask"),
+    "set by row": (lambda: two().__setitem__(0, two()), "TensorBatch: 0 is no name"),
+    "no fields": (lambda: TensorBatch().batch_size, "without fields there is no batch size"),
+    "no row": (lambda: two()[[0, 2]], "TensorBatch: there is no row 2 among 2"),
+    "mask": (lambda: two()[[True]], r"TensorBatch: a mask of shape \(1,\) cannot select from 2 rows"),
+    "fractions": (lambda: two()[[0.5]], "torch.float32 of shape .* selects no rows"),
+    "none selected": (lambda: two()[2:], "TensorBatch: none of 2 rows is selected"),
+    "none repeated": (lambda: two().repeat(0), "none of 2 rows is selected"),
+    "chunk": (lambda: two().chunk(0), "TensorBatch.chunk: chunk_size is 0"),
+    "split": (lambda: two().split([1, 2]), r"sizes \[1, 2\] add up to 3; .* the 2 rows"),
+    "split, zero": (lambda: two().split([0, 2]), "give positive sizes"),
+    "repeats": (lambda: two().repeat_interleave([1]), r"repeats are \[1\]; .* each of 2 rows"),
+    "cat": (lambda: TensorBatch.cat([]), "cat: there are no batches"),
+    "cat, list": (lambda: TensorList.cat([]), "an empty list"),
+    "cat, lacks": (
+        lambda: TensorBatch.cat([two(), two().select(["ids"])]),
+        "2 of 4 samples lack reward: 2, 3; give it to all. Only visual fields may be absent: pixel_values, ",
+    ),
+    "cat, dtype": (
+        lambda: TensorBatch.cat([two(), TensorBatch({**two(), "reward": torch.zeros(2).half()})]),
+        "TensorBatch: reward: TensorList: entry 1 is torch.float16",
+    ),
+    "cat, shapes": (
+        lambda: TensorBatch.cat([two(), TensorBatch({**two(), "ids": torch.zeros(2, 5)})]),
+        r"cat: ids has rows of shapes \[\(3,\), \(5,\)\]",
+    ),
+    "samples, lacks": (
+        lambda: TensorBatch.from_samples([{"ids": [1]}] * 7 + [{"ids": [1], "reward": 1.0}]),
+        "7 of 8 samples lack reward: 0, 1, 2, 3, 4, …; give it to all",
+    ),
+    "samples, none": (lambda: TensorBatch.from_samples([]), "0 samples have no field"),
+    "samples, text": (
+        lambda: TensorBatch.from_samples([{"key": "a"}]),
+        "from_samples: key holds str; give numbers",
+    ),
+    "samples, dtypes": (
+        lambda: TensorBatch.from_samples([{"x": torch.zeros(1)}, {"x": torch.zeros(1).int()}]),
+        "x: TensorList: entry 1 is torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_what_is_wrong(case):
+    call, text = ERRORS[case]
+    with pytest.raises((ValueError, KeyError, IndexError, TypeError), match=text):
+        call()
+
+
+def test_a_refused_field_leaves_the_batch_as_it_was():
+    batch = two()
+    for wrong in (torch.zeros(5), torch.zeros(2, device="meta"), []):
+        with pytest.raises(ValueError):
+            batch["reward"] = wrong
+    assert batch == two()
+
+
+def test_every_visual_field_may_be_absent_and_nothing_else():
+    assert set(VISUAL_FIELDS) > HOST_FIELDS
+    for key in VISUAL_FIELDS:
+        first, second = TensorBatch.from_samples([{"ids": 1}, {"ids": 2, key: torch.ones(2, 3)}])[key]
+        assert first.shape == (0, 3) and second.shape == (2, 3)
