@@ -109,6 +109,7 @@ def test_epochs_and_steps_replace_each_other_and_are_written_down_as_given():
         ),
         (["train.steps=null"], "train.steps: not set, and neither is train.epochs; give one of them."),
         (["train.epochs=0"], "train.epochs: 0 epochs train nothing"),
+        (["train.epochs=1e12"], "train.epochs: 1e+12 is more than 1,000,000; give fewer, or train.steps."),
         (
             ["train.epochs=2", "data.packing=stream"],
             "train.epochs: only its end tells how many rows an epoch of ",

@@ -234,6 +234,21 @@ MISTAKES = [
         "no_template",
     ),
     train(
+        "a typo in the adapter's path",
+        r"adapter.start: ./adaptor does not exist; give a folder that peft wrote",
+        "adapter.start=./adaptor",
+    ),
+    train(
+        "a checkpoint as adapter",
+        r"adapter.start: checkpoint is a Hugging Face checkpoint without adapter_config.json; give",
+        "adapter.start=checkpoint",
+    ),
+    train(
+        "a run folder as adapter",
+        r"adapter.start: trained is a run folder; export it first: megatron-vlm export trained OUTPUT --ada",
+        "adapter.start=trained",
+    ),
+    train(
         "no training data",
         r"data.train_data_path: not set; pass --train_data_path",
         train_data_path=None,

@@ -105,7 +105,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
         scores = 4 * 8 * 16 * (length + 1) / 2
         found[name] = (
             (saved[1] - saved[0]) / tokens,
-            saved_by_layer(config, 1, 2),
+            saved_by_layer(config, 1, 2, True, True),
             (products[1] - products[0]) / tokens,
             costs.layer_flops(architecture, 1, length) - scores,
         )

@@ -9,11 +9,11 @@ from test_cli import COMMAND, ask
 
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.proposing import memory_of_gpus, source_settings
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.planning.plan import make_plan
-from megatron_vlm.planning.proposal import Proposal, propose
+from megatron_vlm.planning.proposal import LR_OF_ADAPTERS, Proposal, propose
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 H100 = 80 * 10**9
@@ -58,6 +58,12 @@ def test_a_model_that_fits_nowhere_is_refused_with_ways_out():
     ):
         proposal("gemma3_vl_27b", 1)
     assert proposal("gemma3_vl_27b", 1, adapter__r=16).config().adapter.r == 16
+
+
+def test_adapters_get_a_learning_rate_of_their_own():
+    assert proposal("gemma3_vl_4b", 8).config().optimizer.lr == RunConfig().optimizer.lr
+    assert proposal("gemma3_vl_4b", 8, adapter__r="16").config().optimizer.lr == LR_OF_ADAPTERS
+    assert proposal("gemma3_vl_4b", 8, adapter__r="16", optimizer__lr=1e-3).config().optimizer.lr == 1e-3
 
 
 def test_data_of_two_types_is_refused(tmp_path):

@@ -154,6 +154,20 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
         )
 
 
+def start_problems(start: str) -> Iterator[str]:
+    """What keeps a folder from being the adapter to train on."""
+    path, shown = Path(start), f"adapter.start: {printable(start)}"
+    if not path.is_dir():
+        kind = "is a file" if path.exists() else "does not exist"
+        yield f"{shown} {kind}; give a folder that peft wrote."
+    elif kind_of(path) == "a run folder":
+        command = f"megatron-vlm export {printable(start)} OUTPUT --adapter"
+        yield f"{shown} is a run folder; export it first: {command}."
+    elif not (path / "adapter_config.json").is_file():
+        kind = kind_of(path) or "a folder"
+        yield f"{shown} is {kind} without adapter_config.json; give a folder that peft wrote."
+
+
 # ---- run folders ------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems
+from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems, start_problems
 from megatron_vlm.config import (
     EPOCH,
     ConfigError,
@@ -34,6 +34,7 @@ CHOICES = {
     "data.packing": ("none", "stream", "global"),
 }
 LONGEST_HANG = 86_400  # seconds
+MOST_EPOCHS = 1_000_000  # their ends are counted before the first step
 FREEZE_GROUPS = ("tower", "projector", "language_model")
 _FROM_ONE = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep")),
@@ -106,8 +107,10 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
 
 def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
-    load_weights = config.model.load_weights and not resumes
+    load_weights = config.model.load_weights and (config.adapter.used or not resumes)
     yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
+    if config.adapter.start is not None:
+        yield from start_problems(config.adapter.start)
     if needs_data:
         data = config.data
         yield from data_problems(data, "data.train_data_path", data.train_data_path)
@@ -179,6 +182,8 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         yield "train.steps: not set, and neither is train.epochs; give one of them."
     if train.epochs == 0:
         yield "train.epochs: 0 epochs train nothing; give a number above 0, or train.steps."
+    if (train.epochs or 0) > MOST_EPOCHS:
+        yield f"train.epochs: {train.epochs:g} is more than {MOST_EPOCHS:,}; give fewer, or train.steps."
     counted = [key for key in EVERY if getattr(train, key.removeprefix("train.")) == EPOCH]
     for key in [*counted, *(["train.epochs"] if train.epochs is not None else ())]:
         if data.streaming or data.packing == "stream":

@@ -8,23 +8,24 @@ from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_
 
 
 def saved_by_layer(
-    megatron_config: LanguageModelConfig, layer: int, value: int, trained: bool = True
+    megatron_config: LanguageModelConfig, layer: int, value: int, attention: bool, feed_forward: bool
 ) -> float:
     """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
     Norms save their input and its root mean square in fp32; projections save their inputs; attention its
     queries, keys, values and output, where a document that all ranks of context parallelism share gives a
     rank up to all of its keys and values; a gated feed-forward its gate and up, and their product for the
-    next projection. A layer that is not `trained` saves only what the gradient of its input needs.
+    next projection. Of `attention` and `feed_forward`, one that is not trained and has no adapters saves only
+    what the gradient of its input needs.
     """
     tp = megatron_config.tensor_model_parallel_size
     cut = tp if megatron_config.sequence_parallel else 1
     width = megatron_config.hidden_size / cut
     norm = value * width + 4 / cut
-    channels = (2 + trained) * value  # of a gated feed-forward
+    channels = (2 + feed_forward) * value  # of a gated feed-forward
     queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
     keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
-    saved = 2 * (norm + trained * value * width)
+    saved = 2 * norm + (attention + feed_forward) * value * width
     if megatron_config.norm_after_sublayer:
         saved += 2 * norm
     saved += (
@@ -36,8 +37,23 @@ def saved_by_layer(
     if not has_experts(megatron_config, layer):
         return saved + channels * megatron_config.ffn_hidden_size / tp
     saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
-    routed = channels * megatron_config.moe_ffn_hidden_size + 2 * value * megatron_config.hidden_size
+    routed = channels * megatron_config.moe_ffn_hidden_size
+    routed += 2 * feed_forward * value * megatron_config.hidden_size
     return saved + megatron_config.moe_router_topk * routed / cut
+
+
+def saved_by_dropout(
+    megatron_config: LanguageModelConfig, layer: int, value: int, attention: bool, feed_forward: bool
+) -> float:
+    """Bytes per token that dropout of adapters' inputs saves besides: a byte for each input of the linears,
+    and the output of attention once more."""
+    tp = megatron_config.tensor_model_parallel_size
+    width = megatron_config.hidden_size / (tp if megatron_config.sequence_parallel else 1)
+    heads = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
+    channels = megatron_config.ffn_hidden_size
+    if has_experts(megatron_config, layer):
+        channels = megatron_config.moe_shared_expert_intermediate_size or 0
+    return attention * (width + (1 + value) * heads) + feed_forward * (width + channels / tp)
 
 
 def saved_by_output_layer(

@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models import costs
+from megatron_vlm.models.adapters import settled
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import (
@@ -29,8 +30,8 @@ from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
-from megatron_vlm.planning.adapters import adapter_sizes
-from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
+from megatron_vlm.planning.adapters import ATTENTION, FEED_FORWARD, VISION, adapter_sizes
+from megatron_vlm.planning.kept import saved_by_dropout, saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
@@ -163,7 +164,7 @@ class _Held:
     def __init__(
         self, config: RunConfig, megatron_config: LanguageModelConfig, family: Family, hf_config: Any
     ):
-        trained = "language_model" not in config.frozen
+        self._trained = trained = "language_model" not in config.frozen
         examples = {has_experts(megatron_config, i): i for i in range(megatron_config.num_layers)}
         self._config = megatron_config
         self._layers = {
@@ -181,20 +182,28 @@ class _Held:
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
         self._adapters = adapter_sizes(config, family, hf_config)
+        self._drops = settled(config.adapter).lora_dropout > 0
         self.vision = _count_vision(family, hf_config, config.frozen)
-        self.vision += Parameters(size := self._adapters[None], 0, size, 0)
+        self.vision += Parameters(size := self._adapters[VISION], 0, size, 0)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
-            total += self._layers[has_experts(self._config, i)] + Parameters(n := self._adapters[i], 0, n, 0)
+            adapters = self._adapters[i, ATTENTION] + self._adapters[i, FEED_FORWARD]
+            total += self._layers[has_experts(self._config, i)] + Parameters(adapters, 0, adapters, 0)
         if first:
             total += self._words + self.vision
         if last:
             total += self._norm
         one_chunk = first and last and len(layers) == 1
         return total + self._words if last and not (one_chunk and self._config.tie_embeddings) else total
+
+    def saved(self, megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
+        """Bytes per token that a layer saves; its linears' inputs, where these or adapters are trained."""
+        parts = [self._trained or self._adapters[layer, part] > 0 for part in (ATTENTION, FEED_FORWARD)]
+        saved = saved_by_layer(megatron_config, layer, value, *parts)
+        return saved + self._drops * saved_by_dropout(megatron_config, layer, value, *parts)
 
 
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
@@ -236,7 +245,7 @@ def _stage(
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
     lm_passes, seq_length = costs.language_model_passes(config), config.data.seq_length
     layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
-    activations = _activations(config, megatron_config, layers, image, gpus, number)
+    activations = _activations(config, megatron_config, held, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
         activations = max(activations, 4 * held.vision.trained_dense)
     flops = lm_passes * layers_flops + last * min(3, lm_passes) * costs.output_flops(architecture)
@@ -256,6 +265,7 @@ def _stage(
 def _activations(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
+    held: _Held,
     layers: tuple[range, ...],
     image: costs.ImageCost,
     gpus: int,
@@ -269,11 +279,11 @@ def _activations(
     value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.frozen
     cut = tp if megatron_config.sequence_parallel else 1
     hidden = tokens * value * megatron_config.hidden_size
-    saves = trained or config.adapter.used  # adapters need the inputs of their linears
-    per_layer = [tokens * saved_by_layer(megatron_config, i, value, saves) for held in layers for i in held]
+    numbers = [i for each in layers for i in each]
+    per_layer = [tokens * held.saved(megatron_config, i, value) for i in numbers]
     kept = sum(per_layer)
     if recompute:  # the layers' inputs; the first ones bring visual features for later layers
-        extras = sum(extras_before(megatron_config, i + 1) for held in layers for i in held)
+        extras = sum(extras_before(megatron_config, i + 1) for i in numbers)
         kept = hidden / cut * (len(per_layer) + extras)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
@@ -286,7 +296,7 @@ def _activations(
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
     if recompute:
         besides += max(per_layer)
-        if any(has_experts(megatron_config, i) for held in layers for i in held):  # gradients of what travels
+        if any(has_experts(megatron_config, i) for i in numbers):  # gradients of what travels
             besides += 2 * hidden / cut * megatron_config.moe_router_topk
     if stage == config.parallel.pp - 1:
         besides = max(besides, saved_by_output_layer(config, megatron_config, tokens, trained))

@@ -19,6 +19,7 @@ from megatron_vlm.planning.step_time import Gpu
 from megatron_vlm.planning.words import ways_to_fit
 
 ROWS_IN_A_STEP = 32
+LR_OF_ADAPTERS = 2e-4  # as in recipes/*_lora.yaml
 LAYOUT = "parallel.", "model.recompute"  # who sets one of these chooses the layout
 
 
@@ -75,6 +76,8 @@ def propose(
     found["train.global_batch_size"] = rows, f"{rows // processes} for each GPU" if processes > 1 else ""
     if not {"train.steps", "train.epochs"} & set(said):
         found |= {"train.steps": (None, ""), "train.epochs": (1, "every row once")}
+    if apply_overrides(RunConfig(), said).adapter.used:
+        found["optimizer.lr"] = LR_OF_ADAPTERS, "adapters take more than whole weights do"
     found["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
     found |= {key: (value, "") for key, value in said.items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):

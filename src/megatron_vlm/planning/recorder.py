@@ -273,10 +273,11 @@ ATTENTION: dict[Any, Callable[[Recorder, dict], float]] = {
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Inside, three functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
-    not store all scores; a tensor made from numbers of the device reads each; Adam may be fused."""
+    """Inside, four functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
+    not store all scores; dropout is one and stores a byte for each number; a tensor made from numbers of the
+    device reads each; Adam may be fused."""
     functional, tensor, check = torch.nn.functional, torch.tensor, adam._device_dtype_check_for_fused
-    attention = functional.scaled_dot_product_attention
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
 
     def one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
@@ -287,13 +288,15 @@ def shapes_only() -> Iterator[None]:
             return [numbers(one) for one in data]
         return data.item() if isinstance(data, Tensor) and data.is_meta else data
 
-    functional.scaled_dot_product_attention, torch.tensor = (
-        one_kernel,
-        lambda data, **kwargs: tensor(numbers(data), **kwargs),
-    )
+    def dropped(x, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(x, p, training)[0] if training and p else x
+
+    functional.scaled_dot_product_attention, functional.dropout = one_kernel, dropped
+    torch.tensor = lambda data, **kwargs: tensor(numbers(data), **kwargs)
     adam._device_dtype_check_for_fused = lambda *_, **__: None
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention, torch.tensor = attention, tensor
+        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+        torch.tensor = tensor
         adam._device_dtype_check_for_fused = check

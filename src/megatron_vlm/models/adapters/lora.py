@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import linear
 
 from megatron_vlm.models.adapters.targets import Target
 
@@ -174,7 +174,7 @@ class Adapted:
         if not (training and self.dropout):
             return x
         with self._generator():
-            return dropout(x, self.dropout)
+            return nn.functional.dropout(x, self.dropout)
 
     def _generator(self) -> AbstractContextManager:
         """The same numbers on ranks that have the same inputs. Those of the tower come from the generator
