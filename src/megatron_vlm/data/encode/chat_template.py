@@ -14,9 +14,10 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample, is_trained
+from megatron_vlm.data.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
+from megatron_vlm.data.turns import DOCUMENT, loss_weight
 
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -54,7 +55,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
-        text, replies = self.render(messages, tools)
+        text, replies, weights = self.render(messages, tools)
         bos = self._tokenizer.bos_token  # a text that begins with it gets no second one
         return RenderedChat(
             text,
@@ -62,14 +63,19 @@ class ChatTemplate:
             self._placeholders(text, images),
             self._video_placeholders(text, videos),
             add_special_tokens=not (bos and text.startswith(bos)),
+            weights=[] if set(weights) <= {1} else weights,
         )
 
-    def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
-        """The rendered conversation and the character spans of its replies, record text made harmless."""
+    def render(
+        self, messages: list[dict], tools: list[dict] | None = None
+    ) -> tuple[str, list[Span], list[float]]:
+        """The rendered conversation, record text made harmless, and of its trained replies the character
+        spans and the weights in the loss."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
-                return self._documents(messages)
+                text, spans = self._documents(messages)
+                return text, spans, [loss_weight(messages[0])] * len(spans)
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
@@ -79,23 +85,32 @@ class ChatTemplate:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        spans = self._trained(prompt, spans, [is_trained(m) for m in messages if m["role"] == "assistant"])
-        return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
+        weights = [loss_weight(message) for message in messages if message["role"] == "assistant"]
+        weighted = self._trained(prompt, spans, weights)
+        spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
+        if self._next_turn:
+            prompt, spans = self._with_ends(prompt, spans)
+        return prompt, spans, weights
 
-    def _trained(self, prompt: str, replies: list[Span], wanted: list[bool]) -> list[Span]:
-        """The replies of `wanted` turns of the assistant that say more than the template writes for an empty
-        one. If the template marks more blocks than there are turns, blocks that touch are one reply."""
+    def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
+        """The replies that say more than the template writes for an empty one, with the `weights` of the
+        assistant's turns; those of weight 0 are left out. If the template marks more blocks than there are
+        turns, blocks that touch are one reply."""
         whole: list[Span] = []
         for start, stop in replies:
-            if len(replies) != len(wanted) and whole and whole[-1][1] == start:
+            if len(replies) != len(weights) and whole and whole[-1][1] == start:
                 start = whole.pop()[0]
             whole.append((start, stop))
-        if not all(wanted):
-            if len(whole) != len(wanted):
-                detail = f"it marks {len(whole)} replies of {len(wanted)}, so some cannot be left untrained"
-                raise BadSample("template_error", detail)
-            whole = [span for span, is_wanted in zip(whole, wanted, strict=True) if is_wanted]
-        return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
+        if set(weights) <= {1}:
+            weights = [1.0] * len(whole)
+        elif len(whole) != len(weights):
+            detail = f"it marks {len(whole)} replies of {len(weights)}, so none can have a weight of its own"
+            raise BadSample("template_error", detail)
+        return [
+            (span, weight)
+            for span, weight in zip(whole, weights, strict=True)
+            if weight and not self._no_content.fullmatch(prompt, *span)
+        ]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
         """Matches control tokens, invisible characters, and what the template itself writes into an empty
@@ -104,7 +119,7 @@ class ChatTemplate:
         self._no_content = re.compile(f"{one}*+")
         empty = [_text_message("user", "a"), _text_message("assistant", "")]
         try:
-            prompt, spans = self.render(empty + empty)
+            prompt, spans, _ = self.render(empty + empty)
         except (BadSample, ValueError):  # a template that refuses an empty reply
             return self._no_content
         written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans}
@@ -129,7 +144,7 @@ class ChatTemplate:
             _text_message("user", "c"),
         ]
         try:
-            prompt, ((start, stop), *_) = self.render(conversation)
+            prompt, ((start, stop), *_), _ = self.render(conversation)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
             return None
         follows = self._control_tokens.match(prompt, stop)

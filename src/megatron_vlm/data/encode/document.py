@@ -105,9 +105,8 @@ class DocumentEncoder:
         if length < len(text):
             text, visual = truncated(text, visual, length, *kept)
         labels, loss_mask = np.full(length, IGNORE_INDEX), np.zeros(length, np.float32)
-        trained = text.reply_mask[1:]  # the last position predicts nothing
-        np.copyto(labels[:-1], text.input_ids[1:], where=trained)
-        loss_mask[:-1] = trained
+        loss_mask[:-1] = text.weights[1:]  # the last position predicts nothing
+        np.copyto(labels[:-1], text.input_ids[1:], where=text.reply_mask[1:])
         if not loss_mask.any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
         input_ids = torch.from_numpy(text.input_ids)
