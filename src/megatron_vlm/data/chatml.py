@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, wrong_setting
+from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, without_thinking, wrong_setting
 
 ROLES = {
     DOCUMENT: DOCUMENT,
@@ -88,15 +88,22 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
 
 def training_conversation(
-    conversation: str | dict | list, images: int = 0, videos: int = 0, last_only: bool = False
+    conversation: str | dict | list,
+    images: int = 0,
+    videos: int = 0,
+    last_only: bool = False,
+    drop_thinking: bool = False,
 ) -> tuple[list[dict], list[dict] | None]:
     """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
 
-    With `last_only`, all replies that are trained but the last get `"loss": False`. Raises BadSample as they
-    do, and BadSample `no_trained_tokens` when no trained reply has content.
+    With `last_only`, all replies that are trained but the last get `"loss": False`; with `drop_thinking`,
+    replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
+    trained reply has content.
     """
     messages, tools = cook_chatml_sample(conversation)
     messages = place_media(messages, images, videos)
+    if drop_thinking:
+        messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
     if last_only:
         last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
         messages = [

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatron_vlm.data.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
-from megatron_vlm.data.turns import DOCUMENT, loss_weight
+from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -33,12 +33,13 @@ class ChatTemplate:
     record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
 
     If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
+    With `mask_thinking`, a reply is what lies outside its thinking blocks.
 
     Raises ValueError if the template marks no replies and they cannot be found by rendering beginnings of
     the conversation.
     """
 
-    def __init__(self, processor: ProcessorMixin, template: str | None = None):
+    def __init__(self, processor: ProcessorMixin, template: str | None = None, mask_thinking: bool = False):
         self.text = template or _template_of(processor)
         self._tokenizer, self._video_token = processor.tokenizer, getattr(processor, "video_token", None)
         self._placeholder_tokens = placeholder_tokens(processor)
@@ -46,9 +47,9 @@ class ChatTemplate:
         self._tells_replies = bool(GENERATION_TAG.search(self.text))
         if not self._tells_replies:
             self._probe_template()
-        self._next_turn: str | None = None
+        self._next_turn, self._mask_thinking = None, False
         self._no_content = self._what_is_no_content()
-        self._next_turn = self._token_that_ends_replies()
+        self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
 
     def __call__(
         self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
@@ -90,7 +91,16 @@ class ChatTemplate:
         spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
         if self._next_turn:
             prompt, spans = self._with_ends(prompt, spans)
+        if self._mask_thinking:
+            pieces = [self._outside_thinking(prompt, *span) for span in spans]
+            weights = [weight for weight, some in zip(weights, pieces, strict=True) for _ in some]
+            spans = [piece for some in pieces for piece in some]
         return prompt, spans, weights
+
+    def _outside_thinking(self, prompt: str, *reply: int) -> list[Span]:
+        """The pieces of a reply outside its thinking blocks; none if they say nothing."""
+        pieces = [piece for piece in between_thinking(prompt, *reply) if piece[0] < piece[1]]
+        return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
 
     def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
         """The replies that say more than the template writes for an empty one, with the `weights` of the

@@ -65,7 +65,7 @@ class DocumentEncoder:
         fast: bool = True,
     ):
         self._processor, self._data, self._needs = processor, data, needs
-        text = TextEncoder(processor, chat_template)
+        text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
         self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
         if fast:
@@ -143,7 +143,11 @@ class DocumentEncoder:
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         conversation = training_conversation(
-            sample.conversation, images, videos, last_only=self._data.train_replies == "last"
+            sample.conversation,
+            images,
+            videos,
+            last_only=self._data.train_replies == "last",
+            drop_thinking=self._data.thinking == "drop",
         )
         prompt = self.chat(*conversation, images, videos)
         if (found := len(prompt.text)) > self._most_characters:
