@@ -5,7 +5,7 @@ Runs inside the processes that `test_parity.py` starts; one launch goes through 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +218,11 @@ def cases_of(family: str, path: Path | str) -> dict[str, dict[str, Any]]:
     return cases | {name: packed(case_for(path, rows)) for name, rows in PACKED.items()}
 
 
-def case_for(path: Path | str, rows: list[str], processor: Any = None) -> dict[str, Any]:
-    """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows."""
+def case_for(
+    path: Path | str, rows: list[str], processor: Any = None, weights: Sequence[float] = ()
+) -> dict[str, Any]:
+    """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows. The trained
+    tokens have `weights` in turn; without any they all count alike."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import family_for
@@ -231,12 +234,21 @@ def case_for(path: Path | str, rows: list[str], processor: Any = None) -> dict[s
     hf, batch, single = encode(processor, family, hf_config, rows)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     output = model(**hf, use_cache=False)
-    output.loss.backward()
+    loss = output.loss
+    if weights:
+        weight_BS = batch["loss_mask"]
+        trained = weight_BS > 0
+        weight_BS[trained] = torch.from_numpy(np.resize(np.float32(weights), int(trained.sum())))
+        losses_N = torch.nn.functional.cross_entropy(
+            output.logits[trained], batch["labels"][trained], reduction="none"
+        )
+        loss = (losses_N * weight_BS[trained]).sum() / weight_BS.sum()
+    loss.backward()
     return {
         "batch": batch,
         "rows": single,
         "logits": output.logits.detach(),
-        "loss": output.loss.item(),
+        "loss": loss.item(),
         "grads": {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()},
     }
 

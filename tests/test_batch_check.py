@@ -44,6 +44,10 @@ def set_at(key: str, row: int, token: int, value: int):
         (lambda batch: batch.update(labels=batch["labels"].int()), r"labels is torch.int32 \(2, 5\)"),
         (lambda batch: batch.update(position_ids=torch.zeros(2, 4).long()), r"position_ids is .* \(2, 4\)"),
         (set_at("loss_mask", 1, 4, 1), "loss_mask and labels disagree; row 1, token 4"),
+        (
+            lambda batch: (set_at("labels", 1, 2, 5)(batch), set_at("loss_mask", 1, 2, -1)(batch)),
+            "loss weight is negative or no number; row 1, token 2",
+        ),
         (set_at("attention_mask", 0, 2, 4), "documents are not counted; row 0, token 2"),
         (set_at("attention_mask", 1, 2, 0), "documents are not counted; row 1, token 3"),
         (set_at("attention_mask", 0, 0, 2), "first document is not 1; row 0, token 0"),

@@ -5,10 +5,10 @@ import pytest
 from megatron_vlm.data.chatml import (
     BadSample,
     cook_chatml_sample,
-    is_trained,
     place_media,
     training_conversation,
 )
+from megatron_vlm.data.turns import is_trained
 
 
 def text(value):
@@ -145,8 +145,10 @@ def test_replies_that_say_so_are_not_trained():
     untrained = [SHAREGPT[0], SHAREGPT[1] | {"loss": False}]
     with pytest.raises(BadSample, match="no_trained_tokens: no reply to train on"):
         training_conversation(untrained, images=1)
-    for nonsense in (0.5, "no", [0]):
-        with pytest.raises(BadSample, match="turn 1 has weight .*, not true or false"):
+    for nonsense in (-0.5, 0.0001, 1e9, float("nan"), "no", "0.5", [0]):
+        with pytest.raises(
+            BadSample, match="turn 1 has weight .*, not true, false or a number from 0.001 to 1000"
+        ):
             training_conversation([SHAREGPT[0], SHAREGPT[1] | {"weight": nonsense}], images=1)
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     turns[5]["loss"] = 0

@@ -64,7 +64,7 @@ def _not_finite(by_rank: list[list[float]], run_dir: str) -> str:
     from megatron_vlm.training.not_finite import raise_not_finite
 
     rank = dist.get_rank()
-    reports = [{"sum_and_count": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]
+    reports = [{"sums": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]
     micro_batches = [{"__key__": [[f"rank{rank}-{number}"]]} for number in range(len(reports))]
     try:
         with naming_samples(run_dir, 7, micro_batches):

@@ -81,6 +81,7 @@ def in_one_process(path: str, cases: str) -> dict:
 
     rows = case["rows"]
     return {
+        "doubled": gradients(model(), [row | {"loss_mask": 2 * row["loss_mask"]} for row in rows]),
         "recompute full": parity.compare(ParallelConfig(), path, case, recompute="full"),
         "recompute selective": parity.compare(ParallelConfig(), path, case, recompute="selective"),
         "unpacked": gradients(model(), rows),
@@ -164,6 +165,30 @@ def test_gradients_reduced_during_the_backward_pass_are_those_of_one_process(tmp
     assert not one[unused].any()
     for name, expected in one.items():
         torch.testing.assert_close(two[name], expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
+
+
+def test_only_the_ratio_of_weights_counts(measured):
+    """Weights of 2 give to the bit what weights of 1 give, but for the number that they sum to."""
+    doubled, plain = measured("one")["doubled"], measured("one")["unpacked"]
+    assert (doubled["loss"], doubled["tokens"]) == (plain["loss"], plain["tokens"])
+    assert all(torch.equal(doubled["grads"][name], grad) for name, grad in plain["grads"].items())
+
+
+WEIGHTED_LAYOUTS = ["DP2", "TP2+SP", "PP2", "PP2·VPP2", "CP2"]
+
+
+def test_weighted_tokens_give_transformers_weighted_loss(family, tmp_path):
+    """Also where all weights of a step are less than one token's."""
+    path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
+    weighted = parity.case_for(path, ["t", "it", "ititit"], weights=[0.3, 1.0, 2.5, 0.05])
+    cases = {"rows": weighted, "packed": parity.packed(weighted)}
+    cases["less than 1"] = parity.case_for(path, ["5", "it"], weights=[0.001, 0.002])
+    assert 0 < cases["less than 1"]["batch"]["loss_mask"].sum() < 0.5
+    torch.save(cases, tmp_path / "cases.pt")
+    arguments = (WEIGHTED_LAYOUTS, str(path), str(tmp_path / "cases.pt"))
+    rows = run_distributed(2, parity.measure, *arguments)[0]
+    assert len(rows) == len(WEIGHTED_LAYOUTS) * len(cases)
+    assert [row for row in rows if not row["passed"]] == []
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

@@ -99,6 +99,27 @@ def test_only_the_replies_that_are_to_be_trained_are_in_the_mask(family_spans):
         assert replies(family_spans, found) == expected
 
 
+def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
+    turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
+    said = [{"role": role, "content": text} for role, text in turns]
+    plain = processed(family_spans, cook_chatml_sample(said)[0])[0]
+    weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 7}, {"loss": None}]
+    for turn, weight in zip(said[1::2], weights, strict=True):
+        turn |= weight
+    messages = cook_chatml_sample(said)[0]
+    encoded = processed(family_spans, messages)[0]
+    found = np.split(encoded.weights[plain.reply_mask], np.flatnonzero(_begins(plain.reply_mask))[1:])
+    assert [set(reply.tolist()) for reply in found] == [{np.float32(w)} for w in (0.3, 0, 2.5, 1)]
+    assert not encoded.weights[~plain.reply_mask].any()
+    read = family_spans.tokenize(family_spans.chat(messages, None, 0))
+    assert np.array_equal(read.weights, encoded.weights)
+
+
+def _begins(mask):
+    """Among the tokens of replies, those that begin one."""
+    return np.diff(mask, prepend=False)[mask]
+
+
 def test_blocks_that_touch_are_one_reply(processor):
     ends = TEMPLATE.replace("body(message['content']) + '<end_of_turn>' }}", "body(message['content']) }}")
     ends = ends.replace(

@@ -296,7 +296,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
 def by_processor(encoder, conversation, videos):
     """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
     processor, rules = encoder.processor, encoder.documents.video_rules
-    prompt, _ = TextEncoder(processor).chat.render(cook_chatml_sample(conversation)[0])
+    prompt, *_ = TextEncoder(processor).chat.render(cook_chatml_sample(conversation)[0])
     decoded = [decode_video(video, rules) for video in videos]
     metadata = [
         {

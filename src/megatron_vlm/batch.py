@@ -4,7 +4,7 @@
 
     input_ids       (B, S) int64     image tokens already expanded by the processor
     labels          (B, S) int64     next-token ids, already shifted, IGNORE_INDEX where not trained
-    loss_mask       (B, S) float32   1 where `labels` is trained; the two always agree
+    loss_mask       (B, S) float32   the weight of `labels` in the loss, 1 as a rule; 0 where not trained
     position_ids    (B, S) or (3, B, S) int64, restarting at each document
     attention_mask  (B, S) int32     document number in its row, 1, 2, ...; 0 is padding
     visual_inputs   GenericVisualInputs or None, items concatenated in document order
@@ -195,6 +195,7 @@ def check(batch: Batch) -> Batch:
     before, after = documents[:, :-1], documents[:, 1:]
     trained = batch["labels"].numpy() != IGNORE_INDEX
     _check_tokens("loss_mask and labels disagree", (batch["loss_mask"].numpy() != 0) != trained)
+    _check_tokens("a loss weight is negative or no number", ~(batch["loss_mask"].numpy() >= 0))
     _check_tokens("the first document is not 1", documents[:, :1] > 1)
     same_or_next = (after == before) | (after == before + 1) & (before != 0)
     _check_tokens("documents are not counted", ~same_or_next & (after != 0), first=1)

@@ -104,6 +104,8 @@ class DataConfig:
     streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
     seq_length: int = 4096  # most tokens in a row
     train_replies: str = "all"  # "all", or "last": that of each conversation alone
+    # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
+    thinking: str = "keep"
     over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -30,6 +30,7 @@ CHOICES = {
     "model.recompute": ("none", "selective", "full"),
     "data.dataset_type": ("energon", "hf"),
     "data.train_replies": ("all", "last"),
+    "data.thinking": ("keep", "mask", "drop"),
     "data.over_length": ("drop", "truncate"),
     "data.packing": ("none", "stream", "global"),
 }

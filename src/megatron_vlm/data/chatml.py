@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
+from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, without_thinking, wrong_setting
+
 ROLES = {
     DOCUMENT: DOCUMENT,
     "system": "system",
@@ -30,7 +31,6 @@ PART_TYPES = {
     "video_url": "video",
 }
 PLACEHOLDER = re.compile(r"<(image|video)>")
-TRAINED = ("assistant", DOCUMENT)
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
@@ -88,15 +88,22 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
 
 def training_conversation(
-    conversation: str | dict | list, images: int = 0, videos: int = 0, last_only: bool = False
+    conversation: str | dict | list,
+    images: int = 0,
+    videos: int = 0,
+    last_only: bool = False,
+    drop_thinking: bool = False,
 ) -> tuple[list[dict], list[dict] | None]:
     """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
 
-    With `last_only`, all replies that are trained but the last get `"loss": False`. Raises BadSample as they
-    do, and BadSample `no_trained_tokens` when no trained reply has content.
+    With `last_only`, all replies that are trained but the last get `"loss": False`; with `drop_thinking`,
+    replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
+    trained reply has content.
     """
     messages, tools = cook_chatml_sample(conversation)
     messages = place_media(messages, images, videos)
+    if drop_thinking:
+        messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
     if last_only:
         last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
         messages = [
@@ -108,11 +115,6 @@ def training_conversation(
         found = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
         raise BadSample("no_trained_tokens", f"{found}; roles are {[m['role'] for m in messages]}")
     return messages, tools
-
-
-def is_trained(message: dict) -> bool:
-    """Whether a turn is a reply to train on; it is not with `"loss": false`, or OpenAI's `"weight": 0`."""
-    return message["role"] in TRAINED and bool(message.get("loss", message.get("weight", True)))
 
 
 def has_content(message: dict) -> bool:
@@ -194,9 +196,8 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get("content", turn.get("value"))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    for key in ("loss", "weight"):
-        if others.get(key) not in (None, 0, 1):
-            raise BadSample("bad_conversation", f"turn {index} has {key} {others[key]!r}, not true or false")
+    if wrong := wrong_setting(others):
+        raise BadSample("bad_conversation", f"turn {index} has {wrong}")
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
         parts = [{"type": "text", "text": ""}]

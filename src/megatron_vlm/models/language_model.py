@@ -52,6 +52,7 @@ class LanguageModelConfig(TransformerConfig):
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "documents"  # see `models.layers.attention`
+    step_weight: float = 0.0  # sum of this data-parallel rank's loss weights in the step under way
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
 
@@ -212,7 +213,7 @@ class LanguageModel(GPTModel):
         """What `head`, a function of `models.head`, makes of the last hidden states; on other pipeline stages
         the hidden states for the next. The first stage is given the embedded tokens."""
         for router in (module for module in self.modules() if isinstance(module, Router)):
-            router.trained_tokens = stream.trained_tokens
+            router.trained_weight = stream.trained_weight
         output = self(
             input_ids=None,
             position_ids=stream.position_ids,

@@ -32,9 +32,10 @@ class Stream:
     feature_rows    (M,) and where they lie there
     output_rows     (n,) the tokens whose loss or logits are wanted
     labels          (n,) of these
+    weights         (n,) fp32, of these in the loss; None: 1 for each
     output_places   (n,) where their outputs stand among the `outputs` of all ranks
     outputs         how many those are
-    trained_tokens  number of trained tokens of the micro batch, on all ranks of context parallelism
+    trained_weight  sum of all weights of the micro batch, on all ranks of context parallelism
     """
 
     input_ids: Tensor
@@ -46,9 +47,10 @@ class Stream:
     feature_rows: np.ndarray
     output_rows: Tensor
     labels: Tensor
+    weights: Tensor | None
     output_places: Tensor
     outputs: int
-    trained_tokens: int
+    trained_weight: float
 
 
 class StreamLayout:
@@ -92,7 +94,9 @@ class StreamLayout:
         taken[: len(held)] = held
         labels = self.batch["labels"].numpy().ravel() if "labels" in self.batch else np.empty(0)
         trained = np.flatnonzero(labels != IGNORE_INDEX)
-        wanted = trained if wanted is None else wanted
+        weights = self.batch["loss_mask"].numpy().ravel()[trained] if len(trained) else np.ones(0, np.float32)
+        only_ones, of_loss = (weights == 1).all(), wanted is None
+        wanted = trained if of_loss else wanted
         output_places = np.flatnonzero(row_of[wanted] >= 0)
 
         placeholders = self._placeholders()
@@ -110,9 +114,10 @@ class StreamLayout:
             feature_rows=self.placement.row[placeholders],
             output_rows=on_device(row_of[wanted[output_places]]),
             labels=on_device(labels[wanted[output_places]] if len(labels) else labels),
+            weights=None if only_ones or not of_loss else on_device(weights[output_places]),
             output_places=on_device(output_places),
             outputs=len(wanted),
-            trained_tokens=len(trained),
+            trained_weight=weights.sum(dtype=np.float64).item(),
         )
 
     def _placeholders(self) -> np.ndarray:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.checks.settings import validate
@@ -154,13 +153,14 @@ def _enough(config: RunConfig, count: int, stage: int) -> int:
 def _count_apart(recorder: Recorder, chunks: list[torch.nn.Module]) -> tuple[Seen, Seen]:
     """Two counts of what happens from now on: up to the end of the last backward, and after it."""
     recorder.seen, recorder.peak = Seen(), recorder.alive
-    micro_batches, once = recorder.seen, Seen()
+    micro_batches, once, config = recorder.seen, Seen(), chunks[0].config
+    finalize_gradients = config.finalize_model_grads_func
 
     def finalize(*args, **kwargs):
         recorder.seen = once
-        finalize_model_grads(*args, **kwargs)
+        finalize_gradients(*args, **kwargs)
 
-    chunks[0].config.finalize_model_grads_func = finalize
+    config.finalize_model_grads_func = finalize
     return micro_batches, once
 
 

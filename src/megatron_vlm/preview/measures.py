@@ -123,7 +123,7 @@ def _measures(data: RunData, batch: Batch) -> tuple[int, int, int, int]:
     visual: GenericVisualInputs | None = batch["visual_inputs"]
     images = len(visual.items()) if visual is not None else 0
     patches = data.patches_of(visual)
-    return int((batch["attention_mask"] > 0).sum()), int(batch["loss_mask"].sum()), images, patches
+    return int((batch["attention_mask"] > 0).sum()), int((batch["loss_mask"] > 0).sum()), images, patches
 
 
 def _table(columns: dict[str, np.ndarray]) -> list[str]:

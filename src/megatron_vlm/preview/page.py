@@ -90,7 +90,7 @@ class RowReader:
             runs = list(self._runs(ids_S, trained_S, inside, first, stop))
             positions = _positions(batch["position_ids"][..., row, first:stop])
             documents.append(Document(key, stop - first, positions, runs))
-        tokens, trained = int((numbers_S > 0).sum()), int(batch["loss_mask"][row].sum())
+        tokens, trained = int((numbers_S > 0).sum()), int((batch["loss_mask"][row] > 0).sum())
         return Row(documents, tokens, trained, len(ids_S))
 
     def _items(self, ids_S: Tensor, visual: GenericVisualInputs) -> list[tuple[int, int, tuple[str, ...]]]:

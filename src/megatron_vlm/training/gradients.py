@@ -4,8 +4,10 @@ each rank's share of the optimizer has changed, gathered while the next step beg
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -13,11 +15,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.parallel import setup
 
 
 def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
@@ -27,7 +31,7 @@ def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[Distributed
     pass waits for parameters that `step_in_flight` left on their way.
     """
     megatron_config = chunks[0].config
-    megatron_config.finalize_model_grads_func = finalize_model_grads
+    megatron_config.finalize_model_grads_func = finalize_gradients
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
@@ -93,6 +97,23 @@ def _arrived(needed: list[Buckets], *_) -> None:
     for buckets in needed:
         if buckets.param_gather_handle is not None:
             buckets.start_param_sync(force_sync=True)  # waits for what was started
+
+
+def finalize_gradients(
+    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
+) -> None:
+    """Megatron's `finalize_model_grads`, but gradients are divided by the sum of all loss weights of the
+    global batch. Megatron divides by a whole number of tokens, of at least one, and by nothing if it is None.
+    """
+    finalize_model_grads(chunks, None, **options)
+    if num_tokens is None:
+        return
+    own = get_model_config(chunks[0]).step_weight  # the same on every rank that has the same micro batches
+    weight = torch.full((), own, dtype=torch.float64, device=setup.device())
+    dist.all_reduce(weight, group=parallel_state.get_data_parallel_group())
+    scaling = 1.0 / torch.where(weight > 0, weight, 1).float()
+    for chunk in chunks:
+        chunk.scale_gradients(scaling)
 
 
 def empty_gradients(chunk: DistributedDataParallel) -> None:

@@ -22,7 +22,7 @@ class NotFinite(ValueError):
 
 def raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
     """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
-    guilty = [n for n, report in enumerate(reports) if not report["sum_and_count"].isfinite().all()]
+    guilty = [n for n, report in enumerate(reports) if not report["sums"].isfinite().all()]
     ranks = dist.get_world_size()
     first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
     dist.all_reduce(first, dist.ReduceOp.MIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import tee
 
 import numpy as np
@@ -30,17 +31,20 @@ from megatron_vlm.training.not_finite import raise_not_finite
 def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
     """Megatron's forward step: one micro batch through one model chunk."""
     watchdog.beat()
-    return model(next(data_iterator)), token_loss
+    stream = next(data_iterator)
+    return model(stream), partial(token_loss, stream)
 
 
-def token_loss(losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum over trained tokens, their number, report); Megatron divides once, by the global number.
+def token_loss(stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(weighted sum over trained tokens, their number, report); `gradients.finalize_gradients` divides once,
+    by the sum of all weights of the global batch. The report's `sums` are the loss, the weights, the number.
 
     This is `calculate_per_token_loss`; without it the loss would be a mean of micro-batch means.
     """
-    total = losses_N.sum()
+    total = (losses_N if stream.weights is None else losses_N * stream.weights).sum()
     count = torch.full_like(total, len(losses_N))
-    return total, count.int(), {"sum_and_count": torch.stack((total.detach(), count)).double()}
+    weight = count if stream.weights is None else stream.weights.double().sum()
+    return total, count.int(), {"sums": torch.stack([x.detach().double() for x in (total, weight, count)])}
 
 
 def forward_backward(
@@ -56,6 +60,7 @@ def forward_backward(
     B * S of the tokens whose outputs are computed; None: the trained tokens.
     """
     streams = _streams(chunks, micro_batches, wanted)
+    get_model_config(chunks[0]).step_weight = sum(stream.trained_weight for stream in streams)
     iterators = list(tee(streams, len(chunks)))
     ranks = parallel_state.get_context_parallel_world_size()
     return get_forward_backward_func()(
@@ -121,19 +126,19 @@ def train_step(
 
 
 def mean_loss(reports: list[dict[str, Tensor]], figures: StepFigures | None = None) -> tuple[float, int]:
-    """Mean loss over all trained tokens of all ranks, and their number; NaN if there are none.
+    """Mean loss over all trained tokens of all ranks, by their weights, and their number; NaN for none.
 
     Collective: the last stage's reports are summed over data-parallel ranks and sent to all ranks, and with
     them the figures of the step, which a rank reads from its device here and nowhere else.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=setup.device())
+    total = torch.zeros(3, dtype=torch.float64, device=setup.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
-            total += report["sum_and_count"]
+            total += report["sums"]
     if figures:
         total = torch.cat((total, figures.of_this_rank()))
     dist.all_reduce(total)
-    loss_sum, count, *sums = total.tolist()
+    loss_sum, weight, count, *sums = total.tolist()
     if figures:
         figures.added(sums)
-    return (loss_sum / count if count else float("nan")), int(count)
+    return (loss_sum / weight if weight else float("nan")), int(count)

@@ -14,9 +14,10 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import DOCUMENT, INVISIBLE, BadSample, is_trained
+from megatron_vlm.data.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
+from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,12 +33,13 @@ class ChatTemplate:
     record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
 
     If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
+    With `mask_thinking`, a reply is what lies outside its thinking blocks.
 
     Raises ValueError if the template marks no replies and they cannot be found by rendering beginnings of
     the conversation.
     """
 
-    def __init__(self, processor: ProcessorMixin, template: str | None = None):
+    def __init__(self, processor: ProcessorMixin, template: str | None = None, mask_thinking: bool = False):
         self.text = template or _template_of(processor)
         self._tokenizer, self._video_token = processor.tokenizer, getattr(processor, "video_token", None)
         self._placeholder_tokens = placeholder_tokens(processor)
@@ -45,16 +47,16 @@ class ChatTemplate:
         self._tells_replies = bool(GENERATION_TAG.search(self.text))
         if not self._tells_replies:
             self._probe_template()
-        self._next_turn: str | None = None
+        self._next_turn, self._mask_thinking = None, False
         self._no_content = self._what_is_no_content()
-        self._next_turn = self._token_that_ends_replies()
+        self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
 
     def __call__(
         self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
     ) -> RenderedChat:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
-        text, replies = self.render(messages, tools)
+        text, replies, weights = self.render(messages, tools)
         bos = self._tokenizer.bos_token  # a text that begins with it gets no second one
         return RenderedChat(
             text,
@@ -62,14 +64,19 @@ class ChatTemplate:
             self._placeholders(text, images),
             self._video_placeholders(text, videos),
             add_special_tokens=not (bos and text.startswith(bos)),
+            weights=[] if set(weights) <= {1} else weights,
         )
 
-    def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
-        """The rendered conversation and the character spans of its replies, record text made harmless."""
+    def render(
+        self, messages: list[dict], tools: list[dict] | None = None
+    ) -> tuple[str, list[Span], list[float]]:
+        """The rendered conversation, record text made harmless, and of its trained replies the character
+        spans and the weights in the loss."""
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
-                return self._documents(messages)
+                text, spans = self._documents(messages)
+                return text, spans, [loss_weight(messages[0])] * len(spans)
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
@@ -79,23 +86,41 @@ class ChatTemplate:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        spans = self._trained(prompt, spans, [is_trained(m) for m in messages if m["role"] == "assistant"])
-        return self._with_ends(prompt, spans) if self._next_turn else (prompt, spans)
+        weights = [loss_weight(message) for message in messages if message["role"] == "assistant"]
+        weighted = self._trained(prompt, spans, weights)
+        spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
+        if self._next_turn:
+            prompt, spans = self._with_ends(prompt, spans)
+        if self._mask_thinking:
+            pieces = [self._outside_thinking(prompt, *span) for span in spans]
+            weights = [weight for weight, some in zip(weights, pieces, strict=True) for _ in some]
+            spans = [piece for some in pieces for piece in some]
+        return prompt, spans, weights
 
-    def _trained(self, prompt: str, replies: list[Span], wanted: list[bool]) -> list[Span]:
-        """The replies of `wanted` turns of the assistant that say more than the template writes for an empty
-        one. If the template marks more blocks than there are turns, blocks that touch are one reply."""
+    def _outside_thinking(self, prompt: str, *reply: int) -> list[Span]:
+        """The pieces of a reply outside its thinking blocks; none if they say nothing."""
+        pieces = [piece for piece in between_thinking(prompt, *reply) if piece[0] < piece[1]]
+        return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
+
+    def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
+        """The replies that say more than the template writes for an empty one, with the `weights` of the
+        assistant's turns; those of weight 0 are left out. If the template marks more blocks than there are
+        turns, blocks that touch are one reply."""
         whole: list[Span] = []
         for start, stop in replies:
-            if len(replies) != len(wanted) and whole and whole[-1][1] == start:
+            if len(replies) != len(weights) and whole and whole[-1][1] == start:
                 start = whole.pop()[0]
             whole.append((start, stop))
-        if not all(wanted):
-            if len(whole) != len(wanted):
-                detail = f"it marks {len(whole)} replies of {len(wanted)}, so some cannot be left untrained"
-                raise BadSample("template_error", detail)
-            whole = [span for span, is_wanted in zip(whole, wanted, strict=True) if is_wanted]
-        return [span for span in whole if not self._no_content.fullmatch(prompt, *span)]
+        if set(weights) <= {1}:
+            weights = [1.0] * len(whole)
+        elif len(whole) != len(weights):
+            detail = f"it marks {len(whole)} replies of {len(weights)}, so none can have a weight of its own"
+            raise BadSample("template_error", detail)
+        return [
+            (span, weight)
+            for span, weight in zip(whole, weights, strict=True)
+            if weight and not self._no_content.fullmatch(prompt, *span)
+        ]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
         """Matches control tokens, invisible characters, and what the template itself writes into an empty
@@ -104,7 +129,7 @@ class ChatTemplate:
         self._no_content = re.compile(f"{one}*+")
         empty = [_text_message("user", "a"), _text_message("assistant", "")]
         try:
-            prompt, spans = self.render(empty + empty)
+            prompt, spans, _ = self.render(empty + empty)
         except (BadSample, ValueError):  # a template that refuses an empty reply
             return self._no_content
         written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans}
@@ -129,7 +154,7 @@ class ChatTemplate:
             _text_message("user", "c"),
         ]
         try:
-            prompt, ((start, stop), *_) = self.render(conversation)
+            prompt, ((start, stop), *_), _ = self.render(conversation)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
             return None
         follows = self._control_tokens.match(prompt, stop)

@@ -65,7 +65,7 @@ class DocumentEncoder:
         fast: bool = True,
     ):
         self._processor, self._data, self._needs = processor, data, needs
-        text = TextEncoder(processor, chat_template)
+        text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
         self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
         if fast:
@@ -105,9 +105,8 @@ class DocumentEncoder:
         if length < len(text):
             text, visual = truncated(text, visual, length, *kept)
         labels, loss_mask = np.full(length, IGNORE_INDEX), np.zeros(length, np.float32)
-        trained = text.reply_mask[1:]  # the last position predicts nothing
-        np.copyto(labels[:-1], text.input_ids[1:], where=trained)
-        loss_mask[:-1] = trained
+        loss_mask[:-1] = text.weights[1:]  # the last position predicts nothing
+        np.copyto(labels[:-1], text.input_ids[1:], where=text.reply_mask[1:])
         if not loss_mask.any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
         input_ids = torch.from_numpy(text.input_ids)
@@ -144,7 +143,11 @@ class DocumentEncoder:
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         conversation = training_conversation(
-            sample.conversation, images, videos, last_only=self._data.train_replies == "last"
+            sample.conversation,
+            images,
+            videos,
+            last_only=self._data.train_replies == "last",
+            drop_thinking=self._data.thinking == "drop",
         )
         prompt = self.chat(*conversation, images, videos)
         if (found := len(prompt.text)) > self._most_characters:

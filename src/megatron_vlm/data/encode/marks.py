@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,7 @@ class RenderedChat:
     images: list[Span]
     videos: list[Span]
     add_special_tokens: bool = True  # False if the template wrote the BOS token
+    weights: list[float] = field(default_factory=list)  # of the replies in the loss; empty: 1 for each
 
     def with_media(self, texts: list[str]) -> RenderedChat:
         """The conversation with `texts` in place of the images, then of the videos."""
@@ -45,13 +46,13 @@ class RenderedChat:
             return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
 
         text = "".join([*pieces, self.text[read:]])
-        return RenderedChat(
-            text, *map(moved, (self.replies, self.images, self.videos)), self.add_special_tokens
-        )
+        spans = map(moved, (self.replies, self.images, self.videos))
+        return RenderedChat(text, *spans, self.add_special_tokens, self.weights)
 
 
 class MarkedTokenizer:
-    """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant."""
+    """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant,
+    and the characters of each token."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -71,7 +72,7 @@ class MarkedTokenizer:
         plain = self.prompt.text if isinstance(text, str) else [self.prompt.text]
         encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
         offsets = encoding.pop("offset_mapping")
-        self.found = on_tokens(self.prompt, offsets if isinstance(text, str) else offsets[0])
+        self.offsets = offsets if isinstance(text, str) else offsets[0]
         return encoding
 
 
@@ -101,7 +102,7 @@ def without_marks(text: str) -> RenderedChat:
 
 
 def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
-    """(mask of the replies' tokens, token spans of images, of videos), from the characters of each token.
+    """(weights of tokens in the loss, token spans of images, of videos), from the characters of each token.
 
     A token across a reply's edge belongs to the reply. A token across a placeholder's edge does not belong to
     the placeholder: a newline token may reach from the end of one image into the start of the next.
@@ -118,4 +119,9 @@ def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, li
         return int(inside[0]), int(inside[-1]) + 1
 
     images, videos = ([tokens(span) for span in spans] for spans in (prompt.images, prompt.videos))
-    return trained[stops] > trained[starts], images, videos
+    weights = (trained[stops] > trained[starts]).astype(np.float32)
+    if prompt.weights:
+        # of a reply's token, the first reply that does not end before it; behind all replies, whatever is 0
+        reply = np.searchsorted([stop for _, stop in prompt.replies], starts, side="right")
+        weights *= np.append(np.float32(prompt.weights), np.float32(0))[reply]
+    return weights, images, videos

@@ -74,10 +74,10 @@ class SizeEncoder:
             self._with_runs(short.input_ids[slice(*span)], runs)
             for span, (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
-        ids, mask, spans = _grown(short.input_ids, short.reply_mask, [*short.images, *short.videos], grown)
+        ids, weights, spans = _grown(short.input_ids, short.weights, [*short.images, *short.videos], grown)
         count = len(images)
         patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
-        return EncodedText(ids, mask, spans[:count], spans[count:], patches, grids)
+        return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
 
     def counted(self, size: tuple[int, int]) -> ImageTokens:
         """The tokens of an image of (width, height), by the processor's own count. The count is exact, the
@@ -181,19 +181,19 @@ class SizeEncoder:
 
 
 def _grown(
-    ids: np.ndarray, mask: np.ndarray, spans: list[Span], grown: list[np.ndarray]
+    ids: np.ndarray, weights: np.ndarray, spans: list[Span], grown: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, list[Span]]:
-    """Ids, mask and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
-    new_ids, new_mask, new_spans, read, written = [], [], list(spans), 0, 0
+    """Ids, weights and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
+    new_ids, new_weights, new_spans, read, written = [], [], list(spans), 0, 0
     for index in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[index]
         media = grown[index]
         new_ids += [ids[read:start], media]
-        new_mask += [mask[read:start], np.zeros(len(media), bool)]
+        new_weights += [weights[read:start], np.zeros(len(media), weights.dtype)]
         first = written + start - read
         read, written = stop, first + len(media)
         new_spans[index] = (first, written)
-    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_mask, mask[read:]]), new_spans
+    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
 
 
 def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Conversation → token ids, the mask of the assistant's replies, and where each image lies; any HF processor.
+"""Conversation → token ids, their weights in the loss, and where each image lies; any HF processor.
 
 1. The chat template is rendered once (`chat_template`).
 2. Marks (private-use characters, removed from all record text before) are put around every reply and every
@@ -15,7 +15,7 @@ ids are searched for text. (Up to Transformers 5.17, its own assistant mask is w
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,19 @@ class EncodedText:
     """A conversation in tokens. Those that stand for media depend on the media's sizes, not on pixels."""
 
     input_ids: np.ndarray  # (T,) int64
-    reply_mask: np.ndarray  # (T,) bool: tokens of the assistant's replies
+    weights: np.ndarray  # (T,) float32: in the loss; 0 for all tokens but those of trained replies
     images: list[Span]  # the tokens that stand for each image, its markers included
     videos: list[Span]  # likewise, with the begin and end tokens around a video
     image_patches: list[int] = field(default_factory=list)  # raw patches of each image, if measured
     video_grids: list[Grid] = field(default_factory=list)  # the grid of each video, if measured
 
     def __len__(self) -> int:
-        return len(self.reply_mask)
+        return len(self.input_ids)
+
+    @property
+    def reply_mask(self) -> np.ndarray:
+        """(T,) bool: tokens of trained replies."""
+        return self.weights > 0
 
 
 class TextEncoder:
@@ -51,11 +56,13 @@ class TextEncoder:
     Raises ValueError if the tokenizer gives no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
-    def __init__(self, processor: ProcessorMixin, chat_template: str | None = None):
+    def __init__(
+        self, processor: ProcessorMixin, chat_template: str | None = None, mask_thinking: bool = False
+    ):
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self.chat = ChatTemplate(processor, chat_template)
+        self.chat = ChatTemplate(processor, chat_template, mask_thinking)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
@@ -88,10 +95,11 @@ class TextEncoder:
             raise BadSample("processor_error", str(error)) from error
         outputs = dict(outputs)
         input_ids = outputs.pop("input_ids")[0].numpy()
-        mask, *media = self.marked_tokenizer.found
-        assert len(mask) == len(input_ids), "the processor changed the ids after tokenizing"
+        processed = replace(self.marked_tokenizer.prompt, weights=prompt.weights)
+        weights, *media = on_tokens(processed, self.marked_tokenizer.offsets)
+        assert len(weights) == len(input_ids), "the processor changed the ids after tokenizing"
         outputs.pop("video_metadata", None)
-        return EncodedText(input_ids, mask, *media), outputs
+        return EncodedText(input_ids, weights, *media), outputs
 
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, with the ids that a call of the tokenizer would give."""

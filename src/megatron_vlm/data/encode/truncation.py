@@ -13,7 +13,7 @@ def truncated(
 ) -> tuple[EncodedText, GenericVisualInputs | None]:
     """Text and visual inputs cut to the first `length` tokens, `images` and `videos` (see `cut`)."""
     kept_text = EncodedText(
-        text.input_ids[:length], text.reply_mask[:length], text.images[:images], text.videos[:videos]
+        text.input_ids[:length], text.weights[:length], text.images[:images], text.videos[:videos]
     )
     if not text.videos:
         return kept_text, first_images(visual, images, len(text.images))

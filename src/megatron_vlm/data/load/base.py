@@ -156,12 +156,20 @@ def encoder_settings(encoder) -> dict:
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
-    return {name: getattr(encoder.data, name) for name in names} | {
-        "images_or_videos": encoder.needs.images_or_videos,
-        "chat_template": digest(encoder.documents.chat.text),
-        "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
-        "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
-    }
+    thinking = encoder.data.thinking  # "keep" is left out, as it is in states saved before it was there
+    later = {} if thinking == "keep" else {"thinking": thinking}
+    return (
+        later
+        | {name: getattr(encoder.data, name) for name in names}
+        | {
+            "images_or_videos": encoder.needs.images_or_videos,
+            "chat_template": digest(encoder.documents.chat.text),
+            "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
+            "processor": digest(
+                [_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]
+            ),
+        }
+    )
 
 
 def _image_settings(processor: Any | None) -> dict:

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vlm.data.chatml import DOCUMENT, BadSample
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.turns import DOCUMENT
 from megatron_vlm.messages import suggestion
 
 TURNS = ("conversations", "messages")

@@ -35,7 +35,7 @@ class Router(TopKRouter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frozen_expert_bias = True
-        self.trained_tokens = 0  # of the current micro batch, on all ranks of context parallelism
+        self.trained_weight = 0.0  # of the current micro batch, on all ranks of context parallelism
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
@@ -44,7 +44,7 @@ class Router(TopKRouter):
         Megatron weights it by all tokens, while gradients are divided by the trained ones: the coefficient
         would grow with every prompt token.
         """
-        kwargs["valid_token_count"] = self.trained_tokens / self.tp_cp_group.size()
+        kwargs["valid_token_count"] = self.trained_weight / self.tp_cp_group.size()
         return super().attach_and_log_load_balancing_loss(*args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

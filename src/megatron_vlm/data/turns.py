@@ -1,0 +1,67 @@
+"""What a turn says of its own training: its weight in the loss, and its thinking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
+TRAINED = ("assistant", DOCUMENT)
+WEIGHTS = ("loss", "weight")  # the first that a turn has counts
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
+THINK, END_OF_THINKING = "<think>", "</think>"
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
+
+
+def loss_weight(turn: dict) -> float:
+    """The weight of a turn's tokens in the loss: what its `loss` or OpenAI's `weight` says, true and false
+    being 1 and 0; 1 for a reply that says nothing, 0 for turns that are no replies."""
+    if turn["role"] not in TRAINED:
+        return 0.0
+    return float(next((turn[key] for key in WEIGHTS if turn.get(key) is not None), 1))
+
+
+def is_trained(turn: dict) -> bool:
+    """Whether a turn is a reply to train on."""
+    return loss_weight(turn) > 0
+
+
+def wrong_setting(turn: dict) -> str | None:
+    """What is wrong with a turn's weight."""
+    for key in WEIGHTS:
+        if not _is_weight(turn.get(key)):
+            return f"{key} {turn[key]!r}, not true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
+    return None
+
+
+def without_thinking(turn: dict) -> dict:
+    """A reply without the thinking blocks in its text, and without THINKING_KEYS."""
+
+    def rest(text: str) -> str:
+        pieces = between_thinking(text, 0, len(text))
+        texts = [text[start:stop] for start, stop in pieces]
+        return "".join(texts[:1] + [piece.lstrip() for piece in texts[1:]])
+
+    parts = [part | {"text": rest(part["text"])} for part in turn["content"]]
+    return {key: value for key, value in turn.items() if key not in THINKING_KEYS} | {"content": parts}
+
+
+def between_thinking(text: str, start: int, stop: int) -> list[tuple[int, int]]:
+    """What lies before, between and after the blocks `<think>...</think>` of `text[start:stop]`.
+
+    The first block may lack its beginning, as models write it that are prompted with `<think>`: then nothing
+    lies before it.
+    """
+    pieces, read = [], start
+    while (end := text.find(END_OF_THINKING, read, stop)) >= 0:
+        begin = text.find(THINK, read, end)
+        if begin >= 0 or not pieces:
+            pieces.append((start, begin if begin >= 0 else start))
+            start = end + len(END_OF_THINKING)
+        read = end + len(END_OF_THINKING)
+    return [*pieces, (start, stop)]
+
+
+def _is_weight(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)
