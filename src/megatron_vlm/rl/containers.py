@@ -42,7 +42,7 @@ class TensorList(Batched):
         first = self.tensors[0]
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
-                f"TensorList: entry {row} is {tensor.dtype} on {tensor.device}, entry 0 is {first.dtype} on "
+                f"TensorList: entry {row} is {tensor.dtype} on {tensor.device}, the list {first.dtype} on "
                 f"{first.device}; bring all to one dtype and device with `.to`."
             )
 
@@ -258,8 +258,6 @@ def _field(key: str, value: object) -> Field:
 
 def _field_of_samples(key: str, values: list[Any]) -> Field:
     """The field of what the samples have of one key; None for those that lack it."""
-    if all(isinstance(value, int | float) for value in values):
-        return torch.as_tensor(values)
     try:
         tensors = [None if value is None else torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
