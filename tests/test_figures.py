@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.layers.moe import Router
-from megatron_vlm.training.figures import StepFigures, peak_flops
+from megatron_vlm.training.figures import BySource, StepFigures, peak_flops
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -111,7 +112,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
         chunks = build_model(run, family, hf_config, setup.device())
         import_hf(chunks, path, family.weight_map(hf_config))
         ddp = gradients.data_parallel(chunks, run)
-        figures = StepFigures(run, family, hf_config, ddp)
+        figures = StepFigures(run, family, hf_config, ddp, SOURCES)
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
         left = iter(2 * mine[:1])
         evaluate.validation_loss(ddp, lambda count, left=left: list(islice(left, count)))  # is not counted
@@ -126,7 +127,10 @@ LAYOUTS = {
     "EP2·TP2+SP, recomputed": (ParallelConfig(ep=2, tp=2), "full"),
     "CP2": (ParallelConfig(cp=2), "none"),
     "PP2": (ParallelConfig(pp=2), "none"),
+    "PP2·VPP2": (ParallelConfig(pp=2, vpp=2), "none"),
 }
+SOURCES = ["a", "a-b", "nothing of it", "c.jsonl"]
+KEYS = ["a-1", "a-b-000000001", "a-2", "c.jsonl-000000003"]
 
 # ---- the tests --------------------------------------------------------------------------------------------
 
@@ -179,9 +183,13 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
     hf, _, rows = parity.encode(
         AutoProcessor.from_pretrained(path), family, hf_config, ["t", "it", "t", "ititit"]
     )
+    for row, key, weight in zip(rows, KEYS, [1.0, 0.5, 3.0, 1.0], strict=True):
+        row["__key__"] = [[key]]
+        row["loss_mask"] *= weight
     torch.save(rows, folder / "rows.pt")
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    logits = model(**hf, output_router_logits=True, use_cache=False).router_logits
+    output = model(**hf, output_router_logits=True, use_cache=False)
+    logits = output.router_logits
     real = hf["attention_mask"].bool().flatten()
     chosen = [layer[real].topk(hf_config.text_config.num_experts_per_tok).indices for layer in logits]
     tokens = torch.stack(
@@ -198,6 +206,15 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
         "expert_balance": balance.mean().item(),
         "expert_balance_worst": balance.max().item(),
     }
+    for name, its_rows in {"a": [0, 2], "a-b": [1], "c.jsonl": [3]}.items():
+        labels = torch.cat([rows[row]["labels"] for row in its_rows])
+        weights = torch.cat([rows[row]["loss_mask"] for row in its_rows]).flatten()
+        losses = torch.nn.functional.cross_entropy(
+            output.logits[its_rows].flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        expected[f"loss/{name}"] = ((losses * weights).sum() / weights.sum()).item()
+        expected[f"trained_tokens/{name}"] = int((weights > 0).sum())
+        expected[f"samples/{name}"] = len(its_rows)
     ranks = run_distributed(2, figures_of_a_step, str(path), str(folder / "rows.pt"))
     assert ranks[0] == ranks[1]
     return ranks[0], expected
@@ -207,8 +224,24 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
 def test_figures_are_the_same_in_every_layout(steps, layout):
     found, expected = steps
     gigabytes = found[layout].pop("peak_memory_gb")
-    assert found[layout] == pytest.approx(expected, rel=1e-12)
+    losses = {name: number for name, number in expected.items() if name.startswith("loss/")}
+    assert {name: found[layout].pop(name) for name in losses} == pytest.approx(
+        losses, abs=parity.MAX_ABS_LOSS
+    )
+    rest = {name: number for name, number in expected.items() if name not in losses}
+    assert found[layout] == pytest.approx(rest, rel=1e-12)
     assert 1.2 < expected["expert_balance"] < expected["expert_balance_worst"] and 0.2 < gigabytes < 20
+
+
+def test_the_tokens_of_packed_documents_are_of_their_sources():
+    labels = torch.full((2, 6), IGNORE_INDEX)
+    labels[0, [0, 3, 4]] = labels[1, 2] = 7
+    documents = torch.tensor([[1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 0, 0]], dtype=torch.int32)
+    batch = {"labels": labels, "attention_mask": documents, "loss_mask": (labels == 7) * 0.5}
+    batch["__key__"] = [["b-1", "a-1", "a-b-2"], ["b-2", "b-3"]]
+    samples, tokens, weights = BySource(["a", "b", "a-b"], counts=True).sources_of(batch)
+    assert samples.tolist() == [1, 0, 2, 1, 1] and tokens.tolist() == [1, 0, 2, 1]
+    assert weights.tolist() == [0.5] * 4
 
 
 @pytest.mark.parametrize(

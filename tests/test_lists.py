@@ -17,6 +17,10 @@ from megatron_vlm.data.paths import DataSource, paths_of, sources_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from megatron_vlm.recipes import compose
+from megatron_vlm.run_folder.batch_log import read_step
+from megatron_vlm.run_folder.run_log import read_metrics
+from tiny.distributed import run_distributed
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0
 
@@ -191,6 +195,45 @@ def test_a_list_resumes_exactly_and_its_samples_are_made_again(
     again = open_loader(kind, sources[kind], processor, **settings)
     assert content(again.replay(key)) == content(last)
     again.close()
+
+
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+def test_the_keys_of_a_list_begin_with_its_sources(sources, processor, kind):
+    loader = open_loader(kind, sources[kind], processor, num_workers=0)
+    found = [key for _ in range(20) for key in keys(next(loader))]
+    counts = [sum(key.startswith(f"{name}-") for key in found) for name in loader.sources]
+    assert len(counts) == 2 and min(counts) > 5 and sum(counts) == len(found)
+    loader.close()
+    alone = open_loader(kind, sources[kind][:1], processor, num_workers=0)
+    assert not alone.sources
+    alone.close()
+
+
+def train_list(steps: int, root: str, checkpoint: str, paths: list[str]) -> None:
+    from megatron_vlm.train import train
+
+    settings = [f"train.steps={steps}", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
+    settings += ["data.dataset_type=hf", "data.packing=stream", "data.packing_buffer_size=6"]
+    settings += ["train.eval_every=0", "train.save_every=2", "data.seq_length=256"]
+    arguments = {"run_dir": f"{root}/run", "hf_path": checkpoint, "train_data_path": paths}
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=arguments))
+
+
+def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
+    sources, tiny_gemma3, tmp_path
+):
+    for steps in (2, 4):
+        run_distributed(1, train_list, steps, str(tmp_path), str(tiny_gemma3), sources["hf"])
+    names, trained = path_names(sources["hf"]), Counter()
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        batches = read_step(tmp_path / "run", row["step"])
+        step = Counter(key.rpartition("-")[0] for one in batches for keys in one["keys"] for key in keys)
+        trained += step
+        assert {name: row.get(f"samples/{name}", 0) for name in names} == {n: trained[n] for n in names}
+        assert sum(row.get(f"trained_tokens/{name}", 0) for name in names) == row["trained_tokens"]
+        losses = [row[f"loss/{name}"] for name in names if step[name]]
+        assert min(losses) <= row["loss"] + 1e-9 and row["loss"] <= max(losses) + 1e-9
+    assert row["step"] == 4 and min(trained.values()) > 1
 
 
 def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):

@@ -16,7 +16,8 @@ def config(*overrides: str) -> RunConfig:
 def log_steps(logger: RunLogger, first: int, last: int, loss: float = 1.0) -> None:
     for step in range(first, last + 1):
         numbers = {"loss": loss / step, "lr": 0.1, "grad_norm": 2.0, "trained_tokens": 10, "seconds": 0.5}
-        logger.log_step(step, **numbers, dropped=step - first + 1)
+        of_source = {"trained_tokens/a": 4, "loss/a": 2.0}
+        logger.log_step(step, **numbers, dropped=step - first + 1, figures=of_source)
 
 
 def test_a_step_is_a_row_with_its_numbers(tmp_path):
@@ -74,13 +75,18 @@ def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
     first = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=9)
     log_steps(first, 1, 5)
     first.close()
-    totals = dict(first.totals)  # as a checkpoint of step 5 holds them
+    assert first.totals["trained_tokens/a"] == 20
+    totals = dict(first.totals) | {"rows": 7}  # as a checkpoint of step 5 holds them
     resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, totals=totals)
     log_steps(resumed, 6, 9)
     resumed.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
     assert [row["dropped_samples"] for row in rows] == [1, 3, 6, 9]
+    assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36] and "rows" not in rows[-1]
+    again = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=7)
+    again.close()
+    assert again.totals == {"trained_tokens": 60, "dropped_samples": 6, "trained_tokens/a": 24}
 
 
 @pytest.mark.parametrize("line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n"])

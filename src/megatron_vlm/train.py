@@ -48,7 +48,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
-    figures = StepFigures(config, source.family, source.hf_config, model)
+    figures = StepFigures(config, source.family, source.hf_config, model, feed.sources)
 
     watchdog.beat("finding the place in the data")
     feed.resume(resumed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, without_thinking, wrong_setting
+from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, limits_of, without_thinking, wrong_setting
 
 ROLES = {
     DOCUMENT: DOCUMENT,
@@ -95,13 +96,15 @@ def training_conversation(
     drop_thinking: bool = False,
 ) -> tuple[list[dict], list[dict] | None]:
     """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
+    Parts of media have the limits that they or the conversation's `image_limits` and `video_limits` name.
 
     With `last_only`, all replies that are trained but the last get `"loss": False`; with `drop_thinking`,
     replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
     trained reply has content.
     """
+    conversation = _parse(conversation)
     messages, tools = cook_chatml_sample(conversation)
-    messages = place_media(messages, images, videos)
+    messages = _with_limits(place_media(messages, images, videos), conversation)
     if drop_thinking:
         messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
     if last_only:
@@ -156,6 +159,34 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
     turn = messages[first_user]
     turn = turn | {"content": [*missing, *turn["content"]]}
     return [*messages[:first_user], turn, *messages[first_user + 1 :]]
+
+
+def _with_limits(messages: list[dict], conversation: Any) -> list[dict]:
+    for kind in ("image", "video"):
+        limits = conversation.get(f"{kind}_limits") if isinstance(conversation, dict) else None
+        if limits is None:
+            continue
+        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
+        if not isinstance(limits, list) or [type(one) for one in limits] != [dict] * len(parts):
+            raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
+        waiting = iter(limits)
+        messages = [
+            message | {"content": [_limited(part, kind, waiting) for part in message["content"]]}
+            for message in messages
+        ]
+    return messages
+
+
+def _limited(part: dict, kind: str, limits: Iterator[dict]) -> dict:
+    """The part, with the next limits if it is of their kind."""
+    return part | _limits(kind, next(limits)) if part["type"] == kind else part
+
+
+def _limits(kind: str, item: dict) -> dict:
+    try:
+        return limits_of(kind, item)
+    except ValueError as error:
+        raise BadSample("bad_conversation", str(error)) from error
 
 
 def _parse(conversation: str | dict | list) -> Any:
@@ -226,7 +257,9 @@ def _part(part: Any, index: int) -> dict:
     if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
         known = ", ".join(PART_TYPES)
         raise BadSample("bad_conversation", f"turn {index} has a part that is no {known}, or has no text")
-    return {"type": "text", "text": part["text"]} if kind == "text" else {"type": kind}
+    if kind == "text":
+        return {"type": "text", "text": part["text"]}
+    return {"type": kind, **_limits(kind, part)}
 
 
 def _split_placeholders(text: str) -> list[dict]:

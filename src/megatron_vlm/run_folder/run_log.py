@@ -39,6 +39,7 @@ IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explai
     "expert_balance": "experts {:.2f}",
 }
 TOTALS = ("trained_tokens", "dropped_samples")  # of a run since its first step, resumes included
+OF_A_SOURCE = ("trained_tokens/", "samples/")  # so begin the names of further totals, if there are sources
 
 
 class RunLogger:
@@ -46,7 +47,8 @@ class RunLogger:
 
     `start_step` is the first step that will be logged: 1, or one more than the step of the loaded checkpoint.
     Rows of that and later steps from an interrupted run are dropped, so every step appears once.
-    `totals` are the `trained_tokens` and `dropped_samples` before it; None: as the kept rows say.
+    `totals` are the trained tokens and dropped samples before it, and those of each source; None: as the
+    kept rows say.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class RunLogger:
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
         self.totals = _keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
-        self.totals |= {total: number for total, number in (totals or {}).items() if total in TOTALS}
+        self.totals |= {total: number for total, number in (totals or {}).items() if _is_total(total)}
         self._dropped_before = self.totals["dropped_samples"]
         self._file = (self.run_dir / "metrics.jsonl").open(
             "a", encoding="utf-8", buffering=1
@@ -94,12 +96,15 @@ class RunLogger:
             return
         self.totals["trained_tokens"] += trained_tokens
         self.totals["dropped_samples"] = self._dropped_before + (dropped or 0)
+        figures = dict(figures or {})
+        for name in filter(_is_total, list(figures)):
+            self.totals[name] = self.totals.get(name, 0) + figures.pop(name)
         rate = trained_tokens / max(seconds, 1e-9)
         if step % self.log_every == 0 or step in (1, self.total_steps):
             numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": rate}
-            self._write(step, {**numbers, "seconds": seconds, **self.totals, **(figures or {})})
+            self._write(step, {**numbers, "seconds": seconds, **self.totals, **figures})
         words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
-        self._show(step, " · ".join([*words, *_in_words(figures or {})]))
+        self._show(step, " · ".join([*words, *_in_words(figures)]))
 
     def log_eval(self, step: int, loss: float | None) -> None:
         """Log the validation loss after `step`, the last logged step; None if there is no validation data."""
@@ -222,7 +227,12 @@ def _keep_rows_before(path: Path, start_step: int) -> dict[str, int]:
     if path.exists():
         rows = [row for row in read_metrics(path) if row["step"] < start_step]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return {total: max((row.get(total, 0) for row in rows), default=0) for total in TOTALS}
+    names = dict.fromkeys([*TOTALS, *(name for row in rows for name in row if _is_total(name))])
+    return {total: max((row.get(total, 0) for row in rows), default=0) for total in names}
+
+
+def _is_total(name: str) -> bool:
+    return name in TOTALS or name.startswith(OF_A_SOURCE)
 
 
 def _tensorboard(run_dir: Path, start_step: int) -> Any:

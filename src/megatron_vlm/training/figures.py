@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import Batch
+from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.step_work import StepWork, Work
@@ -48,14 +49,23 @@ class StepFigures:
     """Gathers the figures of a step on every rank without waiting for anything: they are added over ranks
     together with the loss (`training.step.train_step`).
 
-    While it lives, the routers of `chunks` count the tokens of each expert.
+    While it lives, the routers of `chunks` count the tokens of each expert. Of the `sources` that keys of
+    samples begin with, each has figures of its own.
     """
 
-    def __init__(self, config: RunConfig, family: Any, hf_config: Any, chunks: list[torch.nn.Module]):
+    def __init__(
+        self,
+        config: RunConfig,
+        family: Any,
+        hf_config: Any,
+        chunks: list[torch.nn.Module],
+        sources: Sequence[str] = (),
+    ):
         first = parallel_state.get_pipeline_model_parallel_rank() == 0
         first &= parallel_state.get_tensor_and_context_parallel_rank() == 0
         # one of the ranks that share data
         self._work = StepWork(config, family, hf_config) if first else None
+        self._by_source = BySource(sources, counts=first)
         self._done = Work(0, 0, 0, 0)
         self._sums: list[float] = []
         on_gpu = setup.device().type == "cuda"
@@ -68,8 +78,10 @@ class StepFigures:
             if isinstance(router, Router):
                 router.expert_tokens = self._expert_tokens[router.layer_number - 1]
 
-    def count(self, micro_batches: list[Batch]) -> None:
-        """Called when a step's work is under way on the device, which needs no host meanwhile."""
+    def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
+        """Called when a step's work is under way on the device, which needs no host meanwhile; `reports` are
+        what `training.step.token_loss` says of the micro batches on the last stage."""
+        self._by_source.count(micro_batches, reports)
         if self._work:
             self._done = Work(*map(sum, zip(*map(self._work.of, micro_batches), strict=True)))
 
@@ -81,7 +93,7 @@ class StepFigures:
         numbers = numbers.to(setup.device(), non_blocking=True)
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()
-        return torch.cat((numbers, experts))
+        return torch.cat((numbers, experts, self._by_source.sums()))
 
     def added(self, sums: list[float]) -> None:
         """Takes the sums over all ranks of what `of_this_rank` returned."""
@@ -90,7 +102,8 @@ class StepFigures:
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
         """Of the step that the last sums are of; it took `seconds`, of which `data_seconds` without data."""
         done, ranks = Work(*self._sums[: len(Work._fields)]), dist.get_world_size()
-        memory, experts = np.split(np.array(self._sums[len(done) :]), [ranks])
+        rest, places = np.array(self._sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
+        memory, experts, by_source = np.split(rest, places)
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {
             "mfu": done.flops / device_seconds / self._peak if self._peak else None,
@@ -101,8 +114,66 @@ class StepFigures:
             "data_seconds": data_seconds,
             "peak_memory_gb": memory.max().item() / 1e9,
             **_balance(experts.reshape(self._expert_tokens.shape)),
+            **self._by_source.figures(by_source),
         }
         return {name: value for name, value in figures.items() if value is not None}
+
+
+class BySource:
+    """Mean loss, trained tokens and samples of a step for each of `names`, of which at most one, the longest,
+    begins a sample's key. Ranks that share data count once: the one that `counts`."""
+
+    def __init__(self, names: Sequence[str], counts: bool):
+        self._names, self._counts = list(names), counts
+        self._prefixes = sorted(((f"{name}-", n) for n, name in enumerate(names)), key=lambda p: -len(p[0]))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._losses = torch.zeros(len(self._names), dtype=torch.float64, device=setup.device())
+        self._others = np.zeros((3, len(self._names)))  # weights, trained tokens, samples
+
+    def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
+        if not self._names:
+            return
+        self._clear()
+        device, number = self._losses.device, len(self._names)
+        each = torch.arange(number, device=device)[:, None]
+        losses = reports if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+        for index, batch in enumerate(micro_batches):
+            samples, tokens, weights = self.sources_of(batch)
+            if self._counts:
+                counted = ((tokens, weights), (tokens, None), (samples, None))
+                self._others += [np.bincount(of, by, minlength=number) for of, by in counted]
+            for report in losses[index : index + 1]:
+                of_loss = torch.from_numpy(tokens).to(device, non_blocking=True)[report["places"]]
+                self._losses += ((of_loss == each) * report["losses"].double()).sum(1)
+
+    def sources_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The numbers of the sources of each sample, of each trained token, and these tokens' weights."""
+        of_rows = [[self._source(key) for key in keys] for keys in batch["__key__"]]
+        first = np.cumsum([0, *map(len, of_rows)])  # the number of a row's first sample in the batch
+        rows, places = np.nonzero(batch["labels"].numpy() != IGNORE_INDEX)
+        samples = np.array([number for row in of_rows for number in row], np.int64)
+        documents = batch["attention_mask"].numpy()[rows, places]
+        return samples, samples[first[rows] + documents - 1], batch["loss_mask"].numpy()[rows, places]
+
+    def _source(self, key: str) -> int:
+        return next(number for prefix, number in self._prefixes if key.startswith(prefix))
+
+    def sums(self) -> Tensor:
+        """What to add over all ranks, fp64 on the device."""
+        others = torch.from_numpy(self._others.ravel()).to(self._losses.device, non_blocking=True)
+        return torch.cat((self._losses, others))
+
+    def figures(self, sums: np.ndarray) -> dict[str, float]:
+        """By the sums over all ranks, of sources that the step had."""
+        found: dict[str, float] = {}
+        for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
+            if samples:
+                found |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
+            if weight:
+                found[f"loss/{name}"] = float(loss / weight)
+        return found
 
 
 def _balance(tokens_LE: np.ndarray) -> dict[str, float]:

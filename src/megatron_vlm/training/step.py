@@ -37,14 +37,17 @@ def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
 
 def token_loss(stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(weighted sum over trained tokens, their number, report); `gradients.finalize_gradients` divides once,
-    by the sum of all weights of the global batch. The report's `sums` are the loss, the weights, the number.
+    by the sum of all weights of the global batch. The report's `sums` are the loss, the weights, the number;
+    its weighted `losses` belong to the trained tokens at `places` of the micro batch.
 
     This is `calculate_per_token_loss`; without it the loss would be a mean of micro-batch means.
     """
-    total = (losses_N if stream.weights is None else losses_N * stream.weights).sum()
+    losses_N = losses_N if stream.weights is None else losses_N * stream.weights
+    total = losses_N.sum()
     count = torch.full_like(total, len(losses_N))
     weight = count if stream.weights is None else stream.weights.double().sum()
-    return total, count.int(), {"sums": torch.stack([x.detach().double() for x in (total, weight, count)])}
+    sums = torch.stack([x.detach().double() for x in (total, weight, count)])
+    return total, count.int(), {"sums": sums, "losses": losses_N.detach(), "places": stream.output_places}
 
 
 def forward_backward(
@@ -113,7 +116,7 @@ def train_step(
     optimizer.zero_grad()
     reports = forward_backward(chunks, micro_batches)
     if figures:
-        figures.count(micro_batches)
+        figures.count(micro_batches, reports)
     with record_function("optimizer"):
         updated, grad_norm, _ = step_in_flight(optimizer, chunks) if goes_on else optimizer.step()
     if updated:

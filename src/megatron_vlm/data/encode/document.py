@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
+from megatron_vlm.data.turns import LIMITS, limits_of
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -48,6 +51,7 @@ class Measured:
     text: EncodedText  # of the whole conversation
     length: int  # tokens that are kept
     patches: int  # raw patches of the images and videos that are kept
+    limits: dict[str, list[dict]]  # that the record names, for each image and each video
 
 
 class DocumentEncoder:
@@ -80,10 +84,9 @@ class DocumentEncoder:
 
         Raises ValueError if the processor cannot tell an image's number of tokens from its size.
         """
-        prompt = self._prompt(sample)
-        limits = self._data.max_pixels, self._data.min_pixels
-        sizes = [self._in_time(image_size, data, *limits) for data in sample.imgs or []]
-        plans = [self._in_time(plan_video, video, self.video_rules) for video in sample.videos or []]
+        prompt, limits = self._prompt(sample)
+        sizes = [self._in_time(image_size, *image) for image in self._images(sample, limits)]
+        plans = [self._in_time(plan_video, *video) for video in self._videos(sample, limits)]
         text = self.processing.measure(prompt, sizes, plans)
         length, images, videos = self._kept(text)
         if not text.reply_mask[1:length].any():
@@ -91,14 +94,13 @@ class DocumentEncoder:
         patches = sum([*text.image_patches[:images], *map(math.prod, text.video_grids[:videos])])
         if (most := self._data.max_patches) is not None and patches > most:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {most}")
-        return Measured(prompt, text, length, patches)
+        return Measured(prompt, text, length, patches, limits)
 
     def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
         """The encoded document. `measured` saves reading the text again."""
-        prompt = measured.prompt if measured else self._prompt(sample)
-        decode, limits = self.processing.decode, (self._data.max_pixels, self._data.min_pixels)
-        images = (self._in_time(decode, data, *limits) for data in sample.imgs or [])
-        videos = [self._in_time(decode_video, video, self.video_rules) for video in sample.videos or []]
+        prompt, limits = (measured.prompt, measured.limits) if measured else self._prompt(sample)
+        images = (self._in_time(self.processing.decode, *image) for image in self._images(sample, limits))
+        videos = [self._in_time(decode_video, *video) for video in self._videos(sample, limits)]
         text, outputs = self.processing(prompt, images, videos, measured and measured.text)
         visual = self._visual_inputs(outputs)
         length, *kept = self._kept(text)
@@ -134,7 +136,32 @@ class DocumentEncoder:
             multiple=self._processor.video_processor.temporal_patch_size,
         )
 
-    def _prompt(self, sample: ChatMLSample) -> RenderedChat:
+    def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:
+        """Each image with the most and the fewest pixels that it is to have."""
+        for image, own in zip(sample.imgs or [], limits["image"], strict=True):
+            yield image, *self._pixels(own)
+
+    def _pixels(self, own: dict) -> tuple[int | None, int | None]:
+        """The run's limits, or the image's own, moved to lie within the run's."""
+        most, least = self._data.max_pixels, self._data.min_pixels
+        if own and self._processor.image_processor.size.get("height"):
+            name = type(self._processor).__name__
+            detail = (
+                f"{name} makes all images one size: {', '.join(own)} of an image has no effect; remove it"
+            )
+            raise BadSample("processor_error", detail)
+        within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in own.items()}
+        return within.get("max_pixels", most), within.get("min_pixels", least)
+
+    def _videos(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[Any, VideoRules]]:
+        """Each video with the run's rules, or what it says itself where that is less."""
+        for video, own in zip(sample.videos or [], limits["video"], strict=True):
+            now = {name: getattr(self.video_rules, name) or math.inf for name in own}
+            lower = {name: min(value, now[name]) for name, value in own.items()}
+            yield video, replace(self.video_rules, **lower)
+
+    def _prompt(self, sample: ChatMLSample) -> tuple[RenderedChat, dict[str, list[dict]]]:
+        """The rendered conversation, and the limits that it names for each image and each video."""
         if sample.problem is not None:
             raise sample.problem
         images, videos = len(sample.imgs or []), len(sample.videos or [])
@@ -153,7 +180,8 @@ class DocumentEncoder:
         if (found := len(prompt.text)) > self._most_characters:
             detail = f"{found} characters; more than {self._most_characters} never fit"
             raise BadSample("over_length", detail)
-        return prompt
+        parts = [part for message in conversation[0] for part in message["content"]]
+        return prompt, {kind: [limits_of(kind, p) for p in parts if p["type"] == kind] for kind in LIMITS}
 
     def _kept(self, text: EncodedText) -> tuple[int, int, int]:
         """How many tokens, images and videos remain."""

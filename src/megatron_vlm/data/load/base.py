@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from torch.utils.data import DataLoader
@@ -25,7 +25,12 @@ IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 
 
 class TrainLoader(ABC):
-    """An endless iterator of batches; `state_dict` is the state after the last batch yielded."""
+    """An endless iterator of batches; `state_dict` is the state after the last batch yielded.
+
+    If it reads several sources, a sample's key is `SOURCE-KEY`, and `sources` are their names.
+    """
+
+    sources: Sequence[str] = ()
 
     def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
         self._drops, self.fingerprint = drops, fingerprint

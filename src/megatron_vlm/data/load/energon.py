@@ -103,7 +103,9 @@ class EnergonProvider:
             "repetitions": shares if any(shares) else None,
         }
         of_epoch = partial(_samples_of_an_epoch, open_dataset, workers) if data.packing == "none" else None
-        return EnergonTrainLoader(dataset, workers, encoder, settings, of_epoch)
+        loader = EnergonTrainLoader(dataset, workers, encoder, settings, of_epoch)
+        loader.sources = path_names(paths) if len(paths) > 1 else []
+        return loader
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0

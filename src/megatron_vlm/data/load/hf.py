@@ -34,6 +34,7 @@ from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.paths import DataSource, items_of, sources_of
+from megatron_vlm.data.records.blends import sources_of_keys
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
@@ -214,6 +215,7 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
+        self.sources = sources_of_keys(rows.table)
         self._ledger = Ledger(order, rows.table.key)
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -107,6 +107,11 @@ class Blend(Numbered):
     def _at(self, index: int) -> tuple[str, int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._names[number], index - int(self._starts[number])
+
+
+def sources_of_keys(table: Any) -> list[str]:
+    """The names that the keys of a table's rows begin with, if it has several parts."""
+    return list(table.tables) if isinstance(table, Blend) and len(table.tables) > 1 else []
 
 
 def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> ndarray:

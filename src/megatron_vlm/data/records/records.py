@@ -3,7 +3,8 @@
 A record is a dict with `conversations` or `messages` (turns) and `image` or `images`: paths, encoded bytes,
 or Hugging Face's `{"path": ..., "bytes": ...}`. Without these, its images are those that parts of turns name
 (OpenAI's `image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
-`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). `data.prepare`
+`{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). An image or a
+video that is an object may have limits of its own, see `data.turns.LIMITS`. `data.prepare`
 and `data.load.hf` read every source through here; other layouts go through `data.records.columns` first.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
+from megatron_vlm.data.turns import LIMITS
 
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
@@ -35,7 +37,20 @@ def conversation_of(record: Any) -> dict:
     if key is None:
         raise BadSample("bad_conversation", f"none of {list(TURNS)} among {sorted(record)}")
     others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
+    for kind, names in (("image", IMAGES), ("video", VIDEOS)):
+        media = next((record[name] for name in names if record.get(name)), [])
+        limits = [_named_limits(kind, item) for item in (media if isinstance(media, list) else [media])]
+        if any(limits):
+            others[f"{kind}_limits"] = limits
     return {key: _without_media(record[key])} | others
+
+
+def _named_limits(kind: str, item: Any) -> dict:
+    """The limits in an entry of a record's images or videos. The `fps` of a list of frames is no limit."""
+    if not isinstance(item, dict):
+        return {}
+    names = [name for name in LIMITS[kind] if name != "fps" or "frames" not in item]
+    return {name: item[name] for name in names if item.get(name) is not None}
 
 
 def _without_media(turns: Any) -> Any:
@@ -51,7 +66,9 @@ def _without_media(turns: Any) -> Any:
 
 
 def _part_without_media(part: Any) -> Any:
-    return {"type": part["type"]} if isinstance(part, dict) and part.get("type") in IMAGE_PARTS else part
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
+        return part
+    return {"type": part["type"]} | _named_limits("image", part)
 
 
 def conversation_json(conversation: dict) -> bytes:
