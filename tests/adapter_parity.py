@@ -33,6 +33,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": r".*language_model\.layers\.[^0]\.(self_attn\.[qv]|mlp\.down)_proj",
     },
 }
+OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
+    "adapter of experts": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"down_proj": 4},
+        "alpha_pattern": {"gate_up_proj": 9},
+    },
+    "adapter of experts' down": {"r": 4, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+}
 INPUTS = ("text", "0, 1 and 3 images")
 PACKED = ("packed: short documents", "packed: images in one document")
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -64,14 +75,22 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
     "CP2, adapter with DoRA": (2, ParallelConfig(cp=2), {}, "adapter with DoRA"),
     "DP2, adapter with DoRA": (2, ParallelConfig(distributed_optimizer=False), {}, "adapter with DoRA"),
     "EP2, adapter": (2, ParallelConfig(ep=2), {}, "adapter"),
+    "1 process, adapter of experts": (1, ParallelConfig(), {}, "adapter of experts"),
+    "1 process, adapter of experts' down": (1, ParallelConfig(), {}, "adapter of experts' down"),
+    "EP2, adapter of experts": (2, ParallelConfig(ep=2), {}, "adapter of experts"),
+    "EP2, adapter of experts, recomputed": (2, ParallelConfig(ep=2), FULL, "adapter of experts"),
+    "TP2+SP, adapter of experts": (2, ParallelConfig(tp=2), {}, "adapter of experts"),
+    "TP2+SP·EP2, adapter of experts": (2, ParallelConfig(tp=2, ep=2), {}, "adapter of experts"),
+    "PP2, adapter of experts": (2, ParallelConfig(pp=2), {}, "adapter of experts"),
 }
 
 
 def layouts_of(family: str) -> list[str]:
     from megatron_vlm.models.families import load
 
-    experts = load(family).has_experts
-    return [name for name in LAYOUTS if ("TP2, " not in name if experts else "EP" not in name)]
+    if load(family).has_experts:
+        return [name for name in LAYOUTS if "TP2, " not in name]
+    return [name for name in LAYOUTS if "EP" not in name and "experts" not in name]
 
 
 def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any:
@@ -115,7 +134,7 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
     hf_config, processor = AutoConfig.from_pretrained(path), AutoProcessor.from_pretrained(path)
     family = family_for(hf_config)
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for adapter, settings in ADAPTERS.items():
+    for adapter, settings in (ADAPTERS | (OF_EXPERTS if family.has_experts else {})).items():
         model = peft_model(path, named_for_peft(settings, hf_config, family))
         model.save_pretrained(folder / adapter)
         for name in (*INPUTS, *PACKED):

@@ -73,15 +73,17 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     assert all(key.partition("adapters.")[2] in names for key in tensors)
 
 
-def test_another_layout_exports_the_same(story):
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_another_layout_exports_the_same(story, layout):
     found, folder = story
     assert found[0]["step"] == adapter_runs.HALF
-    one, other = (load_file(folder / name / "adapter_model.safetensors") for name in EXPORTED)
-    assert one.keys() == other.keys()
+    assert_equal_adapters(folder / "exported", folder / f"exported from {layout}")
+
+
+def assert_equal_adapters(*folders):
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert one.keys() == other.keys() and one
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-EXPORTED = ("exported", "exported from TP2")
 
 
 def of_run(rows: list[torch.Tensor], case) -> torch.Tensor:
@@ -128,6 +130,44 @@ def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     merged = of_model(loaded(folder / "dora merged"), case)
     assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
     assert (merged - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """(checkpoint, case, what ranks found, folder) of a run that trains adapters of experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "checkpoint")
+    source = open_source(path)
+    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, folder / "case.pt")
+    found = run_distributed(
+        2, adapter_runs.experts, *map(str, (path, folder / "case.pt", folder)), timeout=400
+    )
+    return path, torch.load(folder / "case.pt", weights_only=False), found, folder
+
+
+def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
+    for found in of_experts[2]:
+        assert found["base kept"] and found["continued equal"]
+        assert found["losses"][1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_adapters_of_experts_export_the_same_from_another_layout(of_experts, layout):
+    assert_equal_adapters(of_experts[3] / "EP2", of_experts[3] / layout)
+
+
+def test_peft_loads_adapters_of_experts(of_experts):
+    path, case, found, folder = of_experts
+    expected, base = of_run(found[0]["logits"], case), of_model(loaded(path), case)
+    assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
+    stored = load_file(folder / "EP2/adapter_model.safetensors")
+    assert {key.rpartition("experts.")[2] for key in stored if "experts." in key} == {
+        f"{inside}lora_{matrix}.weight" for inside in ("", "base_layer.") for matrix in "AB"
+    }
+    exported = of_model(PeftModel.from_pretrained(loaded(path), folder / "EP2"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+    assert (of_model(loaded(folder / "merged"), case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
 @pytest.mark.parametrize("adapter", [True, False])
@@ -180,6 +220,11 @@ def source(parts):
             r"rank_pattern: q_porj fits no module that has an adapter; did you",
         ),
         ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
+        ({"target_parameters": ["experts.down"]}, "target_parameters: .* family has no routed experts"),
+        (
+            {"target_parameters": ["q_proj.weight"]},
+            "q_proj.weight is .* and holds no routed experts; .*_modules",
+        ),
     ],
 )
 def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
@@ -206,7 +251,8 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "describes no LoRA adapter"),
-        ({"use_dora": True, "lora_dropout": 0.1}, "adapter.lora_dropout: 0.1 with use_dora"),
+        ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
+        ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
         ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
         ({"bias": "all"}, "bias all is not supported"),
@@ -224,6 +270,12 @@ def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path
         settled(AdapterConfig(start=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
     assert settled(AdapterConfig(start=str(tmp_path))).r == 4
+
+
+def test_parameters_without_modules_mean_no_modules_as_in_peft(tmp_path):
+    given = SOUND | {"target_modules": None, "target_parameters": ["experts.down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    assert settled(AdapterConfig(start=str(tmp_path))).target_modules == []
 
 
 @pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])

@@ -13,10 +13,10 @@ from megatron_vlm.models.families.base import Family
 _LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
 
 
-def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[int | None]:
-    """Numbers of parameters on one tensor-parallel rank, by layer of the language model; None: those of tower
-    and projector."""
-    sizes: Counter[int | None] = Counter()
+def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[tuple[int | None, bool]]:
+    """Numbers of parameters on one rank, by layer of the language model (None: those of tower and projector)
+    and whether they are of routed experts."""
+    sizes: Counter[tuple[int | None, bool]] = Counter()
     adapter = settled(config.adapter)
     targets = find_targets(adapter, hf_config, family.weight_map(hf_config)) if adapter.r else []
     for target in targets:
@@ -25,5 +25,7 @@ def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[
         if axis is not None:
             cut[1 - axis] //= config.parallel.tp
         layer = _LAYER.match(target.weight)
-        sizes[int(layer[1]) if layer else None] += target.rank * sum(cut) + target.dora * cut[1]
+        copies = target.experts // config.parallel.ep or 1
+        place = int(layer[1]) if layer else None, target.experts > 0
+        sizes[place] += copies * target.rank * sum(cut) + target.dora * cut[1]
     return sizes

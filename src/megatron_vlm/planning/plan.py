@@ -182,13 +182,17 @@ class _Held:
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
         self._adapters = adapter_sizes(config, family, hf_config)
         self.vision = _count_vision(family, hf_config, config.frozen)
-        self.vision += Parameters(size := self._adapters[None], 0, size, 0)
+        self.vision += self._adapters_of(None)
+
+    def _adapters_of(self, layer: int | None) -> Parameters:
+        dense, experts = (self._adapters[layer, of_experts] for of_experts in (False, True))
+        return Parameters(dense, experts, dense, experts)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
-            total += self._layers[has_experts(self._config, i)] + Parameters(n := self._adapters[i], 0, n, 0)
+            total += self._layers[has_experts(self._config, i)] + self._adapters_of(i)
         if first:
             total += self._words + self.vision
         if last:
