@@ -16,6 +16,8 @@ from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunC
 
 EVERYTHING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
 DROPPING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2)
+WHOLE = ["multi_modal_projector", "language_model.layers.1.mlp", "language_model.norm"]
+WITH_MODULES = AdapterConfig(r=4, lora_alpha=8, modules_to_save=WHOLE)
 QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
 DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.1)
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -169,6 +171,7 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
     save_adapters(virtual.chunks, folder / "exported from PP2·VPP2", DROPPING, path)
     imported = Run(config(path, tensor, AdapterConfig(start=str(folder / "exported"))))
     found["imported logits"] = imported.logits(case)
+    found["modules"] = modules_kept(path, case, folder)
     few = Run(config(path, tensor, QUERY_AND_VALUE))
     few.train(case, 1)
     save_adapters(few.chunks, folder / "query and value", QUERY_AND_VALUE, path)
@@ -178,6 +181,29 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
             Run(config(model, tensor, adapter, folder / "run"))
         except ConfigError as error:
             found["refusals"].append(str(error))
+    return found
+
+
+def modules_kept(path: str, case: dict, folder: Path) -> dict[str, Any]:
+    """A run that trains modules whole next to adapters: exported, saved, continued in other layouts."""
+    from megatron_vlm.models.adapters import save_adapters
+
+    settings = config(path, ParallelConfig(tp=2), WITH_MODULES, folder / "run with modules")
+    whole = Run(settings)
+    whole.train(case, HALF)
+    whole.save(HALF)
+    save_adapters(whole.chunks, folder / "modules", WITH_MODULES, path)
+    found = {"logits": whole.logits(case)}
+    for chunk in whole.chunks:
+        chunk.train()
+    whole.train(case, 1)
+    continued = Run(settings)
+    continued.train(case, 1)
+    found["continued equal"] = continued.digests() == whole.digests()
+    elsewhere = Run(config(path, ParallelConfig(pp=2, vpp=2), WITH_MODULES, folder / "run with modules"))
+    save_adapters(elsewhere.chunks, folder / "modules from PP2·VPP2", WITH_MODULES, path)
+    imported = Run(config(path, ParallelConfig(pp=2), AdapterConfig(start=str(folder / "modules"))))
+    save_adapters(imported.chunks, folder / "modules imported", WITH_MODULES, path)
     return found
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -115,6 +115,26 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
     for name, logits in {"peft": exported, "merged": merged}.items():
         assert (logits - expected).abs().max() < parity.MAX_ABS_LOGITS, name
     assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
+    found, folder = story
+    case = torch.load(parts[1], weights_only=False)
+    assert all(rank["modules"]["continued equal"] for rank in found)
+    assert_equal_adapters(folder / "modules", folder / "modules from PP2·VPP2")
+    assert_equal_adapters(folder / "modules", folder / "modules imported")
+    stored = load_file(folder / "modules/adapter_model.safetensors")
+    trained = {key: value for key, value in stored.items() if "lora_" not in key}
+    base = loaded(parts[0]).state_dict()
+    assert {key.rpartition("language_model.")[2] for key in trained} >= {"norm.weight", *MLP}
+    assert all(not torch.equal(value, base[key.removeprefix(PREFIX)]) for key, value in trained.items())
+    expected = of_run(found[0]["modules"]["logits"], case)
+    exported = of_model(PeftModel.from_pretrained(loaded(parts[0]), folder / "modules"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+MLP = [f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+PREFIX = "base_model.model."
 
 
 def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
@@ -220,6 +240,18 @@ def source(parts):
             r"rank_pattern: q_porj fits no module that has an adapter; did you",
         ),
         ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
+        (
+            {"modules_to_save": ["lm_haed"]},
+            r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
+        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
+        (
+            {"modules_to_save": ["0.self_attn.k_proj"]},
+            "k_proj.weight is one parameter here with .*q_proj.weight",
+        ),
+        ({"modules_to_save": ["0.mlp", "0.mlp.up_proj"]}, "up_proj lies in .*0.mlp, which is trained whole"),
+        ({"modules_to_save": ["model.norm"]}, "fits no module of the model"),
         ({"target_parameters": ["experts.down"]}, "target_parameters: .* family has no routed experts"),
         (
             {"target_parameters": ["q_proj.weight"]},
@@ -229,7 +261,8 @@ def source(parts):
 )
 def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
     with pytest.raises(ConfigError, match=said):
-        find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+        named = AdapterConfig(r=4, **settings), source.hf_config, source.weight_map
+        find_targets(*named), find_whole(*named)
 
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
@@ -253,7 +286,7 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
         ({"peft_type": "IA3"}, "describes no LoRA adapter"),
         ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
         ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
         ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
         ({"bias": "all"}, "bias all is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),

@@ -38,7 +38,10 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     if not (adapter.target_modules == [] and adapter.target_parameters):
         yield from _name_problems("adapter.target_modules", adapter.target_modules)
     yield from _name_problems("adapter.exclude_modules", adapter.exclude_modules)
-    yield from _name_problems("adapter.target_parameters", adapter.target_parameters or None)
+    for name in ("target_parameters", "modules_to_save"):
+        yield from _name_problems(f"adapter.{name}", getattr(adapter, name) or None)
+    for name in adapter.modules_to_save:  # peft takes them for patterns when it leaves out their adapters
+        yield from _regex_problems("adapter.modules_to_save", name)
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern, value in getattr(adapter, name).items():
             yield from _regex_problems(f"adapter.{name}", pattern)

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from math import prod
 from typing import Any
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.families.base import Family
 
 _LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
+FIRST, LAST = -1, -2  # what comes before the layers, and after them
+
+
+def saved_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[int | None]:
+    """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: those of
+    tower and projector."""
+    sizes: Counter[int | None] = Counter()
+    adapter = settled(config.adapter)
+    for weight, saved in find_whole(adapter, hf_config, family.weight_map(hf_config)).items():
+        layer = _LAYER.match(weight)
+        place = LAST if weight.startswith("language_model.") else None
+        place = FIRST if ".embedding." in weight and place == LAST else place
+        parts = 1 if saved.rule.operation.axis is None else config.parallel.tp
+        sizes[int(layer[1]) if layer else place] += sum(map(prod, saved.shapes)) // parts
+    return sizes
 
 
 def adapter_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[tuple[int | None, bool]]:

@@ -29,7 +29,7 @@ from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
-from megatron_vlm.planning.adapters import adapter_sizes
+from megatron_vlm.planning.adapters import FIRST, LAST, adapter_sizes, saved_sizes
 from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
@@ -181,12 +181,13 @@ class _Held:
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
         self._adapters = adapter_sizes(config, family, hf_config)
+        self._saved = saved_sizes(config, family, hf_config)
         self.vision = _count_vision(family, hf_config, config.frozen)
         self.vision += self._adapters_of(None)
 
     def _adapters_of(self, layer: int | None) -> Parameters:
         dense, experts = (self._adapters[layer, of_experts] for of_experts in (False, True))
-        return Parameters(dense, experts, dense, experts)
+        return Parameters(dense, experts, dense + self._saved[layer], experts)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
@@ -194,9 +195,9 @@ class _Held:
         for i in (i for held in layers for i in held):
             total += self._layers[has_experts(self._config, i)] + self._adapters_of(i)
         if first:
-            total += self._words + self.vision
+            total += self._words + self.vision + self._adapters_of(FIRST)
         if last:
-            total += self._norm
+            total += self._norm + self._adapters_of(LAST)
         one_chunk = first and last and len(layers) == 1
         return total + self._words if last and not (one_chunk and self._config.tie_embeddings) else total
 

@@ -25,12 +25,13 @@ from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
+from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
-READ += ("rank_pattern", "alpha_pattern", "target_parameters")
+READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save")
 # what changes nothing in the adapter's numbers, whatever its value
 WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
 WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "layers_pattern")
@@ -110,12 +111,17 @@ def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
             _fill(chunk, file, stored)
+            try:
+                fill_saved(chunk, stored)
+            except ValueError as error:
+                raise ConfigError(f"adapter.start: {printable(file)}: {error}.") from error
 
 
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
     targets = chunk.adapters.targets
     wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
     wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
+    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for _, key in one.keys}
     for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
         if keys:
             raise ConfigError(
@@ -176,7 +182,7 @@ def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> d
     given = {key: getattr(adapter, key) for key in READ}
     if given["target_modules"] is None or str(given["target_modules"]).lower() == "all-linear":
         given |= {"target_modules": modules, "exclude_modules": None}
-    given["target_parameters"] = adapter.target_parameters or None
+    given |= {key: given[key] or None for key in ("target_parameters", "modules_to_save")}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora, adapt
+from megatron_vlm.models.adapters.saved import (
+    PREFIX,
+    Saved,
+    saved_tensors,
+    saved_weights,
+    sharded_saved,
+)
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights import ADAPTERS, named_weights
 
@@ -21,11 +28,12 @@ from megatron_vlm.models.weights import ADAPTERS, named_weights
 class Adapters(nn.Module):
     """Modules nested like those of the HF model, `adapters.model.language_model.layers.0.self_attn.q_proj`
     with the parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
-    `targets` are those of the whole model; `base` is the fingerprint of the checkpoint that they adapt."""
+    `targets` and `saved`, what is trained whole, are those of the whole model; `base` is the fingerprint of
+    the checkpoint that they adapt."""
 
-    def __init__(self, targets: list[Target]):
+    def __init__(self, targets: list[Target], saved: dict[str, Saved]):
         super().__init__()
-        self.targets, self.base = targets, ""
+        self.targets, self.saved, self.base = targets, saved, ""
         self.linears: list[Adapted | AdaptedExperts] = []
         self.of_vision = False  # whether any belongs to tower or projector
 
@@ -33,6 +41,7 @@ class Adapters(nn.Module):
     def fingerprint(self) -> str:
         """It differs if modules, ranks or scales do."""
         known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
+        known += [[name] for name in self.saved]
         return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
 
     def place(self, module: str, lora: Lora) -> None:
@@ -45,15 +54,20 @@ class Adapters(nn.Module):
         node.add_module(last, lora)
 
 
-def add_adapters(chunk: MegatronModule, targets: list[Target], dropout: float, seed: int) -> None:
-    """Freezes a chunk of the model and adds the adapters of those `targets` that it holds."""
+def add_adapters(
+    chunk: MegatronModule, targets: list[Target], saved: dict[str, Saved], dropout: float, seed: int
+) -> None:
+    """Freezes a chunk of the model but what is `saved`, and adds the adapters of those `targets` that it
+    holds."""
     chunk.requires_grad_(False)
     owners = {
         id(param): (module, name)
         for module in chunk.modules()
         for name, param in module.named_parameters(recurse=False)
     }
-    chunk.adapters = Adapters(targets)
+    chunk.adapters = Adapters(targets, saved)
+    for _, weight in saved_weights(chunk):
+        weight.requires_grad_(isinstance(weight, nn.Parameter))
     by_weight: dict[str, list[Target]] = {}
     for target in targets:
         by_weight.setdefault(target.weight, []).append(target)
@@ -79,9 +93,9 @@ def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
 def adapter_tensors(
     chunks: list[MegatronModule], value: Callable[[Tensor], Tensor] = lambda weight: weight.detach()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(peft's key, whole tensor) of this pipeline stage on every rank; `value` chooses what is gathered for a
-    parameter. A collective over the tensor-parallel group, and the expert-parallel one for experts: every
-    rank of the stage iterates to the end."""
+    """(peft's key, whole tensor) of this pipeline stage on every rank, also of what is trained whole; `value`
+    chooses what is gathered for a parameter. A collective over the tensor-parallel group, and the
+    expert-parallel one for experts: every rank of the stage iterates to the end."""
     for chunk in chunks:
         for lora in adapters_of(chunk):
             for name, axis in lora.axes.items():
@@ -91,17 +105,18 @@ def adapter_tensors(
                     shards = [torch.empty_like(local) for _ in range(lora.group.size())]
                     dist.all_gather(shards, local, group=lora.group)
                 yield peft_key(lora.target, name), lora.as_in_peft(name, torch.cat(shards, dim=axis or 0))
+    yield from saved_tensors(chunks, value)
 
 
 def peft_key(target: Target, name: str) -> str:
     """The key in peft's files of an adapter's parameter."""
     suffix = "" if name == "lora_magnitude_vector" else ".weight"
-    return f"base_model.model.{target.stored or target.module}.{name}{suffix}"
+    return f"{PREFIX}{target.stored or target.module}.{name}{suffix}"
 
 
-def sharded_state(chunk: MegatronModule) -> dict[str, ShardedTensor]:
+def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
     """What a checkpoint holds of a chunk with adapters, by names that are the same in every layout."""
-    return {
+    return sharded_saved(chunk) | {
         f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
         for lora in adapters_of(chunk)
         for name in lora.axes
@@ -109,11 +124,12 @@ def sharded_state(chunk: MegatronModule) -> dict[str, ShardedTensor]:
 
 
 @torch.no_grad()
-def load_state(chunk: MegatronModule, state: dict[str, Tensor]) -> None:
+def load_state(chunk: MegatronModule, state: dict[str, Any]) -> None:
     """Fills the adapters of a chunk from what was read for its `sharded_state`."""
     for lora in adapters_of(chunk):
         for name in lora.axes:
             getattr(lora, name).copy_(state[f"{ADAPTERS}{lora.target.module}.{name}"])
+    chunk.load_state_dict({k: v for k, v in state.items() if not k.startswith(ADAPTERS)}, strict=False)
 
 
 @torch.no_grad()

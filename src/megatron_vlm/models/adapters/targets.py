@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.models.adapters.saved import Saved, find_saved, in_saved
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
 
 ALL_LINEAR = "all-linear"
@@ -45,9 +46,10 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     built = hf_modules(hf_config)
     modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
     linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
+    linears = [name for name in linears if not in_saved(adapter.modules_to_save, name)]
     placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
     wanted = adapter.target_modules
-    experts = _experts(adapter.target_parameters or [], built, weight_map)
+    experts = _experts(adapter.target_parameters, built, weight_map)
     if wanted is None:
         of_text = [name for name in linears if (placed[name] or ("", ""))[1].startswith("language_model.")]
         found = [name for name in of_text if not fits(weight_map.peft_experts, name)]
@@ -56,6 +58,7 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     else:
         _check_names("adapter.target_modules", wanted, modules, linears)
         found = [name for name in modules if name and fits(wanted, name)]
+        found = [name for name in found if not in_saved(adapter.modules_to_save, name)]
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, found, found)
         found = [name for name in found if not fits(adapter.exclude_modules, name)]
@@ -87,17 +90,16 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
         own = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
         mine = [key for key in own if fits(names, key)]
         for outside, key in enumerate(reversed(mine)):
-            rule, weight, place = (
-                find_weight(weight_map.rules, hub_name(key, weight_map.renames)) or (None,) * 3
-            )
-            if rule is None or rule.rows is None:
+            placed = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
+            if placed is None or placed[0].rows is None:
                 raise ConfigError(
                     f"adapter.target_parameters: {key} is {list(own[key].shape)} and holds no routed "
                     "experts; other weights have adapters by adapter.target_modules."
                 )
+            rule = placed[0]
             assert tuple(own[key].shape) == (rule.rows, *rule.row_shape), "Transformers stores them otherwise"
             place_of_peft = rule.rows, name + outside * ".base_layer"
-            found[key] = Target(key, rule, weight, place, *rule.row_shape, 0, 0.0, False, *place_of_peft)
+            found[key] = Target(key, *placed, *rule.row_shape, 0, 0.0, False, *place_of_peft)
     for name in names:
         if not any(fits([name], key) for key in found):
             fused = [key for rule in weight_map.rules if rule.rows for key in rule.hf]
@@ -107,6 +109,11 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
                 f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"
             )
     return found
+
+
+def find_whole(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> dict[str, Saved]:
+    """By parameter, what is trained whole next to adapters, see `find_saved`."""
+    return find_saved(adapter.modules_to_save, hf_modules(hf_config), weight_map)
 
 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
