@@ -10,6 +10,7 @@ import torch
 
 from megatron_vlm.config import AdapterConfig, ParallelConfig
 from megatron_vlm.models.adapters import find_targets
+from megatron_vlm.models.adapters.targets import hf_modules
 
 # name of the adapter -> peft's LoraConfig. All of the model; and few layers, so that embeddings, a stage and
 # whole layers have nothing that is trained.
@@ -33,6 +34,20 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": r".*language_model\.layers\.[^0]\.(self_attn\.[qv]|mlp\.down)_proj",
     },
 }
+WITH_MODULES = "adapter and modules"
+ADAPTERS[WITH_MODULES] = {"r": 4, "target_modules": "all-linear"}
+OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
+    "adapter of experts": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"down_proj": 4},
+        "alpha_pattern": {"gate_up_proj": 9},
+    },
+    "adapter of experts' down": {"r": 4, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+}
+SAVED = ".modules_to_save"  # in the names of peft's modules, not in its files
 INPUTS = ("text", "0, 1 and 3 images")
 PACKED = ("packed: short documents", "packed: images in one document")
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -64,14 +79,25 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
     "CP2, adapter with DoRA": (2, ParallelConfig(cp=2), {}, "adapter with DoRA"),
     "DP2, adapter with DoRA": (2, ParallelConfig(distributed_optimizer=False), {}, "adapter with DoRA"),
     "EP2, adapter": (2, ParallelConfig(ep=2), {}, "adapter"),
+    f"1 process, {WITH_MODULES}": (1, ParallelConfig(), {}, WITH_MODULES),
+    f"TP2+SP, {WITH_MODULES}": (2, ParallelConfig(tp=2), {}, WITH_MODULES),
+    f"PP2, {WITH_MODULES}, recomputed": (2, ParallelConfig(pp=2), FULL, WITH_MODULES),
+    "1 process, adapter of experts": (1, ParallelConfig(), {}, "adapter of experts"),
+    "1 process, adapter of experts' down": (1, ParallelConfig(), {}, "adapter of experts' down"),
+    "EP2, adapter of experts": (2, ParallelConfig(ep=2), {}, "adapter of experts"),
+    "EP2, adapter of experts, recomputed": (2, ParallelConfig(ep=2), FULL, "adapter of experts"),
+    "TP2+SP, adapter of experts": (2, ParallelConfig(tp=2), {}, "adapter of experts"),
+    "TP2+SP·EP2, adapter of experts": (2, ParallelConfig(tp=2, ep=2), {}, "adapter of experts"),
+    "PP2, adapter of experts": (2, ParallelConfig(pp=2), {}, "adapter of experts"),
 }
 
 
 def layouts_of(family: str) -> list[str]:
     from megatron_vlm.models.families import load
 
-    experts = load(family).has_experts
-    return [name for name in LAYOUTS if ("TP2, " not in name if experts else "EP" not in name)]
+    if load(family).has_experts:
+        return [name for name in LAYOUTS if "TP2, " not in name]
+    return [name for name in LAYOUTS if "EP" not in name and "experts" not in name]
 
 
 def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any:
@@ -88,6 +114,8 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
                 param.mul_(1 + 0.3 * torch.randn(param.shape, generator=numbers))
             elif "lora_" in name:
                 param.copy_(torch.randn(param.shape, generator=numbers) * 0.1)
+            elif SAVED in name:
+                param.mul_(1 + 0.1 * torch.randn(param.shape, generator=numbers))
     return model
 
 
@@ -102,7 +130,16 @@ def named_for_peft(settings: dict[str, Any], hf_config: Any, family: Any) -> dic
     if settings["target_modules"] == "all-linear":
         wanted.exclude_modules = list(family.peft_experts[:3])
     targets = find_targets(wanted, hf_config, family.weight_map(hf_config))
-    return settings | {"target_modules": [target.module for target in targets]}
+    return settings | {"target_modules": [target.module for target in targets if not target.experts]}
+
+
+def modules_to_save(hf_config: Any, family: Any) -> list[str]:
+    """Some of tower, projector and language model, also such as tensor parallelism cuts."""
+    names = ["multi_modal_projector", "visual.merger", "layers.1.self_attn", "language_model.norm"]
+    names += [] if family.has_experts else ["layers.0.mlp"]
+    names += [] if hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    modules = hf_modules(hf_config)
+    return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
 def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -115,7 +152,9 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
     hf_config, processor = AutoConfig.from_pretrained(path), AutoProcessor.from_pretrained(path)
     family = family_for(hf_config)
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for adapter, settings in ADAPTERS.items():
+    for adapter, settings in (ADAPTERS | (OF_EXPERTS if family.has_experts else {})).items():
+        if adapter == WITH_MODULES:
+            settings = settings | {"modules_to_save": modules_to_save(hf_config, family)}
         model = peft_model(path, named_for_peft(settings, hf_config, family))
         model.save_pretrained(folder / adapter)
         for name in (*INPUTS, *PACKED):
@@ -131,7 +170,7 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
                 "logits": output.logits.detach(),
                 "loss": output.loss.item(),
                 "grads": {
-                    n.replace(".default", "").replace("vector.weight", "vector"): None
+                    n.replace(".default", "").replace("vector.weight", "vector").replace(SAVED, ""): None
                     if p.grad is None
                     else p.grad.clone()
                     for n, p in trained.items()

@@ -16,8 +16,12 @@ from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunC
 
 EVERYTHING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
 DROPPING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2)
+WHOLE = ["multi_modal_projector", "language_model.layers.1.mlp", "language_model.norm"]
+WITH_MODULES = AdapterConfig(r=4, lora_alpha=8, modules_to_save=WHOLE)
 QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
-DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True)
+DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.1)
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS = AdapterConfig(r=3, lora_alpha=8, target_parameters=PARAMETERS, rank_pattern={"down_proj": 5})
 STEPS, HALF = 4, 2
 
 
@@ -163,8 +167,11 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
         merge(chunk)
     export_hf(elsewhere.chunks, folder / "merged", path, elsewhere.source.weight_map)
     save_adapters(Run(settings).chunks, folder / "exported from TP2", DROPPING, path)
+    virtual = Run(config(path, ParallelConfig(pp=2, vpp=2), DROPPING, folder / "run"))
+    save_adapters(virtual.chunks, folder / "exported from PP2·VPP2", DROPPING, path)
     imported = Run(config(path, tensor, AdapterConfig(start=str(folder / "exported"))))
     found["imported logits"] = imported.logits(case)
+    found["modules"] = modules_kept(path, case, folder)
     few = Run(config(path, tensor, QUERY_AND_VALUE))
     few.train(case, 1)
     save_adapters(few.chunks, folder / "query and value", QUERY_AND_VALUE, path)
@@ -174,6 +181,29 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
             Run(config(model, tensor, adapter, folder / "run"))
         except ConfigError as error:
             found["refusals"].append(str(error))
+    return found
+
+
+def modules_kept(path: str, case: dict, folder: Path) -> dict[str, Any]:
+    """A run that trains modules whole next to adapters: exported, saved, continued in other layouts."""
+    from megatron_vlm.models.adapters import save_adapters
+
+    settings = config(path, ParallelConfig(tp=2), WITH_MODULES, folder / "run with modules")
+    whole = Run(settings)
+    whole.train(case, HALF)
+    whole.save(HALF)
+    save_adapters(whole.chunks, folder / "modules", WITH_MODULES, path)
+    found = {"logits": whole.logits(case)}
+    for chunk in whole.chunks:
+        chunk.train()
+    whole.train(case, 1)
+    continued = Run(settings)
+    continued.train(case, 1)
+    found["continued equal"] = continued.digests() == whole.digests()
+    elsewhere = Run(config(path, ParallelConfig(pp=2, vpp=2), WITH_MODULES, folder / "run with modules"))
+    save_adapters(elsewhere.chunks, folder / "modules from PP2·VPP2", WITH_MODULES, path)
+    imported = Run(config(path, ParallelConfig(pp=2), AdapterConfig(start=str(folder / "modules"))))
+    save_adapters(imported.chunks, folder / "modules imported", WITH_MODULES, path)
     return found
 
 
@@ -193,6 +223,37 @@ def dora(path: str, cases: str, root: str) -> dict[str, Any]:
     for chunk in run.chunks:
         merge(chunk)
     export_hf(run.chunks, Path(root) / "dora merged", path, run.source.weight_map)
+    return found
+
+
+def experts(path: str, cases: str, root: str) -> dict[str, Any]:
+    """Train adapters of experts with EP2, save, continue, go on in other layouts, export in three ways."""
+    from megatron_vlm.models.adapters import merge, save_adapters
+    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.parallel import setup
+
+    folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
+    setup.init_distributed(ParallelConfig(ep=2), seed=1)
+    settings = config(path, ParallelConfig(ep=2), EXPERTS, folder / "run")
+    whole = Run(settings)
+    before, _ = whole.digests()
+    found["losses"] = whole.train(case, HALF)
+    whole.save(HALF)
+    save_adapters(whole.chunks, folder / "EP2", EXPERTS, path)
+    whole.train(case, 1)
+    found["base kept"] = whole.digests()[0] == before
+    continued = Run(settings)
+    continued.train(case, 1)
+    found["continued equal"] = continued.digests() == whole.digests()
+    for name, layout in {"TP2": ParallelConfig(tp=2), "PP2·VPP2": ParallelConfig(pp=2, vpp=2)}.items():
+        elsewhere = Run(config(path, layout, EXPERTS, folder / "run"))
+        save_adapters(elsewhere.chunks, folder / name, EXPERTS, path)
+    both = ParallelConfig(tp=2, ep=2)
+    imported = Run(config(path, both, AdapterConfig(start=str(folder / "EP2"))))
+    found["logits"] = imported.logits(case)
+    for chunk in imported.chunks:
+        merge(chunk)
+    export_hf(imported.chunks, folder / "merged", path, imported.source.weight_map)
     return found
 
 

@@ -24,6 +24,11 @@ LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=
         (["tp=1"], 34 * 16 * (2560 * 5 + 2048 * 2 + 1024 * 2 + 10240 * 3 + 2560 * 2)),
         # a rank of two holds half of B of q and of A of down
         (["tp=2", *LISTED], 34 * 16 * (2560 + 2048 // 2 + 10240 // 2 + 2560)),
+        # and of a layer's feed-forward, which then has no adapter
+        (
+            ["tp=2", *LISTED, "adapter.modules_to_save=[language_model.layers.1.mlp]"],
+            34 * 16 * (2560 + 2048 // 2) + 33 * 16 * (10240 // 2 + 2560) + 3 * 2560 * 10240 // 2,
+        ),
     ],
 )
 def test_what_is_trained_is_what_adapters_hold(settings, trained):
@@ -66,3 +71,18 @@ def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
         assert {row["model"] for row in rows if row["trained"] == trained} == models
     wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST]
     assert [(row["model"], row["trained"], row["case"], row["plan_over_rehearsed"]) for row in wrong] == []
+
+
+def test_a_rank_holds_adapters_of_its_experts_alone():
+    """Rank 16; 48 layers, 128 experts of 768 inner channels in 2,048: 64 of them on a rank of two."""
+    file = ROOT / "recipes/qwen3_vl_30b_a3b_lora.yaml"
+    experts = ["adapter.target_parameters=[experts.gate_up_proj,experts.down_proj]"]
+    settings = ["ep=2", *experts, "adapter.target_modules=[]"]
+    run = compose(file=file, settings=settings, arguments={"train_data_path": "none://"})
+    hf_config = load_config(ROOT / "tests/hf_configs/qwen3_vl_30b_a3b.json")
+    trained = 48 * 64 * 16 * (2048 + 2 * 768 + 768 + 2048)
+    [stage] = make_plan(run, hf_config, 2).stages
+    assert (stage.gradients, stage.optimizer) == (4 * trained, 12 * trained)
+    rehearsed = rehearse(run, hf_config, 2, 0)
+    assert rehearsed.gradients == pytest.approx(stage.gradients, rel=1e-3)  # buffers are padded
+    assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -73,15 +73,17 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     assert all(key.partition("adapters.")[2] in names for key in tensors)
 
 
-def test_another_layout_exports_the_same(story):
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_another_layout_exports_the_same(story, layout):
     found, folder = story
     assert found[0]["step"] == adapter_runs.HALF
-    one, other = (load_file(folder / name / "adapter_model.safetensors") for name in EXPORTED)
-    assert one.keys() == other.keys()
+    assert_equal_adapters(folder / "exported", folder / f"exported from {layout}")
+
+
+def assert_equal_adapters(*folders):
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert one.keys() == other.keys() and one
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-EXPORTED = ("exported", "exported from TP2")
 
 
 def of_run(rows: list[torch.Tensor], case) -> torch.Tensor:
@@ -115,6 +117,26 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
     assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
+def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
+    found, folder = story
+    case = torch.load(parts[1], weights_only=False)
+    assert all(rank["modules"]["continued equal"] for rank in found)
+    assert_equal_adapters(folder / "modules", folder / "modules from PP2·VPP2")
+    assert_equal_adapters(folder / "modules", folder / "modules imported")
+    stored = load_file(folder / "modules/adapter_model.safetensors")
+    trained = {key: value for key, value in stored.items() if "lora_" not in key}
+    base = loaded(parts[0]).state_dict()
+    assert {key.rpartition("language_model.")[2] for key in trained} >= {"norm.weight", *MLP}
+    assert all(not torch.equal(value, base[key.removeprefix(PREFIX)]) for key, value in trained.items())
+    expected = of_run(found[0]["modules"]["logits"], case)
+    exported = of_model(PeftModel.from_pretrained(loaded(parts[0]), folder / "modules"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+MLP = [f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+PREFIX = "base_model.model."
+
+
 def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     path, file, folder = parts
     case = torch.load(file, weights_only=False)
@@ -128,6 +150,44 @@ def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     merged = of_model(loaded(folder / "dora merged"), case)
     assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
     assert (merged - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """(checkpoint, case, what ranks found, folder) of a run that trains adapters of experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "checkpoint")
+    source = open_source(path)
+    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, folder / "case.pt")
+    found = run_distributed(
+        2, adapter_runs.experts, *map(str, (path, folder / "case.pt", folder)), timeout=400
+    )
+    return path, torch.load(folder / "case.pt", weights_only=False), found, folder
+
+
+def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
+    for found in of_experts[2]:
+        assert found["base kept"] and found["continued equal"]
+        assert found["losses"][1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_adapters_of_experts_export_the_same_from_another_layout(of_experts, layout):
+    assert_equal_adapters(of_experts[3] / "EP2", of_experts[3] / layout)
+
+
+def test_peft_loads_adapters_of_experts(of_experts):
+    path, case, found, folder = of_experts
+    expected, base = of_run(found[0]["logits"], case), of_model(loaded(path), case)
+    assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
+    stored = load_file(folder / "EP2/adapter_model.safetensors")
+    assert {key.rpartition("experts.")[2] for key in stored if "experts." in key} == {
+        f"{inside}lora_{matrix}.weight" for inside in ("", "base_layer.") for matrix in "AB"
+    }
+    exported = of_model(PeftModel.from_pretrained(loaded(path), folder / "EP2"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+    assert (of_model(loaded(folder / "merged"), case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
 @pytest.mark.parametrize("adapter", [True, False])
@@ -180,11 +240,29 @@ def source(parts):
             r"rank_pattern: q_porj fits no module that has an adapter; did you",
         ),
         ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
+        (
+            {"modules_to_save": ["lm_haed"]},
+            r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
+        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
+        (
+            {"modules_to_save": ["0.self_attn.k_proj"]},
+            "k_proj.weight is one parameter here with .*q_proj.weight",
+        ),
+        ({"modules_to_save": ["0.mlp", "0.mlp.up_proj"]}, "up_proj lies in .*0.mlp, which is trained whole"),
+        ({"modules_to_save": ["model.norm"]}, "fits no module of the model"),
+        ({"target_parameters": ["experts.down"]}, "target_parameters: .* family has no routed experts"),
+        (
+            {"target_parameters": ["q_proj.weight"]},
+            "q_proj.weight is .* and holds no routed experts; .*_modules",
+        ),
     ],
 )
 def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
     with pytest.raises(ConfigError, match=said):
-        find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+        named = AdapterConfig(r=4, **settings), source.hf_config, source.weight_map
+        find_targets(*named), find_whole(*named)
 
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
@@ -206,8 +284,9 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "describes no LoRA adapter"),
-        ({"use_dora": True, "lora_dropout": 0.1}, "adapter.lora_dropout: 0.1 with use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
+        ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
+        ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
         ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
         ({"bias": "all"}, "bias all is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
@@ -224,6 +303,12 @@ def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path
         settled(AdapterConfig(start=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
     assert settled(AdapterConfig(start=str(tmp_path))).r == 4
+
+
+def test_parameters_without_modules_mean_no_modules_as_in_peft(tmp_path):
+    given = SOUND | {"target_modules": None, "target_parameters": ["experts.down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    assert settled(AdapterConfig(start=str(tmp_path))).target_modules == []
 
 
 @pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])

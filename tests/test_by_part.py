@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megatron_vlm.checks.settings import validate
-from megatron_vlm.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import (
+    AdapterConfig,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -166,6 +173,10 @@ def refusals(path: str, cases: list[tuple[dict, list[str]]]) -> list[str]:
             found.append(started(run, path) and "")
         except ValueError as error:
             found.append(str(error))
+    adapters = run_of(ParallelConfig(pp=2), {"tower": 1e-4})
+    adapters.adapter = AdapterConfig(r=4)
+    with pytest.raises(ValueError, match="no parameter of tower is trained .*, or adapters alone are"):
+        started(adapters, path)
     run = run_of(ParallelConfig(pp=2), {}, weight_decay_by_part=DECAY)
     moves = step(*started(run, path))
     return [
@@ -178,6 +189,28 @@ def refusals(path: str, cases: list[tuple[dict, list[str]]]) -> list[str]:
             }
         ),
     ]
+
+
+def moves_of_adapters(path: str) -> dict[str, tuple[float, float]]:
+    """By name of an adapter's parameter: its least and greatest move; and by name what is logged."""
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training.optimizer import learning_rates
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    run = run_of(ParallelConfig(tp=2), {"adapters": 3e-3, r"lora_B": 5e-3})
+    run.adapter = AdapterConfig(r=4, target_modules="all-linear")
+    parts = started(run, path)
+    rates = {key: (rate, rate) for key, rate in learning_rates(parts[2]).items()}
+    return rates | {name: tuple(ends) for name, (_, _, *ends) in step(*parts).items()}
+
+
+def test_adapters_are_a_part_and_have_names_for_patterns(tiny_gemma3):
+    for found in run_distributed(2, moves_of_adapters, str(tiny_gemma3)):
+        assert [found.pop(key)[0] for key in ("lr", "lr_adapters", "lr_lora_B")] == [LR, 3e-3, 5e-3]
+        assert len(found) > 20
+        for name, ends in found.items():
+            rate = 5e-3 if "lora_B" in name else 3e-3
+            assert ends == pytest.approx((rate, rate), abs=EXACT), name
 
 
 def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank(tiny_gemma3):
@@ -215,6 +248,7 @@ def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank
             "tower is frozen by model.freeze; drop it",
         ),
         ({"optimizer.weight_decay_by_part": "{'a(': 0.1}"}, "a\\( is no part of the model and no pattern"),
+        ({"optimizer.lr_by_part.adapters": 1}, "adapters: the run has none, as adapter.r is 0; drop it"),
         ({"optimizer.lr_by_part.tower": 1, "optimizer.lr": 0}, "optimizer.lr is 0; set it, and freeze"),
     ],
 )

@@ -60,6 +60,7 @@ def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
 NAMES = ("data.train_data_path", "data.valid_data_path", "logging.wandb_project", *_NAMES)
 LISTS = ("model.freeze", "data.repetitions", "data.columns", "data.datasets")  # each has rules of its own
 LISTS += ("optimizer.lr_by_part", "optimizer.weight_decay_by_part")
+LISTS += ("adapter.target_parameters", "adapter.modules_to_save")
 LISTS += tuple(f"adapter.{n}" for n in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"))
 
 

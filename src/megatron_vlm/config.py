@@ -55,6 +55,11 @@ class AdapterConfig:
     # "all-linear" for tower, projector and language model; None: all of the language model
     target_modules: ModuleNames = None
     exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
+    # parameters of routed experts with adapters: ends of names, [experts.gate_up_proj, experts.down_proj]
+    target_parameters: list[str] = field(default_factory=list)
+    modules_to_save: list[str] = field(
+        default_factory=list
+    )  # ends of names of modules that are trained whole
     rank_pattern: dict[str, int] = field(default_factory=dict)  # regex of the end of a name: its own r
     alpha_pattern: dict[str, int] = field(default_factory=dict)  # and its own lora_alpha
     start: str | None = None  # folder of an adapter that peft wrote, to train on; it settles all the others
@@ -140,8 +145,8 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
-    # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model"), or for what a
-    # pattern finds in the names of HF tensors; `min_lr` is then less in proportion
+    # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model", "adapters"), or
+    # for what a pattern finds in the names of HF tensors and adapters; `min_lr` is then less in proportion
     lr_by_part: dict[str, float] = field(default_factory=dict)
     weight_decay_by_part: dict[str, float] = field(default_factory=dict)
 

@@ -27,15 +27,21 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         )
     if adapter.used and not config.model.load_weights:
         yield "model.load_weights: false leaves nothing that adapters could adapt; drop it, or the adapters."
-    if adapter.use_dora and adapter.lora_dropout:
-        yield (
-            f"adapter.lora_dropout: {adapter.lora_dropout} with use_dora would drop inputs of the frozen "
-            "weights, too, which takes a second product; set one of them."
-        )
+    for name in ("use_dora", "lora_dropout"):
+        if adapter.target_parameters and getattr(adapter, name):
+            yield (
+                f"adapter.{name}: {getattr(adapter, name)} with target_parameters: peft has it for modules "
+                "alone and could not load such an adapter; set one of them."
+            )
     if adapter.lora_dropout >= 1:
         yield f"adapter.lora_dropout: {adapter.lora_dropout} is not less than 1."
-    for name in ("target_modules", "exclude_modules"):
-        yield from _name_problems(f"adapter.{name}", getattr(adapter, name))
+    if not (adapter.target_modules == [] and adapter.target_parameters):
+        yield from _name_problems("adapter.target_modules", adapter.target_modules)
+    yield from _name_problems("adapter.exclude_modules", adapter.exclude_modules)
+    for name in ("target_parameters", "modules_to_save"):
+        yield from _name_problems(f"adapter.{name}", getattr(adapter, name) or None)
+    for name in adapter.modules_to_save:  # peft takes them for patterns when it leaves out their adapters
+        yield from _regex_problems("adapter.modules_to_save", name)
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern, value in getattr(adapter, name).items():
             yield from _regex_problems(f"adapter.{name}", pattern)

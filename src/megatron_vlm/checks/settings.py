@@ -205,6 +205,8 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{key} has {value:g}, which is no number from 0 on; correct it."
             if name == "optimizer.lr_by_part" and value == 0:
                 yield f"{key} has 0, which trains nothing; freeze it instead (model.freeze)."
+            if part == "adapters" and not config.adapter.used:
+                yield f"{key}: the run has none, as adapter.r is 0; drop it, or set adapter.r=16."
             if part in config.model.freeze:
                 yield f"{key} is frozen by model.freeze; drop it in one of them."
     if config.optimizer.lr_by_part and config.optimizer.lr == 0:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import Target, find_targets, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.tower_attention import use_sdpa
@@ -120,10 +120,12 @@ def _vision_passes(config: RunConfig, family: Family, hf_config: Any) -> int:
     return 2 if config.adapter.used and adapted(config, family, hf_config, "tower") else 1
 
 
-def adapted(config: RunConfig, family: Family, hf_config: Any, part: str) -> list[Target]:
-    """The linears with adapters in a part of the model, a freeze group such as "tower"."""
-    targets = find_targets(settled(config.adapter), hf_config, family.weight_map(hf_config))
-    return [target for target in targets if target.weight.startswith(family.groups[part])]
+def adapted(config: RunConfig, family: Family, hf_config: Any, part: str) -> bool:
+    """Whether a part of the model, a freeze group such as "tower", has adapters or modules trained whole."""
+    adapter, names = settled(config.adapter), (hf_config, family.weight_map(hf_config))
+    weights = [target.weight for target in find_targets(adapter, *names)]
+    weights += find_whole(adapter, *names)
+    return any(weight.startswith(family.groups[part]) for weight in weights)
 
 
 class _Saved:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, settled
+from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_logits, output_losses
@@ -194,14 +194,15 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, family, hf_config, first, last, vp_stage, processor))
-    adapter, targets = settled(config.adapter), []
+    adapter, adapts = settled(config.adapter), ()
     if adapter.r:
-        targets = find_targets(adapter, hf_config, family.weight_map(hf_config))
+        names = hf_config, family.weight_map(hf_config)
+        adapts = find_targets(adapter, *names), find_whole(adapter, *names)
     for chunk in chunks:
         freeze(chunk, family, config.model.freeze)
         chunk.to(device)
-        if targets:
-            add_adapters(chunk, targets, adapter.lora_dropout, config.train.seed)
+        if adapts:
+            add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
             check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from math import prod
 from typing import Any
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import find_targets, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.families.base import Family
 
-ATTENTION, FEED_FORWARD = "self_attention", "mlp"
-VISION = None, None
-_PART = re.compile(rf"language_model\.decoder\.layers\.(\d+)\.({ATTENTION}|{FEED_FORWARD})\.")
+ATTENTION, FEED_FORWARD, EXPERTS = "self_attention", "mlp", "experts"
+_LAYER = re.compile(rf"language_model\.decoder\.layers\.(\d+)\.({ATTENTION}|{FEED_FORWARD})?")
+FIRST, LAST = -1, -2  # what comes before the layers, and after them
+
+
+def saved_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[int | None]:
+    """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: those of
+    tower and projector."""
+    sizes: Counter[int | None] = Counter()
+    adapter = settled(config.adapter)
+    for weight, saved in find_whole(adapter, hf_config, family.weight_map(hf_config)).items():
+        layer = _LAYER.match(weight)
+        place = LAST if weight.startswith("language_model.") else None
+        place = FIRST if ".embedding." in weight and place == LAST else place
+        parts = 1 if saved.rule.operation.axis is None else config.parallel.tp
+        sizes[int(layer[1]) if layer else place] += sum(map(prod, saved.shapes)) // parts
+    return sizes
 
 
 def adapter_sizes(
     config: RunConfig, family: Family, hf_config: Any
 ) -> Counter[tuple[int | None, str | None]]:
-    """Numbers of parameters on one tensor-parallel rank, by layer of the language model and part of it
-    (ATTENTION, FEED_FORWARD); those of tower and projector as VISION."""
+    """Numbers of parameters on one rank, by layer of the language model and part of it (ATTENTION,
+    FEED_FORWARD, EXPERTS: the routed ones); (None, None): those of tower and projector."""
     sizes: Counter[tuple[int | None, str | None]] = Counter()
     adapter = settled(config.adapter)
     targets = find_targets(adapter, hf_config, family.weight_map(hf_config)) if adapter.r else []
@@ -28,6 +43,8 @@ def adapter_sizes(
         axis = target.rule.operation.axis
         if axis is not None:
             cut[1 - axis] //= config.parallel.tp
-        part = _PART.match(target.weight)
-        sizes[(int(part[1]), part[2]) if part else VISION] += target.rank * sum(cut) + target.dora * cut[1]
+        layer = _LAYER.match(target.weight)
+        place = (int(layer[1]), EXPERTS if target.experts else layer[2]) if layer else (None, None)
+        copies = target.experts // config.parallel.ep or 1
+        sizes[place] += copies * target.rank * sum(cut) + target.dora * cut[1]
     return sizes

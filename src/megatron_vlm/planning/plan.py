@@ -30,7 +30,15 @@ from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
-from megatron_vlm.planning.adapters import ATTENTION, FEED_FORWARD, VISION, adapter_sizes
+from megatron_vlm.planning.adapters import (
+    ATTENTION,
+    EXPERTS,
+    FEED_FORWARD,
+    FIRST,
+    LAST,
+    adapter_sizes,
+    saved_sizes,
+)
 from megatron_vlm.planning.kept import saved_by_dropout, saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
@@ -182,26 +190,35 @@ class _Held:
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
         self._adapters = adapter_sizes(config, family, hf_config)
+        self._saved = saved_sizes(config, family, hf_config)
         self._drops = settled(config.adapter).lora_dropout > 0
         self.vision = _count_vision(family, hf_config, config.frozen)
-        self.vision += Parameters(size := self._adapters[VISION], 0, size, 0)
+        self.vision += self._adapters_of(None)
+
+    def _adapters_of(self, layer: int | None) -> Parameters:
+        """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
+        dense = sum(self._adapters[layer, part] for part in (ATTENTION, FEED_FORWARD, None))
+        experts = self._adapters[layer, EXPERTS]
+        return Parameters(dense, experts, dense + self._saved[layer], experts)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
-            adapters = self._adapters[i, ATTENTION] + self._adapters[i, FEED_FORWARD]
-            total += self._layers[has_experts(self._config, i)] + Parameters(adapters, 0, adapters, 0)
+            total += self._layers[has_experts(self._config, i)] + self._adapters_of(i)
         if first:
-            total += self._words + self.vision
+            total += self._words + self.vision + self._adapters_of(FIRST)
         if last:
-            total += self._norm
+            total += self._norm + self._adapters_of(LAST)
         one_chunk = first and last and len(layers) == 1
         return total + self._words if last and not (one_chunk and self._config.tie_embeddings) else total
 
     def saved(self, megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
         """Bytes per token that a layer saves; its linears' inputs, where these or adapters are trained."""
-        parts = [self._trained or self._adapters[layer, part] > 0 for part in (ATTENTION, FEED_FORWARD)]
+        adapters = self._adapters
+        attention = self._trained or adapters[layer, ATTENTION] + self._saved[layer] > 0
+        inner = adapters[layer, FEED_FORWARD] + adapters[layer, EXPERTS]
+        parts = attention, self._trained or inner + self._saved[layer] > 0
         saved = saved_by_layer(megatron_config, layer, value, *parts)
         return saved + self._drops * saved_by_dropout(megatron_config, layer, value, *parts)
 

@@ -14,7 +14,7 @@ from megatron_vlm.models.adapters.model import (
     merge,
     sharded_state,
 )
-from megatron_vlm.models.adapters.targets import Target, find_targets
+from megatron_vlm.models.adapters.targets import Target, find_targets, find_whole
 
 __all__ = [
     "Adapters",
@@ -22,6 +22,7 @@ __all__ = [
     "adapter_tensors",
     "add_adapters",
     "find_targets",
+    "find_whole",
     "load_adapters",
     "load_state",
     "merge",

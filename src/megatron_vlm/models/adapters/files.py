@@ -24,13 +24,14 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.base import fingerprint
-from megatron_vlm.models.adapters.model import adapter_tensors, named_adapters, peft_key
+from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
+from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
-READ += ("rank_pattern", "alpha_pattern")
+READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save")
 # what changes nothing in the adapter's numbers, whatever its value
 WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
 WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "layers_pattern")
@@ -68,7 +69,10 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
             raise ConfigError(
                 f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
             )
-    return _checked(place, {f"adapter.{key}": given[key] for key in READ if given.get(key)})
+    settings = {f"adapter.{key}": given[key] for key in READ if given.get(key)}
+    if "adapter.target_parameters" in settings:  # to peft, no modules are then none
+        settings.setdefault("adapter.target_modules", [])
+    return _checked(place, settings)
 
 
 def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
@@ -107,12 +111,17 @@ def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
             _fill(chunk, file, stored)
+            try:
+                fill_saved(chunk, stored)
+            except ValueError as error:
+                raise ConfigError(f"adapter.start: {printable(file)}: {error}.") from error
 
 
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
     targets = chunk.adapters.targets
-    wanted = {peft_key(target.module, name) for target in targets for name in ("lora_A", "lora_B")}
-    wanted |= {peft_key(target.module, "lora_magnitude_vector") for target in targets if target.dora}
+    wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
+    wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
+    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for _, key in one.keys}
     for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
         if keys:
             raise ConfigError(
@@ -123,20 +132,16 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 
 @torch.no_grad()
 def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for module, lora in named_adapters(chunk):
+    for lora in adapters_of(chunk):
         for name, shape in lora.whole.items():
-            key, axis = peft_key(module, name), lora.axes[name]
+            key = peft_key(lora.target, name)
             values, local = stored.get_slice(key), getattr(lora, name)
             if list(values.get_shape()) != shape or not values.get_dtype().startswith(("F", "BF")):
                 raise ConfigError(
                     f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
                     f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
                 )
-            part = [slice(None)] * len(shape)
-            if axis is not None:
-                part[axis] = slice(rank * local.shape[axis], (rank + 1) * local.shape[axis])
-            local.copy_(values[tuple(part)])
+            local.copy_(lora.part(name, values))
             if not local.isfinite().all():
                 raise ConfigError(
                     f"adapter.start: {printable(file)}: {printable(key)} holds values that are not finite."
@@ -151,12 +156,11 @@ def save_adapters(
     Raises FileExistsError if it exists.
     """
     output = Path(output)
-    replicas = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    mine: dict[str, Tensor] = {
-        key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if replicas.rank() == 0
-    }
-    stages = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, stages)
+    ranks = dist.get_process_group_ranks(group := parallel_state.get_pipeline_model_parallel_group())
+    mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if 0 in ranks}
+    stages: list[Any] = [None] * len(ranks)
+    if 0 in ranks:  # other pipelines hold the same
+        dist.gather_object(mine, stages if dist.get_rank() == 0 else None, group=group)
 
     def write() -> None:
         if output.exists():
@@ -165,7 +169,7 @@ def save_adapters(
         unfinished.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
-        modules = [target.module for target in chunks[0].adapters.targets]
+        modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
         (unfinished / CONFIG).write_text(text + "\n", encoding="utf-8")
         unfinished.rename(output)
@@ -178,6 +182,7 @@ def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> d
     given = {key: getattr(adapter, key) for key in READ}
     if given["target_modules"] is None or str(given["target_modules"]).lower() == "all-linear":
         given |= {"target_modules": modules, "exclude_modules": None}
+    given |= {key: given[key] or None for key in ("target_parameters", "modules_to_save")}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

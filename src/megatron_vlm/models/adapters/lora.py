@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,6 +22,10 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -46,10 +51,10 @@ class Lora(nn.Module):
             ranks = parallel_state.get_tensor_model_parallel_world_size()
         out, width = target.out, target.width
         assert [out, width] == target.rule.operation.hf_shapes(base, ranks)[target.place]
-        self.scale, self.rank = target.scale, target.rank
+        self.target, self.scale = target, target.scale
         self.whole = {"lora_A": [target.rank, width], "lora_B": [out, target.rank]}
         self.axes = {"lora_A": 1 if axis == 1 else None, "lora_B": 0 if axis == 0 else None}
-        whole_A = _initial(target, width, seed, base)
+        whole_A = initial_A(target, seed, base)
         if axis == 1:
             whole_A = whole_A.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
         self.lora_A = nn.Parameter(whole_A.to(base.device, base.dtype, copy=True).contiguous())
@@ -61,12 +66,39 @@ class Lora(nn.Module):
         for name, cut in self.axes.items():
             set_tensor_model_parallel_attributes(getattr(self, name), cut is not None, cut or 0, 1)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have the other parts of what is cut."""
+        return parallel_state.get_tensor_model_parallel_group()
 
-def _initial(target: Target, width: int, seed: int, base: Tensor) -> Tensor:
+    def as_in_peft(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def part(self, name: str, values: Any) -> Tensor:
+        """This rank's part of parameter `name`, read from peft's whole one."""
+        axis, size = self.axes[name], self.group.size()
+        if axis is None:
+            return values[:]
+        step = self.whole[name][axis] // size
+        return values[
+            (slice(None),) * axis + (slice(self.group.rank() * step, (self.group.rank() + 1) * step),)
+        ]
+
+    def sharded(self, key: str, name: str) -> ShardedTensor:
+        """Parameter `name` for a checkpoint."""
+        tensor, axis = getattr(self, name), self.axes[name]
+        if axis is None:
+            return make_sharded_tensor_for_checkpoint(tensor, key)
+        return make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
+
+
+def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:
+    """(r, in), or (experts · r, in)."""
+    shape = target.rank * (target.experts or 1), target.width
     if base.is_meta:
-        return base.new_empty(target.rank, width)
+        return base.new_empty(shape)
     numbers = torch.Generator(device="cpu").manual_seed(seed + (zlib.crc32(target.module.encode()) << 20))
-    whole = torch.empty(target.rank, width, dtype=torch.float32, device="cpu")
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=numbers)
 
 
@@ -95,14 +127,24 @@ class Adapted:
 
     def __call__(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
         y, *bias = output if isinstance(output, tuple) else (output,)
-        low = self._shared(linear(self._dropped(inputs[0], module.training), self.A(y.dtype)))
-        inside = None if getattr(module, "skip_bias_add", False) or not self.dora else module.bias
-        y = y if inside is None else y - inside
-        y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.B(y.dtype).t()).view(y.shape)
-        if self.dora:
-            y = y * self.factors().to(y.dtype)
-            y = y if inside is None else y + inside
+        drops = module.training and self.dropout > 0
+        x = self._dropped(inputs[0]) if drops else inputs[0]
+        low = self._shared(linear(x, self.A(y.dtype)))
+        if not self.dora:
+            y = self._plus(y, low)
+        else:
+            inside = None if getattr(module, "skip_bias_add", False) else module.bias
+            frozen = module.forward(x) if drops else output  # without this hook
+            of_x = frozen[0] if isinstance(frozen, tuple) else frozen
+            of_x, factors = of_x if inside is None else of_x - inside, self.factors().to(y.dtype)
+            adapted = self._plus(of_x, low) * factors
+            # the weights' own part of y never loses inputs, only what is to change it, as in peft
+            y = y + adapted - of_x if drops else adapted if inside is None else adapted + inside
         return (y, *bias) if isinstance(output, tuple) else y
+
+    def _plus(self, y: Tensor, low: Tensor) -> Tensor:
+        """y + B low"""
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.B(y.dtype).t()).view(y.shape)
 
     def A(self, dtype: torch.dtype) -> Tensor:
         """(Σ r, in) of all parts."""
@@ -155,6 +197,12 @@ class Adapted:
                 if lora is not None:
                     lora.lora_magnitude_vector.copy_(part)
 
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Adds to the weight what its adapters stand for, in fp32."""
+        merged = self.weight.float() + self.B(torch.float32) @ self.A(torch.float32)
+        self.weight.copy_(merged * self.factors()[:, None] if self.dora else merged)
+
     def _as_ours(self, rows: Tensor) -> Tensor:
         return rows if self.order is None else rows.index_select(0, self.order)
 
@@ -170,9 +218,7 @@ class Adapted:
             return reduce_from_tensor_model_parallel_region(low)
         return low
 
-    def _dropped(self, x: Tensor, training: bool) -> Tensor:
-        if not (training and self.dropout):
-            return x
+    def _dropped(self, x: Tensor) -> Tensor:
         with self._generator():
             return nn.functional.dropout(x, self.dropout)
 

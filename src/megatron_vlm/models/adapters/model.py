@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
 from torch import Tensor, nn
 
+from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora, adapt
+from megatron_vlm.models.adapters.saved import (
+    PREFIX,
+    Saved,
+    saved_tensors,
+    saved_weights,
+    sharded_saved,
+)
 from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights import ADAPTERS, named_global_weights
+from megatron_vlm.models.weights import ADAPTERS, named_weights
 
 
 class Adapters(nn.Module):
     """Modules nested like those of the HF model, `adapters.model.language_model.layers.0.self_attn.q_proj`
-    with the parameters `lora_A` and `lora_B`; `linears` are the linears of ours that they belong to.
-    `targets` are those of the whole model; `base` is the fingerprint of the checkpoint that they adapt."""
+    with the parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
+    `targets` and `saved`, what is trained whole, are those of the whole model; `base` is the fingerprint of
+    the checkpoint that they adapt."""
 
-    def __init__(self, targets: list[Target]):
+    def __init__(self, targets: list[Target], saved: dict[str, Saved]):
         super().__init__()
-        self.targets, self.base = targets, ""
-        self.linears: list[Adapted] = []
+        self.targets, self.saved, self.base = targets, saved, ""
+        self.linears: list[Adapted | AdaptedExperts] = []
         self.of_vision = False  # whether any belongs to tower or projector
 
     @property
     def fingerprint(self) -> str:
         """It differs if modules, ranks or scales do."""
         known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
+        known += [[name] for name in self.saved]
         return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
 
     def place(self, module: str, lora: Lora) -> None:
@@ -49,75 +54,86 @@ class Adapters(nn.Module):
         node.add_module(last, lora)
 
 
-def add_adapters(chunk: MegatronModule, targets: list[Target], dropout: float, seed: int) -> None:
-    """Freezes a chunk of the model and adds the adapters of those `targets` that it holds."""
+def add_adapters(
+    chunk: MegatronModule, targets: list[Target], saved: dict[str, Saved], dropout: float, seed: int
+) -> None:
+    """Freezes a chunk of the model but what is `saved`, and adds the adapters of those `targets` that it
+    holds."""
     chunk.requires_grad_(False)
-    owners = {id(param): module for module in chunk.modules() for param in module.parameters(recurse=False)}
-    chunk.adapters = Adapters(targets)
+    owners = {
+        id(param): (module, name)
+        for module in chunk.modules()
+        for name, param in module.named_parameters(recurse=False)
+    }
+    chunk.adapters = Adapters(targets, saved)
+    for _, weight in saved_weights(chunk):
+        weight.requires_grad_(isinstance(weight, nn.Parameter))
     by_weight: dict[str, list[Target]] = {}
     for target in targets:
         by_weight.setdefault(target.weight, []).append(target)
-    for name, weight in named_global_weights(chunk):
+    for name, weight in named_weights(chunk):
         if mine := by_weight.get(name):
             chunk.adapters.of_vision |= name.startswith("vision.")
-            loras = {target.place: Lora(target, weight, seed) for target in mine}
+            kind = ExpertLora if mine[0].experts else Lora
+            loras = {target.place: kind(target, weight, seed) for target in mine}
             for target in mine:
                 chunk.adapters.place(target.module, loras[target.place])
-            chunk.adapters.linears.append(adapt(owners[id(weight)], loras, mine[0], dropout))
+            module, own_name = owners[id(weight)]
+            if mine[0].experts:
+                module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])
+            else:
+                adapted = adapt(module, loras, mine[0], dropout)
+            chunk.adapters.linears.append(adapted)
 
 
-def named_adapters(chunk: MegatronModule) -> Iterator[tuple[str, Lora]]:
-    """(name of the HF module, its adapter) of a chunk."""
-    return ((name, part) for name, part in chunk.adapters.named_modules() if isinstance(part, Lora))
+def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
+    return (part for part in chunk.adapters.modules() if isinstance(part, Lora))
 
 
 def adapter_tensors(
     chunks: list[MegatronModule], value: Callable[[Tensor], Tensor] = lambda weight: weight.detach()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(peft's key, whole tensor) of this pipeline stage on every rank; `value` chooses what is gathered for a
-    parameter. A collective over the tensor-parallel group: every rank of the stage iterates to the end."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    """(peft's key, whole tensor) of this pipeline stage on every rank, also of what is trained whole; `value`
+    chooses what is gathered for a parameter. A collective over the tensor-parallel group, and the
+    expert-parallel one for experts: every rank of the stage iterates to the end."""
     for chunk in chunks:
-        for module, lora in named_adapters(chunk):
+        for lora in adapters_of(chunk):
             for name, axis in lora.axes.items():
                 local = value(getattr(lora, name)).contiguous()
                 shards = [local]
-                if axis is not None and group.size() > 1:
-                    shards = [torch.empty_like(local) for _ in range(group.size())]
-                    dist.all_gather(shards, local, group=group)
-                yield peft_key(module, name), torch.cat(shards, dim=axis or 0)
+                if axis is not None and lora.group.size() > 1:
+                    shards = [torch.empty_like(local) for _ in range(lora.group.size())]
+                    dist.all_gather(shards, local, group=lora.group)
+                yield peft_key(lora.target, name), lora.as_in_peft(name, torch.cat(shards, dim=axis or 0))
+    yield from saved_tensors(chunks, value)
 
 
-def peft_key(module: str, name: str) -> str:
+def peft_key(target: Target, name: str) -> str:
     """The key in peft's files of an adapter's parameter."""
-    return f"base_model.model.{module}.{name}" + ("" if name == "lora_magnitude_vector" else ".weight")
+    suffix = "" if name == "lora_magnitude_vector" else ".weight"
+    return f"{PREFIX}{target.stored or target.module}.{name}{suffix}"
 
 
-def sharded_state(chunk: MegatronModule) -> dict[str, ShardedTensor]:
+def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
     """What a checkpoint holds of a chunk with adapters, by names that are the same in every layout."""
-    state = {}
-    for module, lora in named_adapters(chunk):
-        for name, axis in lora.axes.items():
-            key, tensor = f"{ADAPTERS}{module}.{name}", getattr(lora, name)
-            if axis is None:
-                state[key] = make_sharded_tensor_for_checkpoint(tensor, key)
-            else:
-                state[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
-    return state
+    return sharded_saved(chunk) | {
+        f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
+        for lora in adapters_of(chunk)
+        for name in lora.axes
+    }
 
 
 @torch.no_grad()
-def load_state(chunk: MegatronModule, state: dict[str, Tensor]) -> None:
+def load_state(chunk: MegatronModule, state: dict[str, Any]) -> None:
     """Fills the adapters of a chunk from what was read for its `sharded_state`."""
-    for module, lora in named_adapters(chunk):
+    for lora in adapters_of(chunk):
         for name in lora.axes:
-            getattr(lora, name).copy_(state[f"{ADAPTERS}{module}.{name}"])
+            getattr(lora, name).copy_(state[f"{ADAPTERS}{lora.target.module}.{name}"])
+    chunk.load_state_dict({k: v for k, v in state.items() if not k.startswith(ADAPTERS)}, strict=False)
 
 
 @torch.no_grad()
 def merge(chunk: MegatronModule) -> None:
     """Adds to each weight what its adapters stand for, in fp32. Then they must not be used with it."""
     for adapted in chunk.adapters.linears:
-        weight = adapted.weight
-        merged = weight.float() + adapted.B(torch.float32) @ adapted.A(torch.float32)
-        weight.copy_(merged * adapted.factors()[:, None] if adapted.dora else merged)
+        adapted.merge()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.models.adapters.saved import Saved, find_saved, in_saved
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
 
 ALL_LINEAR = "all-linear"
@@ -21,29 +22,34 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear of the HF model that has an adapter, and where its weight is in `VLMModel`."""
+    """A linear of the HF model that has an adapter, or a parameter that holds the weights of `experts` ones,
+    and where its weight is in `VLMModel`."""
 
-    module: str  # as Transformers names it
+    module: str  # as Transformers names it, the module or the parameter of experts
     rule: Rule  # pairs the parameter with its HF tensors
     weight: str  # name of the parameter; layers are numbered over the whole model
     place: int  # which of the rule's HF tensors the module's weight is
-    out: int  # rows of the module's weight
+    out: int  # rows of the module's weight, or of each expert's
     width: int  # columns
     rank: int
     scale: float  # of what the adapter adds
     dora: bool
+    experts: int = 0
+    stored: str = ""  # where peft stores it, if that is not `module`
 
 
 def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> list[Target]:
-    """The linears that `adapter` names, in the model's order; peft finds the same.
+    """The linears that `adapter` names, in the model's order, then the experts; peft finds the same.
 
     Raises ConfigError for a name or pattern that fits nothing, or a module that cannot have an adapter.
     """
     built = hf_modules(hf_config)
     modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
     linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
+    linears = [name for name in linears if not in_saved(adapter.modules_to_save, name)]
     placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
     wanted = adapter.target_modules
+    experts = _experts(adapter.target_parameters, built, weight_map)
     if wanted is None:
         of_text = [name for name in linears if (placed[name] or ("", ""))[1].startswith("language_model.")]
         found = [name for name in of_text if not fits(weight_map.peft_experts, name)]
@@ -52,23 +58,62 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     else:
         _check_names("adapter.target_modules", wanted, modules, linears)
         found = [name for name in modules if name and fits(wanted, name)]
+        found = [name for name in found if not in_saved(adapter.modules_to_save, name)]
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, found, found)
         found = [name for name in found if not fits(adapter.exclude_modules, name)]
     for name in found:
         _check_module(name, modules[name], placed.get(name), fits(weight_map.peft_experts, name))
-    if not found:
+    if not (found or experts):
         raise ConfigError("adapter.exclude_modules: leaves no module with an adapter; exclude less.")
-    ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, found)
-    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, found)
+    all_found = [*found, *experts]
+    ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, all_found)
+    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, all_found)
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
+    scales = [alpha / rank**root for rank, alpha in zip(ranks, alphas, strict=True)]
+    sizes = {name: (built[name].out_features, built[name].in_features) for name in found}
     return [
-        Target(
-            *(name, *placed[name], built[name].out_features, built[name].in_features),
-            *(rank, alpha / rank**root, adapter.use_dora),
-        )
-        for name, rank, alpha in zip(found, ranks, alphas, strict=True)
+        Target(*(name, *placed[name], *sizes[name], rank, scale, adapter.use_dora))
+        if name in sizes
+        else replace(experts[name], rank=rank, scale=scale)
+        for name, rank, scale in zip(all_found, ranks, scales, strict=True)
     ]
+
+
+def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> dict[str, Target]:
+    """Parameter of routed experts -> its target, for those of `names`, which are whole or ends of names.
+
+    peft wraps a module once for each of its parameters, in their order, and names them by the wrappings.
+    """
+    found = {}
+    for name, module in modules.items():
+        own = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
+        mine = [key for key in own if fits(names, key)]
+        for outside, key in enumerate(reversed(mine)):
+            placed = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
+            if placed is None or placed[0].rows is None:
+                raise ConfigError(
+                    f"adapter.target_parameters: {key} is {list(own[key].shape)} and holds no routed "
+                    "experts; other weights have adapters by adapter.target_modules."
+                )
+            rule = placed[0]
+            assert tuple(own[key].shape) == (rule.rows, *rule.row_shape), "Transformers stores them otherwise"
+            place_of_peft = rule.rows, name + outside * ".base_layer"
+            found[key] = Target(key, *placed, *rule.row_shape, 0, 0.0, False, *place_of_peft)
+    for name in names:
+        if not any(fits([name], key) for key in found):
+            fused = [key for rule in weight_map.rules if rule.rows for key in rule.hf]
+            known = suggestion(name, sorted({"experts." + key.rpartition(".")[2] for key in fused}))
+            known = known if fused else ", whose family has no routed experts"
+            raise ConfigError(
+                f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"
+            )
+    return found
+
+
+def find_whole(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> dict[str, Saved]:
+    """By parameter, what is trained whole next to adapters, see `find_saved`."""
+    return find_saved(adapter.modules_to_save, hf_modules(hf_config), weight_map)
 
 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:

@@ -71,6 +71,8 @@ class Experts(MegatronModule):
     def __init__(self, config: TransformerConfig, experts: int, groups: ProcessGroupCollection):
         super().__init__(config)
         self.experts, self.groups = experts, groups
+        # by projection, what changes its output: (rows, output, ends of each expert's rows) -> output
+        self.adapted: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         width, ffn = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = self._weights(2 * ffn, width, config.init_method)
         self.linear_fc2 = self._weights(width, ffn, config.output_layer_init_method)
@@ -89,9 +91,13 @@ class Experts(MegatronModule):
     def forward(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
         """The experts' outputs (R, D), times `weights_R`. Rows are sorted by expert, `counts_E` of each."""
         ends_E = counts_E.cumsum(0).int()
-        gate_up = grouped_mm(rows_RD, self.linear_fc1.mT, offs=ends_E)
+        gate_up = self._projected("linear_fc1", rows_RD, ends_E)
         inner = gated(gate_up, self.config.activation_func, weights_R)
-        return grouped_mm(inner, self.linear_fc2.mT, offs=ends_E)
+        return self._projected("linear_fc2", inner, ends_E)
+
+    def _projected(self, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
+        output = grouped_mm(rows, getattr(self, name).mT, offs=ends_E)
+        return self.adapted[name](rows, output, ends_E) if name in self.adapted else output
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
         """The keys and global shapes of Megatron's SequentialMLP, which wrote the first checkpoints."""

@@ -22,6 +22,7 @@ from megatron_vlm.models.weights.rules import (
     find_rule,
     find_weight,
     named_global_weights,
+    named_weights,
 )
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "hub_name",
     "import_hf",
     "named_global_weights",
+    "named_weights",
     "parameters_by_part",
 ]

@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 from torch.nn import Module, Parameter
 
-from megatron_vlm.models.weights.rules import Rule, find_rule, named_global_weights
+from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
 Named = tuple[str, Parameter, list[str]]  # name, parameter, names of its HF tensors
@@ -21,13 +21,15 @@ def parameters_by_part(
 ) -> dict[str, dict[str, list[Parameter]]]:
     """For each key of each setting, this rank's trained parameters that it is for. Collective.
 
-    A key is a part of the model, or a regular expression that is searched in the names of HF tensors; what a
-    pattern finds does not count to its part. Raises ValueError on all ranks if a key is for no trained
+    A key is a part of the model, "adapters", or a regular expression that is searched in the names of HF
+    tensors, or of adapters' as in peft, such as `lora_B` (LoRA+, arXiv 2402.12354); what a pattern finds does
+    not count to its part. Raises ValueError on all ranks if a key is for no trained
     parameter of any rank, if several patterns find a parameter, and if a pattern finds only some of the HF
     tensors that are one parameter here, such as q without k and v.
     """
     wanted = {name: keys for name, keys in settings.items() if keys}
     trained = list(_trained_parameters(chunks, rules)) if wanted else []
+    groups = {**groups, ADAPTERS.rstrip("."): (ADAPTERS,)}
     return {name: _of_setting(name, keys, trained, groups) for name, keys in wanted.items()}
 
 
@@ -63,6 +65,9 @@ def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Nam
     """(name, parameter, its HF tensors' names); experts in one tensor have the names of all of them."""
     found: dict[int, Named] = {}
     for chunk in map(unwrap_model, chunks):
+        for name, param in chunk.named_parameters():
+            if name.startswith(ADAPTERS):
+                found[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
         held: list[Any] = []  # the parameter of which an expert is a part
         for name, _ in named_global_weights(chunk, lambda weight, held=held: held.append(weight) or weight):
             if held[-1].requires_grad:
@@ -82,7 +87,8 @@ def _agree(
         if any(used[key] for _, used, _ in everywhere):
             continue
         if key in groups:
-            wrong.append(f"{setting}: no parameter of {key} is trained (model.freeze); drop it there.")
+            why = "model.freeze, or adapters alone are trained"
+            wrong.append(f"{setting}: no parameter of {key} is trained ({why}); drop it there.")
         else:
             wrong.append(
                 f"{setting}: {key} is none of the parts {', '.join(groups)}, and no trained parameter has a "

@@ -216,11 +216,12 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
 
 def find_weight(rules: list[Rule], key: str) -> tuple[Rule, str, int] | None:
     """The rule that makes a parameter of HF tensor `key`, the parameter's name, and which of the rule's HF
-    tensors it is; None if no rule does, or only one that fuses experts."""
+    tensors it is; None if no rule does. Of a tensor that fuses experts, the name in `named_weights`."""
     for rule in rules:
         for place, hf in enumerate(rule.hf):
-            if rule.export and rule.rows is None and (match := matches(hf, key)):
-                return rule, _fill(rule.param, match.groups()), place
+            if rule.export and (match := matches(hf, key)):
+                param = rule.param if rule.rows is None else _NUMBER_OF_EXPERT.sub("", rule.param)
+                return rule, _fill(param, match.groups()), place
     return None
 
 
@@ -241,7 +242,22 @@ class WeightMap:
 ADAPTERS = "adapters."  # prefix of what is no weight of the checkpoint, see `models.adapters`
 _LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _STACKED = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]$)")  # all experts of a rank in one tensor
+_NUMBER_OF_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\*\.")
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+")
+
+
+def named_weights(
+    model: MegatronModule, value: Callable[[Tensor], Tensor | None] = lambda weight: weight
+) -> Iterator[tuple[str, Tensor]]:
+    """As `named_global_weights`, with the experts of this rank in one tensor, as they are."""
+    offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (
+            not name.startswith(ADAPTERS)
+            and torch.is_tensor(tensor)
+            and (tensor := value(tensor)) is not None
+        ):
+            yield _LAYER.sub(lambda match: str(offsets[match[0]]), name), tensor
 
 
 def named_global_weights(
@@ -252,12 +268,8 @@ def named_global_weights(
     Layers and experts are numbered over the whole model. With `value`, what it makes of each parameter or
     buffer; those of which it makes None are left out.
     """
-    offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.startswith(ADAPTERS) or not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
-            continue
-        name = _LAYER.sub(lambda match: str(offsets[match[0]]), name)
+    for name, tensor in named_weights(model, value):
         if not _STACKED.search(name):
             yield name, tensor
             continue

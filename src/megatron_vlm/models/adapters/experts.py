@@ -1,0 +1,87 @@
+"""Adapters of routed experts: peft's `target_parameters`, with expert parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, pad
+
+from megatron_vlm.models.adapters.lora import Lora, initial_A
+from megatron_vlm.models.adapters.targets import Target
+
+ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
+
+
+class ExpertLora(Lora):
+    """The adapters of this rank's experts: `lora_A` (E, r, in), `lora_B` (E, out, r).
+
+    In peft (`lora.layer.ParamWrapper`) A is (E · r, in), expert by expert, and B (out, r · E), where
+    neighbouring columns are of different experts.
+    """
+
+    def __init__(self, target: Target, base: Tensor, seed: int):
+        nn.Module.__init__(self)
+        assert base.shape[1:] == (target.out, target.width)
+        here, rank, columns = len(base), target.rank, target.rank * target.experts
+        self.target, self.scale = target, target.scale
+        self.whole = {"lora_A": [columns, target.width], "lora_B": [target.out, columns]}
+        self.axes = {"lora_A": 0, "lora_B": 0}
+        mine = initial_A(target, seed, base).unflatten(0, (-1, rank)).split(here)[self.group.rank()]
+        self.lora_A = nn.Parameter(mine.to(base.device, base.dtype, copy=True).contiguous())
+        self.lora_B = nn.Parameter(base.new_zeros(here, target.out, rank))
+        for parameter in self.parameters():
+            parameter.allreduce = (
+                False  # as the experts: their gradients are summed over ranks that hold them
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return parallel_state.get_expert_model_parallel_group()
+
+    def as_in_peft(self, name: str, whole: Tensor) -> Tensor:
+        return whole.flatten(0, 1) if name == "lora_A" else whole.permute(1, 2, 0).flatten(1)
+
+    def part(self, name: str, values: Any) -> Tensor:
+        here = len(self.lora_A)
+        first = self.group.rank() * here
+        if name == "lora_A":
+            rank = self.target.rank
+            return values[first * rank : (first + here) * rank].unflatten(0, (here, rank))
+        whole = values[:].unflatten(1, (self.target.rank, self.target.experts))
+        return whole[..., first : first + here].permute(2, 0, 1)
+
+    def sharded(self, key: str, name: str) -> ShardedTensor:
+        replica = 0, 0, parallel_state.get_expert_data_parallel_rank()
+        place = 0, self.group.rank(), self.group.size()
+        return ShardedTensor.from_rank_offsets(key, getattr(self, name), place, replica_id=replica)
+
+
+@dataclass
+class AdaptedExperts:
+    """A projection of all experts of this rank, `weight` (E, out, in), and their adapters."""
+
+    weight: nn.Parameter
+    lora: ExpertLora
+
+    def __call__(self, rows_RD: Tensor, output: Tensor, ends_E: Tensor) -> Tensor:
+        """The projection's output with what the adapters add; rows are sorted by expert."""
+        missing = -self.lora.target.rank % ALIGNED
+        A = pad(self.lora.lora_A.to(output.dtype), (0, 0, 0, missing))
+        B = pad(self.lora.lora_B.to(output.dtype) * self.lora.scale, (0, missing))
+        low = grouped_mm(rows_RD, A.mT, offs=ends_E)
+        return output + grouped_mm(low, B.mT, offs=ends_E)
+
+    def begin(self) -> None:
+        """Nothing but DoRA's magnitudes, which these have not, begins with the weights' values."""
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Adds to the weights what their adapters stand for, in fp32, one expert at a time."""
+        for weight, A, B in zip(self.weight, self.lora.lora_A, self.lora.lora_B, strict=True):
+            weight.copy_(torch.addmm(weight.float(), B.float(), A.float(), alpha=self.lora.scale))
