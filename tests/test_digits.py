@@ -10,6 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+import adapter_demo
 import tables
 from evaluate import without_thoughts
 from make_checkpoint import make_checkpoint
@@ -199,3 +200,42 @@ def test_the_table_has_a_line_for_each_family():
     lines = tables.demo({"qwen3_vl": summary("qwen3_vl", 0.97)}).splitlines()
     assert lines[2:] == ["| `qwen3_vl` | 2 processes | 97.0% | 87.5% | 100.0% | 93 s | 151 s |"]
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+
+
+# ---- make demo ADAPTER=lora -------------------------------------------------------------------------------
+
+
+def test_scores_of_digits_known_before_and_of_the_others():
+    questions = [{"id": f"digit-{n}", "answer": str(n)} for n in range(10)]
+    before = [str(n) if n < 4 else "0" for n in range(10)]
+    after = [str(n) if n < 9 else "4" for n in range(10)]
+    assert adapter_demo.scores(questions, before, after) == {
+        "first_five_before": 0.8,
+        "first_five_after": 1.0,
+        "other_five_before": 0.0,
+        "other_five_after": 0.8,
+    }
+
+
+def test_the_adapter_demo_ends_if_a_base_weight_has_changed(tmp_path):
+    found = {"equal": ["0.language_model.a", "0.vision.b"], "changed": ["0.adapters.model.a.lora_B"]}
+    for rank in range(2):
+        (tmp_path / f"weights_{rank}.json").write_text(json.dumps(found))
+    assert adapter_demo.base_weights(tmp_path) == {"base_weights_equal": 4, "processes": 2}
+    (tmp_path / "weights_1.json").write_text(json.dumps(found | {"changed": ["0.vision.b"]}))
+    with pytest.raises(SystemExit, match=r"base weights have changed: 0\.vision\.b"):
+        adapter_demo.base_weights(tmp_path)
+
+
+@pytest.mark.long
+def test_the_adapter_demo_keeps_the_base_and_peft_reads_what_it_made(tmp_path):
+    """With four steps of each training: it learns nothing, but all of its way is gone."""
+    command = [sys.executable, str(ROOT / "examples" / "digits" / "adapter_demo.py"), "steps=4"]
+    environment = {**os.environ, "FAMILY": "gemma3", "ADAPTER": "lora"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "all bit-equal before and after training" in ended.stdout
+    found = json.loads((tmp_path / "runs/demo-lora/summary.json").read_text())
+    assert found["processes"] == 2
+    named = [json.loads((tmp_path / f"runs/demo-lora/lora/weights_{r}.json").read_text()) for r in range(2)]
+    assert found["base_weights_equal"] == sum(len(rank["equal"]) for rank in named) > 100

@@ -26,7 +26,7 @@ ALL_LINEAR = AdapterConfig(r=4, target_modules="all-linear")
 TRAINED: dict[int, dict[str, tuple[str, ParallelConfig, dict[str, Any]]]] = {  # by processes
     2: {
         "tied, tower frozen": ("gemma3", ParallelConfig(), {"freeze": ["tower"]}),
-        "experts, EP2, recomputed": ("qwen3_vl_moe", ParallelConfig(ep=2), {"recompute": "full"}),
+        "untied, experts, EP2, recomputed": ("qwen3_vl_moe", ParallelConfig(ep=2), {"recompute": "full"}),
         "adapters": ("gemma3", ParallelConfig(), {"adapter": ALL_LINEAR}),
     },
     4: {

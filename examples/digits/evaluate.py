@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from megatron_vlm.data.chatml import cook_chatml_sample
@@ -47,13 +48,22 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
 
 
 def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:
-    """Answers by plain Transformers, used as anyone uses an exported folder."""
+    """Answers by plain Transformers, used as anyone uses an exported folder; one of adapters with peft."""
     from transformers.utils.logging import disable_progress_bar
 
     from megatron_vlm.models.hf import load_model, load_processor
 
     disable_progress_bar()  # reading the folder takes a moment only
-    processor, model = load_processor(folder), load_model(folder)
+    adapter, base = folder / "adapter_config.json", folder
+    if adapter.exists():
+        base = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    processor, model = load_processor(base), load_model(base)
+    if adapter.exists():
+        from peft import PeftModel
+
+        # peft 0.21 asks for it under its old name
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        model = PeftModel.from_pretrained(model, folder)
     answers = [""] * len(questions)
     for batch in batches(questions, BATCH):
         texts = answer_batch(model, processor, [questions[index] for index in batch])
