@@ -76,6 +76,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
         "position_ids": torch.arange(length).expand(rows, length),
         "attention_mask": torch.ones(rows, length).int(),
         "labels": torch.zeros(rows, length, dtype=torch.long),
+        "loss_mask": torch.ones(rows, length),
         "visual_inputs": None,
     }
     layout = StreamLayout(batch, torch.zeros_like, False, 1)
