@@ -115,7 +115,6 @@ def opening_words(
         yield from resumed.words()
         if config.data.restart:
             yield "data.restart: the data begins again from here"
-    else:
-        yield from words_of_start(config.adapter, config.model.hf_path)
+    yield from words_of_start(config.adapter, config.model.hf_path)
     yield from feed.words()
     yield from exports.words(config, source)
