@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.models.adapters import find_targets, find_whole, settled
+from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -317,6 +317,15 @@ def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
         (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ConfigError, match="adapter.start: .*adapter_config.json"):
         settled(AdapterConfig(start=str(tmp_path)))
+
+
+def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
+    named = SOUND | {"base_model_name_or_path": "google/gemma-3-4b-it"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    start = AdapterConfig(start=str(tmp_path))
+    assert list(words_of_start(start, "/models/gemma-3-4b-it")) == []
+    [said] = words_of_start(start, "other")
+    assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
 
 
 def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):

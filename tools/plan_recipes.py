@@ -1,19 +1,17 @@
-"""Plan every recipe of a real size on the fewest GPUs, twice and four times as many: reports/plan.json; and
-the files recipes/*_lora.yaml, with adapters and without: reports/plan_lora.json."""
+"""Plan every recipe of a real size on the fewest GPUs, twice and four times as many: reports/plan.json."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from megatron_vlm.config import AdapterConfig, ParallelConfig, fewest_processes
+from megatron_vlm.config import ParallelConfig, fewest_processes
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import make_plan
-from megatron_vlm.recipes import compose, load_recipe
+from megatron_vlm.recipes import load_recipe
 
 # the weights have their own output layer, which config.json does not say: see `models.weights.ties`
 UNTIED = ("ministral3_8b", "ministral3_14b")
@@ -36,22 +34,6 @@ def planned(config: Path) -> dict:
     }
 
 
-def planned_with_adapters(file: Path) -> dict:
-    name = file.stem.removesuffix("_lora")
-    run = compose(file=file, arguments={"train_data_path": "none://"})
-    hf_config, gpus = load_config(CONFIGS / f"{name}.json"), fewest_processes(run.parallel)
-    hf_config.tie_word_embeddings &= name not in UNTIED
-    plan, full = (make_plan(each, hf_config, gpus) for each in (run, replace(run, adapter=AdapterConfig())))
-    return {
-        "recipe": file.stem,
-        "parameters": parameters(hf_config),
-        "trained": sum(round(stage.gradients / 4) for stage in plan.stages) * run.parallel.tp,
-        "gpus": gpus,
-        "bytes": round(plan.memory),
-        "bytes_without_adapters": round(full.memory),
-    }
-
-
 def parameters(hf_config: PretrainedConfig) -> int:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(hf_config, trust_remote_code=False)
@@ -64,13 +46,9 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def main() -> None:
-    reports = {
-        "plan": [planned(config) for config in sorted(CONFIGS.glob("*.json"))],
-        "plan_lora": [planned_with_adapters(file) for file in sorted((ROOT / "recipes").glob("*_lora.yaml"))],
-    }
-    for name, report in reports.items():
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        (ROOT / "reports" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    report = [planned(config) for config in sorted(CONFIGS.glob("*.json"))]
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    (ROOT / "reports" / "plan.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

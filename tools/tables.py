@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NOTHING_AGAIN, ALL_AGAIN = "one GPU, recompute none", "one GPU, recompute full"  # cases of rehearsal_lora
 REPORTS, README, DOCS = ROOT / "reports", ROOT / "README.md", ROOT / "docs"
 
 
@@ -162,17 +163,47 @@ def data(report: dict) -> str:
 
 
 def adapters(report: list[dict]) -> str:
-    """A line for each recipe with adapters: what it needs of each GPU, with and without them."""
-    heads = ("recipe", "parameters", "trained", "GPUs", "a GPU's memory", "if all is trained")
-    rows = [
-        [
-            *(f"`{row['recipe']}`", f"{row['parameters'] / 1e9:.1f} B", f"{row['trained'] / 1e6:.1f} M"),
-            *(str(row["gpus"]), f"{row['bytes'] / 1e9:.0f} GB"),
-            f"{row['bytes_without_adapters'] / 1e9:.0f} GB",
-        ]
-        for row in report
+    """A line for each model: what adapters and full fine-tuning need of one GPU, and where they fit."""
+    models: dict[str, dict[tuple[str, str], dict]] = {}
+    for row in report:
+        models.setdefault(row["model"], {})[row["trained"], row["case"]] = row
+    models = {name: rows for name, rows in models.items() if len(rows) >= 3}
+    heads = ("model", "parameters", "adapters", "LoRA", "LoRA, recomputed", "all, recomputed")
+    heads += ("one GPU of 80 GB", "one GPU of 141 GB", "all trained, of 80 GB", "all trained, of 141 GB")
+    ratios = [row["plan_over_rehearsed"] for row in report]
+    return (
+        markdown(heads, (_model_with_adapters(name, rows) for name, rows in models.items()))
+        + f"\n\n({len(report)} steps rehearsed; the plan's memory is {min(ratios):.2f} to "
+        f"{max(ratios):.2f} of theirs.)"
+    )
+
+
+def _model_with_adapters(name: str, rows: dict[tuple[str, str], dict]) -> list[str]:
+    alone = [rows[case] for case in (("lora", NOTHING_AGAIN), ("lora", ALL_AGAIN), ("full", ALL_AGAIN))]
+    free, recomputed, full = (row["memory"] for row in alone)
+
+    def lora_on(capacity: int) -> str:
+        if free <= capacity * 1e9:
+            return "LoRA"
+        if recomputed <= capacity * 1e9:
+            return "LoRA, recomputed"
+        return f"– ({_fewest(rows.get(('lora', f'fewest of {capacity} GB')))})"
+
+    def full_on(capacity: int) -> str:
+        if full <= capacity * 1e9:
+            return f"1: {full / 1e9:.0f} GB"
+        return _fewest(rows.get(("full", f"fewest of {capacity} GB")))
+
+    return [
+        *(f"`{name}`", f"{alone[0]['parameters'] / 1e9:.1f} B", f"{alone[0]['trained_bytes'] / 4e6:.0f} M"),
+        *(f"{row['memory'] / 1e9:.0f} GB" for row in alone),
+        *(lora_on(capacity) for capacity in (80, 141)),
+        *(full_on(capacity) for capacity in (80, 141)),
     ]
-    return markdown(heads, rows)
+
+
+def _fewest(row: dict | None) -> str:
+    return f"{row['gpus']}, {row['layout']}: {row['memory'] / 1e9:.0f} GB" if row else "not rehearsed"
 
 
 def recipes(report: list[dict]) -> str:
@@ -262,7 +293,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
-    "adapters": ("plan_lora.json", DOCS / "adapters.md", adapters),
+    "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
     "rehearsal": ("rehearsal.json", DOCS / "rehearsal.md", rehearsal),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
 }

@@ -12,7 +12,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.adapters import load_adapters
+from megatron_vlm.models.adapters import load_adapters, words_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf, parameters_by_part
@@ -116,5 +116,6 @@ def opening_words(
         yield from resumed.words()
         if config.data.restart:
             yield "data.restart: the data begins again from here"
+    yield from words_of_start(config.adapter, config.model.hf_path)
     yield from feed.words()
     yield from exports.words(config, source)

@@ -96,8 +96,8 @@ def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and _without_command(file.read_text(encoding="utf-8")) != _without_command(text):
         raise ConfigError(
-            f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, or give "
-            "another --run_dir."
+            f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, remove "
+            "it, or give another --run_dir."
         )
     write_whole(file, text)
     typer.echo(f"wrote {file}")

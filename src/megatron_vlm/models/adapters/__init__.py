@@ -5,7 +5,7 @@ several are one parameter here. Tensor-parallel ranks exchange A x and its gradi
 nothing else.
 """
 
-from megatron_vlm.models.adapters.files import load_adapters, save_adapters, settled
+from megatron_vlm.models.adapters.files import load_adapters, save_adapters, settled, words_of_start
 from megatron_vlm.models.adapters.model import (
     Adapters,
     adapter_tensors,
@@ -29,4 +29,5 @@ __all__ = [
     "save_adapters",
     "settled",
     "sharded_state",
+    "words_of_start",
 ]

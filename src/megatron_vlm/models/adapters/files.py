@@ -7,6 +7,7 @@ is used, and nothing in it can run code.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
     return _checked(place, settings)
+
+
+def words_of_start(adapter: AdapterConfig, base: str) -> Iterator[str]:
+    """What a user should know of the adapter in `adapter.start`: whether it is of a base of another name."""
+    if adapter.start is None:
+        return
+    named = json.loads(read_file(Path(adapter.start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
+    if named and Path(str(named)).name != Path(base).name:
+        yield (
+            f"adapter.start: {printable(adapter.start)} says that it was trained on {printable(named)}; here "
+            f"it adapts {printable(base)}"
+        )
 
 
 def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
