@@ -11,7 +11,7 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.load.base import encoder_settings
+from megatron_vlm.data.fingerprint import encoder_settings
 from megatron_vlm.data.turns import between_thinking
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus

@@ -57,9 +57,7 @@ class AdapterConfig:
     exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
     # parameters of routed experts with adapters: ends of names, [experts.gate_up_proj, experts.down_proj]
     target_parameters: list[str] = field(default_factory=list)
-    modules_to_save: list[str] = field(
-        default_factory=list
-    )  # ends of names of modules that are trained whole
+    modules_to_save: list[str] = field(default_factory=list)  # ends of names; these are trained whole
     rank_pattern: dict[str, int] = field(default_factory=dict)  # regex of the end of a name: its own r
     alpha_pattern: dict[str, int] = field(default_factory=dict)  # and its own lora_alpha
     start: str | None = None  # folder of an adapter that peft wrote, to train on; it settles all the others

@@ -133,26 +133,9 @@ class Feed:
                 "data: the Hugging Face processor encodes every sample, slower: "
                 f"{self._data.why_hf_processor}"
             )
-        yield from self._words_of_epochs()
-
-    def _words_of_epochs(self) -> Iterator[str]:
-        """How many steps an epoch has and, if they are counted in epochs, the run."""
-        if not self._epochs:
-            return
-        batch, rows = self._train.global_batch_size, self._epochs.rows_in(1)
-        yield f"data: an epoch has {rows / batch:,.2f} steps: {rows:,} rows, {batch} in a step"
-        if (wanted := self._train.epochs) is None:
-            return
-        more = self.rows_after(self.milestones.steps) - self._epochs.rows(wanted)
-        filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
-        yield f"train.epochs: {wanted:g} epochs end with step {self.milestones.steps:,}{filled}"
-        data = self._config.data
-        if data.dataset_type == "energon" and data.shuffle_buffer_size > 1:
-            yield (
-                "train.epochs: Energon shuffles across the end of an epoch, so for each data worker up to "
-                f"{data.shuffle_buffer_size:,} samples come once more and as many once less; "
-                "data.shuffle_buffer_size=1 prevents that"
-            )
+        if self._epochs:
+            last = self.milestones.steps
+            yield from self._epochs.words(self._config, last, self.rows_after(last))
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""

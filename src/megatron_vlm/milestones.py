@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count, takewhile
 from math import ceil
 
-from megatron_vlm.config import EPOCH, ConfigError, TrainConfig
+from megatron_vlm.config import EPOCH, ConfigError, RunConfig, TrainConfig
 
 
 class Epochs:
@@ -33,6 +33,24 @@ class Epochs:
             self._whole += 1
         before, after = map(self.rows_in, (self._whole, self._whole + 1))
         return self._whole + (rows - before) / (after - before)
+
+    def words(self, config: RunConfig, last: int, rows: int) -> Iterator[str]:
+        """How many steps an epoch has and, if it is counted in epochs, the run, which trains so many rows in
+        its `last` steps."""
+        batch, one = config.train.global_batch_size, self.rows_in(1)
+        yield f"data: an epoch has {one / batch:,.2f} steps: {one:,} rows, {batch} in a step"
+        if (wanted := config.train.epochs) is None:
+            return
+        more = rows - self.rows(wanted)
+        filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
+        yield f"train.epochs: {wanted:g} epochs end with step {last:,}{filled}"
+        data = config.data
+        if data.dataset_type == "energon" and data.shuffle_buffer_size > 1:
+            yield (
+                "train.epochs: Energon shuffles across the end of an epoch, so for each data worker up to "
+                f"{data.shuffle_buffer_size:,} samples come once more and as many once less; "
+                "data.shuffle_buffer_size=1 prevents that"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.turns import DOCUMENT, TRAINED, is_trained, limits_of, without_thinking, wrong_setting
+from megatron_vlm.data.media_limits import limits_of, with_limits
+from megatron_vlm.data.turns import DOCUMENT, TRAINED, BadSample, is_trained, without_thinking, wrong_setting
 
 ROLES = {
     DOCUMENT: DOCUMENT,
@@ -36,17 +36,6 @@ PLACEHOLDER = re.compile(r"<(image|video)>")
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
-
-
-class BadSample(Exception):
-    """This sample cannot be trained on; `reason` is a key of `drops.REASONS`, `detail` is for people."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"
 
 
 @edataclass
@@ -104,7 +93,7 @@ def training_conversation(
     """
     conversation = _parse(conversation)
     messages, tools = cook_chatml_sample(conversation)
-    messages = _with_limits(place_media(messages, images, videos), conversation)
+    messages = with_limits(place_media(messages, images, videos), conversation)
     if drop_thinking:
         messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
     if last_only:
@@ -159,34 +148,6 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
     turn = messages[first_user]
     turn = turn | {"content": [*missing, *turn["content"]]}
     return [*messages[:first_user], turn, *messages[first_user + 1 :]]
-
-
-def _with_limits(messages: list[dict], conversation: Any) -> list[dict]:
-    for kind in ("image", "video"):
-        limits = conversation.get(f"{kind}_limits") if isinstance(conversation, dict) else None
-        if limits is None:
-            continue
-        parts = [part for message in messages for part in message["content"] if part["type"] == kind]
-        if not isinstance(limits, list) or [type(one) for one in limits] != [dict] * len(parts):
-            raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
-        waiting = iter(limits)
-        messages = [
-            message | {"content": [_limited(part, kind, waiting) for part in message["content"]]}
-            for message in messages
-        ]
-    return messages
-
-
-def _limited(part: dict, kind: str, limits: Iterator[dict]) -> dict:
-    """The part, with the next limits if it is of their kind."""
-    return part | _limits(kind, next(limits)) if part["type"] == kind else part
-
-
-def _limits(kind: str, item: dict) -> dict:
-    try:
-        return limits_of(kind, item)
-    except ValueError as error:
-        raise BadSample("bad_conversation", str(error)) from error
 
 
 def _parse(conversation: str | dict | list) -> Any:
@@ -259,7 +220,7 @@ def _part(part: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has a part that is no {known}, or has no text")
     if kind == "text":
         return {"type": "text", "text": part["text"]}
-    return {"type": kind, **_limits(kind, part)}
+    return {"type": kind, **limits_of(kind, part)}
 
 
 def _split_placeholders(text: str) -> list[dict]:

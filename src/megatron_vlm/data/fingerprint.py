@@ -7,6 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+MEDIA_PROCESSORS = ("image_processor", "video_processor")
+IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
+IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 UNKNOWN = "unknown"  # equals any other value of a field
 
 
@@ -29,3 +32,28 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
             + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
             + ". Resume with the settings of the saved run, or begin the data again with data.restart=true."
         )
+
+
+def encoder_settings(encoder: Any) -> dict:
+    """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
+    names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
+    names += ("video_fps", "video_max_frames", "video_max_pixels")
+    processor = encoder.processor
+    tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+    of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
+    found = {name: getattr(encoder.data, name) for name in names} | {
+        "images_or_videos": encoder.needs.images_or_videos,
+        "chat_template": digest(encoder.documents.chat.text),
+        "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
+        "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
+    }
+    if encoder.data.thinking != "keep":  # which states have not that were saved before it was there
+        found["thinking"] = encoder.data.thinking
+    return found
+
+
+def _image_settings(processor: Any | None) -> dict:
+    """The settings that matter; a later version of Transformers may have more."""
+    found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
+    size = dict(getattr(processor, "size", None) or {})
+    return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}

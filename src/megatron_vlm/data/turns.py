@@ -1,9 +1,7 @@
-"""What a record says of its own training: weights in the loss, thinking, and limits of media."""
+"""What a turn says of its own training: its weight in the loss, its thinking; and what is a bad sample."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
@@ -11,9 +9,18 @@ TRAINED = ("assistant", DOCUMENT)
 WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 THINK, END_OF_THINKING = "<think>", "</think>"
-# Qwen's words for a part that is an image or a video, and for an entry of `images` or `videos`
-LIMITS = {"image": ("min_pixels", "max_pixels"), "video": ("fps", "max_frames", "max_pixels")}
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
+
+
+class BadSample(Exception):
+    """This sample cannot be trained on; `reason` is a key of `drops.REASONS`, `detail` is for people."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 def loss_weight(turn: dict) -> float:
@@ -63,20 +70,6 @@ def between_thinking(text: str, start: int, stop: int) -> list[tuple[int, int]]:
             start = end + len(END_OF_THINKING)
         read = end + len(END_OF_THINKING)
     return [*pieces, (start, stop)]
-
-
-def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
-    """The LIMITS that an image or a video names. Raises ValueError for one that is no positive number, or no
-    whole one where something is counted."""
-    found = {name: item[name] for name in LIMITS[kind] if item.get(name) is not None}
-    for name, value in found.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value <= 0 or (name != "fps" and value != int(value)):
-            wanted = "number" if name == "fps" else "whole number"
-            raise ValueError(f"{kind} has {name} {value!r}, not a positive {wanted}")
-    if found.get("min_pixels", 0) > found.get("max_pixels", math.inf):
-        raise ValueError(f"{kind} has min_pixels {found['min_pixels']} over max_pixels {found['max_pixels']}")
-    return {name: value if name == "fps" else int(value) for name, value in found.items()}
 
 
 def _is_weight(value: Any) -> bool:

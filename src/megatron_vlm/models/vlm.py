@@ -20,12 +20,7 @@ from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_logits, output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
-from megatron_vlm.models.layers.kernel_checks import (
-    check_attention,
-    check_fused,
-    check_towers,
-    check_weight_gradients,
-)
+from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
@@ -184,9 +179,7 @@ def build_model(
     megatron_config = language_model_config(config, architecture, layout)
     check_divisible(megatron_config)
     if device.type == "cuda":
-        check_attention(megatron_config, device)
-        check_fused(megatron_config, device)
-        check_weight_gradients(megatron_config, device)
+        check_kernels(megatron_config, device)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):

@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
+from megatron_vlm.models.adapters.base import check_same
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
@@ -153,7 +153,7 @@ def load_latest(
     if path is None:
         return None
     state = _checked_state(path)
-    _check_adapters(path, state.get("adapters"), _adapters(model_chunks))
+    check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, bool(state["files"]), model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
@@ -168,23 +168,6 @@ def _adapters(model_chunks: list) -> list[str] | None:
     """Fingerprints of the checkpoint that adapters adapt, and of the adapters; None for a model without."""
     adapters = getattr(unwrap_model(model_chunks[0]), "adapters", None)
     return None if adapters is None else [adapters.base, adapters.fingerprint]
-
-
-def _check_adapters(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
-    """Raises ConfigError unless the saved adapters, if it holds any, are those of this model."""
-    if saved == now:
-        return
-    if saved is None or now is None:
-        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
-        why = f"holds {held}, and this run trains {wanted}; set adapter.r as it was, or give another run_dir."
-    elif saved[0] != now[0]:
-        why = (
-            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
-            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
-        )
-    else:
-        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
-    raise ConfigError(f"checkpoint: {printable(path)} {why}")
 
 
 # ---- files ------------------------------------------------------------------------------------------------

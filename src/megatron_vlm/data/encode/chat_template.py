@@ -67,9 +67,7 @@ class ChatTemplate:
             weights=[] if set(weights) <= {1} else weights,
         )
 
-    def render(
-        self, messages: list[dict], tools: list[dict] | None = None
-    ) -> tuple[str, list[Span], list[float]]:
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span], list]:
         """The rendered conversation, record text made harmless, and of its trained replies the character
         spans and the weights in the loss."""
         try:

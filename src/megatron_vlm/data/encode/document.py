@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
-from megatron_vlm.data.turns import LIMITS, limits_of
+from megatron_vlm.data.media_limits import limits_of_media, pixels_within, rules_within
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -138,27 +138,13 @@ class DocumentEncoder:
 
     def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:
         """Each image with the most and the fewest pixels that it is to have."""
+        run = self._data.max_pixels, self._data.min_pixels
         for image, own in zip(sample.imgs or [], limits["image"], strict=True):
-            yield image, *self._pixels(own)
-
-    def _pixels(self, own: dict) -> tuple[int | None, int | None]:
-        """The run's limits, or the image's own, moved to lie within the run's."""
-        most, least = self._data.max_pixels, self._data.min_pixels
-        if own and self._processor.image_processor.size.get("height"):
-            name = type(self._processor).__name__
-            detail = (
-                f"{name} makes all images one size: {', '.join(own)} of an image has no effect; remove it"
-            )
-            raise BadSample("processor_error", detail)
-        within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in own.items()}
-        return within.get("max_pixels", most), within.get("min_pixels", least)
+            yield image, *pixels_within(own, *run, self._processor)
 
     def _videos(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[Any, VideoRules]]:
-        """Each video with the run's rules, or what it says itself where that is less."""
         for video, own in zip(sample.videos or [], limits["video"], strict=True):
-            now = {name: getattr(self.video_rules, name) or math.inf for name in own}
-            lower = {name: min(value, now[name]) for name, value in own.items()}
-            yield video, replace(self.video_rules, **lower)
+            yield video, rules_within(own, self.video_rules)
 
     def _prompt(self, sample: ChatMLSample) -> tuple[RenderedChat, dict[str, list[dict]]]:
         """The rendered conversation, and the limits that it names for each image and each video."""
@@ -180,8 +166,7 @@ class DocumentEncoder:
         if (found := len(prompt.text)) > self._most_characters:
             detail = f"{found} characters; more than {self._most_characters} never fit"
             raise BadSample("over_length", detail)
-        parts = [part for message in conversation[0] for part in message["content"]]
-        return prompt, {kind: [limits_of(kind, p) for p in parts if p["type"] == kind] for kind in LIMITS}
+        return prompt, limits_of_media(conversation[0])
 
     def _kept(self, text: EncodedText) -> tuple[int, int, int]:
         """How many tokens, images and videos remain."""

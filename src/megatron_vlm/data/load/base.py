@@ -6,7 +6,6 @@ Validation has equal length on every rank; a fingerprint holds the settings of e
 from __future__ import annotations
 
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -14,14 +13,10 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch, fully_masked
-from megatron_vlm.data.fingerprint import check_fingerprint, digest
+from megatron_vlm.data.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.job.failures import worker_death
-
-MEDIA_PROCESSORS = ("image_processor", "video_processor")
-IMAGE_SETTINGS = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample")
-IMAGE_SETTINGS += ("image_mean", "image_std", "image_seq_length")
 
 
 class TrainLoader(ABC):
@@ -152,36 +147,6 @@ class ValidLoader(ABC):
         for batch in self._checked(self._all):
             return batch
         raise ValueError(f"data: {self.name} gives no sample; all were dropped.")
-
-
-def encoder_settings(encoder) -> dict:
-    """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
-    names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
-    names += ("video_fps", "video_max_frames", "video_max_pixels")
-    processor = encoder.processor
-    tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
-    of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
-    thinking = encoder.data.thinking  # "keep" is left out, as it is in states saved before it was there
-    later = {} if thinking == "keep" else {"thinking": thinking}
-    return (
-        later
-        | {name: getattr(encoder.data, name) for name in names}
-        | {
-            "images_or_videos": encoder.needs.images_or_videos,
-            "chat_template": digest(encoder.documents.chat.text),
-            "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
-            "processor": digest(
-                [_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]
-            ),
-        }
-    )
-
-
-def _image_settings(processor: Any | None) -> dict:
-    """The settings that matter; a later version of Transformers may have more."""
-    found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
-    size = dict(getattr(processor, "size", None) or {})
-    return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}
 
 
 def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Batch | None:

@@ -30,11 +30,11 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.fingerprint import encoder_settings
 from megatron_vlm.data.load.base import (
     TrainLoader,
     ValidLoader,
     close_loader,
-    encoder_settings,
 )
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import (

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from megatron_vlm.data.drops import DropReport
-from megatron_vlm.data.fingerprint import digest
-from megatron_vlm.data.load.base import encoder_settings
+from megatron_vlm.data.fingerprint import digest, encoder_settings
 from megatron_vlm.job import watchdog
 
 PART = 1000  # rows in a file

@@ -4,7 +4,7 @@ A record is a dict with `conversations` or `messages` (turns) and `image` or `im
 or Hugging Face's `{"path": ..., "bytes": ...}`. Without these, its images are those that parts of turns name
 (OpenAI's `image_url`). In `video` or `videos`, a video is a file in one of these forms, a list of images, or
 `{"frames": [images]}` with such a list and `fps` or `timestamps` (see `data.media.videos`). An image or a
-video that is an object may have limits of its own, see `data.turns.LIMITS`. `data.prepare`
+video that is an object may have limits of its own, see `data.media_limits.LIMITS`. `data.prepare`
 and `data.load.hf` read every source through here; other layouts go through `data.records.columns` first.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.media_limits import limits_beside, named_limits
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
-from megatron_vlm.data.turns import LIMITS
 
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
@@ -38,19 +38,8 @@ def conversation_of(record: Any) -> dict:
         raise BadSample("bad_conversation", f"none of {list(TURNS)} among {sorted(record)}")
     others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
     for kind, names in (("image", IMAGES), ("video", VIDEOS)):
-        media = next((record[name] for name in names if record.get(name)), [])
-        limits = [_named_limits(kind, item) for item in (media if isinstance(media, list) else [media])]
-        if any(limits):
-            others[f"{kind}_limits"] = limits
+        others |= limits_beside(kind, next((record[name] for name in names if record.get(name)), []))
     return {key: _without_media(record[key])} | others
-
-
-def _named_limits(kind: str, item: Any) -> dict:
-    """The limits in an entry of a record's images or videos. The `fps` of a list of frames is no limit."""
-    if not isinstance(item, dict):
-        return {}
-    names = [name for name in LIMITS[kind] if name != "fps" or "frames" not in item]
-    return {name: item[name] for name in names if item.get(name) is not None}
 
 
 def _without_media(turns: Any) -> Any:
@@ -68,7 +57,7 @@ def _without_media(turns: Any) -> Any:
 def _part_without_media(part: Any) -> Any:
     if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
         return part
-    return {"type": part["type"]} | _named_limits("image", part)
+    return {"type": part["type"]} | named_limits("image", part)
 
 
 def conversation_json(conversation: dict) -> bytes:

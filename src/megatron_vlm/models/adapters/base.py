@@ -7,6 +7,8 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
 from megatron_vlm.weight_files import weight_files
 
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor
@@ -29,3 +31,20 @@ def fingerprint(folder: Path) -> str:
                     sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
                     seen.append([key, entry["dtype"], entry["shape"], sample])
     return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())
+
+
+def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
+    """Raises ConfigError unless the saved adapters, if it holds any, are those of this model."""
+    if saved == now:
+        return
+    if saved is None or now is None:
+        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
+        why = f"holds {held}, and this run trains {wanted}; set adapter.r as it was, or give another run_dir."
+    elif saved[0] != now[0]:
+        why = (
+            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
+            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
+        )
+    else:
+        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+    raise ConfigError(f"checkpoint: {printable(path)} {why}")

@@ -25,6 +25,13 @@ LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of 
 DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
 
 
+def check_kernels(megatron_config: TransformerConfig, device: torch.device) -> None:
+    """Has the language model use what agrees with plain references on this device; warns of what does not."""
+    check_attention(megatron_config, device)
+    check_fused(megatron_config, device)
+    check_weight_gradients(megatron_config, device)
+
+
 def check_attention(megatron_config: TransformerConfig, device: torch.device) -> None:
     """Changes the backend to dense, with a warning, if it does not agree with that on this device."""
     name, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size

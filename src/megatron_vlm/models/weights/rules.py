@@ -252,12 +252,9 @@ def named_weights(
     """As `named_global_weights`, with the experts of this rank in one tensor, as they are."""
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if (
-            not name.startswith(ADAPTERS)
-            and torch.is_tensor(tensor)
-            and (tensor := value(tensor)) is not None
-        ):
-            yield _LAYER.sub(lambda match: str(offsets[match[0]]), name), tensor
+        if name.startswith(ADAPTERS) or not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
+            continue
+        yield _LAYER.sub(lambda match: str(offsets[match[0]]), name), tensor
 
 
 def named_global_weights(
