@@ -67,8 +67,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             waited = time.monotonic() - began
             watchdog.beat(f"training step {step}")
             with feed.naming_samples(step, micro_batches):
-                parts = (model, optimizer, scheduler, micro_batches, figures)
-                loss, tokens, grad_norm = train_step(*parts, milestones.goes_on_after(step))
+                given = micro_batches, figures, milestones.goes_on_after(step)
+                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, *given)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
             numbers = (loss, rates.pop("lr"), grad_norm, tokens, seconds, feed.dropped_everywhere())
@@ -82,9 +82,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
                 log.log_eval(step, extra["valid_loss"])
             if milestones.saves_after(step):
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
-                parts = (model, optimizer, scheduler, feed.state())
-                kept = config.train.keep_checkpoints, extra, config.train.keep_best
-                checkpoint.save(config.run_dir, step, *parts, *kept)
+                kept = feed.state(), config.train.keep_checkpoints, extra, config.train.keep_best
+                checkpoint.save(config.run_dir, step, model, optimizer, scheduler, *kept)
                 log.save()
             if milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
