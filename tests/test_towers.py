@@ -121,6 +121,7 @@ def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_pat
         batch = {
             "input_ids": ids_BS,
             "labels": torch.zeros(1, tokens, dtype=torch.long),
+            "loss_mask": torch.ones(1, tokens),
             "position_ids": torch.zeros(*axes, 1, tokens, dtype=torch.long),
             "attention_mask": torch.ones(1, tokens, dtype=torch.int32),
             "visual_inputs": visual,

@@ -24,13 +24,7 @@ ROLES = {
     "observation": "tool",
 }
 WRAPPERS = ("conversations", "messages", "conversation")
-PART_TYPES = {
-    "text": "text",
-    "image": "image",
-    "image_url": "image",
-    "video": "video",
-    "video_url": "video",
-}
+PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
@@ -67,7 +61,11 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
     Raises BadSample.
     """
-    turns, system, tools = _unwrap(_parse(conversation))
+    return _cooked(_parse(conversation))
+
+
+def _cooked(conversation: Any) -> tuple[list[dict], list[dict] | None]:
+    turns, system, tools = _unwrap(conversation)
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
@@ -92,7 +90,7 @@ def training_conversation(
     trained reply has content.
     """
     conversation = _parse(conversation)
-    messages, tools = cook_chatml_sample(conversation)
+    messages, tools = _cooked(conversation)
     messages = with_limits(place_media(messages, images, videos), conversation)
     if drop_thinking:
         messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
