@@ -5,7 +5,7 @@ Runs inside the processes that `test_parity.py` starts; one launch goes through 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,31 @@ def marks(family: str) -> list:
 
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
+OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
+
+
+def cells(of_family: Callable[[str], list[str]], often: Container[str], rare: Container[str] = ()) -> list:
+    """Every family in each of its layouts; all but Gemma3 in those of `often` belong to `make test-long`, and
+    further families in those of `rare` to `make test-soak`."""
+
+    def mark(family: str, layout: str) -> list:
+        if family != "gemma3" and layout in rare:
+            return [pytest.mark.soak]
+        return marks(family) if layout in often else [pytest.mark.long]
+
+    return [
+        pytest.param(family, layout, marks=mark(family, layout))
+        for family in TINY_FAMILIES
+        for layout in of_family(family)
+    ]
+
+
+def asked_for(request: pytest.FixtureRequest, family: str, processes: int, layouts: dict) -> list[str]:
+    """The layouts of so many processes in which a family is tested now."""
+    here = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    names = {cell["layout"] for cell in given if cell.get("family") == family}
+    return [name for name in layouts if name in names and layouts[name][0] == processes]
 
 
 # the rows of one packed row; a number is a text cut to so many tokens

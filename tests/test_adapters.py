@@ -14,27 +14,28 @@ from test_parity import write_report
 from megatron_vlm.models.adapters.lora import Lora, adapt
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights import Rule, Whole
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")
-def rows_of(tmp_path_factory):
-    """All measurements of a family; WRITE_REPORTS=1 puts them into reports/parity.json."""
-    return functools.cache(lambda family: measure(family, tmp_path_factory.mktemp(family)))
+def rows_of(request, tmp_path_factory):
+    """The measurements of a family; WRITE_REPORTS=1 puts them into reports/parity.json."""
 
+    @functools.cache
+    def rows(family: str) -> list[dict]:
+        folder, found = tmp_path_factory.mktemp(family), []
+        path, cases = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt"
+        torch.save(adapter_parity.cases(path, folder), cases)
+        for processes in (1, 2):
+            names = parity.asked_for(request, family, processes, adapter_parity.LAYOUTS)
+            arguments = names, str(path), str(cases)
+            measured = run_distributed(processes, adapter_parity.measure, *arguments, timeout=900)
+            found += [{"family": family} | row for row in measured[0]]
+        write_report(family, found)
+        return found
 
-def measure(family, folder) -> list[dict]:
-    path, cases, found = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt", []
-    torch.save(adapter_parity.cases(path, folder), cases)
-    for processes in (1, 2):
-        names = [n for n in adapter_parity.layouts_of(family) if adapter_parity.LAYOUTS[n][0] == processes]
-        measured = run_distributed(
-            processes, adapter_parity.measure, names, str(path), str(cases), timeout=900
-        )
-        found += [{"family": family} | row for row in measured[0]]
-    write_report(family, found)
-    return found
+    return rows
 
 
 def test_dora_with_dropout_is_that_of_peft():
@@ -67,14 +68,10 @@ def test_dora_with_dropout_is_that_of_peft():
     assert not torch.allclose(outputs[0], linear.eval()(x), atol=1e-2), "nothing was dropped"
 
 
-CELLS = [
-    pytest.param(family, layout, marks=parity.marks(family))
-    for family in TINY_FAMILIES
-    for layout in adapter_parity.layouts_of(family)
-]
-
-
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    parity.cells(adapter_parity.layouts_of, adapter_parity.OFTEN, adapter_parity.RARE),
+)
 def test_equals_peft(rows_of, family, layout):
     mine = [row for row in rows_of(family) if row["layout"] == layout]
     assert [row["input"] for row in mine] == [*adapter_parity.INPUTS, *adapter_parity.PACKED]

@@ -11,15 +11,15 @@ import parity
 import pytest
 import torch
 
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 
 @pytest.fixture(scope="module")
-def rows_of(tmp_path_factory):
-    """The measurements of a family in all layouts of so many processes; WRITE_REPORTS=1 puts them into
+def rows_of(request, tmp_path_factory):
+    """The measurements of a family in the layouts of so many processes; WRITE_REPORTS=1 puts them into
     reports/parity.json.
     """
 
@@ -33,8 +33,7 @@ def rows_of(tmp_path_factory):
     @functools.cache
     def rows(family: str, processes: int) -> list[dict]:
         path, cases = prepared(family)
-        names = [name for name in parity.layouts_of(family) if parity.LAYOUTS[name][0] == processes]
-        arguments = (names, str(path), str(cases))
+        arguments = parity.asked_for(request, family, processes, parity.LAYOUTS), str(path), str(cases)
         measured = run_distributed(processes, parity.measure, *arguments, timeout=1200)[0]
         found = [{"family": family} | row for row in measured]
         write_report(family, found)
@@ -52,19 +51,7 @@ def write_report(family: str, found: list[dict]) -> None:
         REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
 
 
-def marks(family: str, layout: str) -> list:
-    """Layouts of four processes belong to `make test-long`, of every family."""
-    return [pytest.mark.long] if parity.LAYOUTS[layout][0] > 2 else parity.marks(family)
-
-
-CELLS = [
-    pytest.param(family, layout, marks=marks(family, layout))
-    for family in TINY_FAMILIES
-    for layout in parity.layouts_of(family)
-]
-
-
-@pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.parametrize(("family", "layout"), parity.cells(parity.layouts_of, parity.OFTEN))
 def test_equals_transformers(rows_of, family, layout):
     processes = parity.LAYOUTS[layout][0]
     mine = [row for row in rows_of(family, processes) if row["layout"] == layout]

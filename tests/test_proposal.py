@@ -52,6 +52,7 @@ def test_what_the_user_says_stays():
     assert config.run_dir == "runs/mine" and "parallel.tp" not in made.reasons
 
 
+@pytest.mark.long
 def test_a_model_that_fits_nowhere_is_refused_with_ways_out():
     with pytest.raises(
         ConfigError, match=r"trained on a GPU of 80.0 GB, as it needs .*\. Try .*model.freeze"
@@ -60,6 +61,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_ways_out():
     assert proposal("gemma3_vl_27b", 1, adapter__r=16).config().adapter.r == 16
 
 
+@pytest.mark.long
 def test_adapters_get_a_learning_rate_of_their_own():
     assert proposal("gemma3_vl_4b", 8).config().optimizer.lr == RunConfig().optimizer.lr
     assert proposal("gemma3_vl_4b", 8, adapter__r="16").config().optimizer.lr == LR_OF_ADAPTERS
