@@ -185,6 +185,11 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         yield "train.epochs: 0 epochs train nothing; give a number above 0, or train.steps."
     if (train.epochs or 0) > MOST_EPOCHS:
         yield f"train.epochs: {train.epochs:g} is more than {MOST_EPOCHS:,}; give fewer, or train.steps."
+    if train.keep_best and not train.save_every:
+        yield (
+            "train.keep_best: with train.save_every=0 only the end is saved, so there is nothing to choose; "
+            "set train.save_every, or drop keep_best."
+        )
     counted = [key for key in EVERY if getattr(train, key.removeprefix("train.")) == EPOCH]
     for key in [*counted, *(["train.epochs"] if train.epochs is not None else ())]:
         if data.streaming or data.packing == "stream":
