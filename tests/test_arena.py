@@ -147,12 +147,14 @@ def test_a_closed_loader_closes_no_pipe_any_more(monkeypatch):
         close(connection)
         time.sleep(0.3)
 
+    before = set(threading.enumerate())  # another test may have left a loader to the garbage collector
     monkeypatch.setattr(Connection, "_close", slowly)
     workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
     loader = DataLoader(Numbered(), batch_size=None, **workers)
     next(iter(loader))
     close_loader(loader)
-    assert not [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name == "QueueFeederThread"]
 
 
 def test_without_workers_nothing_changes():

@@ -174,4 +174,4 @@ def close_loader(loader: DataLoader) -> None:
             iterator._shutdown_workers()
         for queue in getattr(iterator, "_index_queues", ()):
             if queue._thread is not None:
-                queue._thread.join(timeout=1)
+                queue._thread.join(timeout=5)
