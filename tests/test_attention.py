@@ -77,7 +77,7 @@ def test_the_mask_is_the_rule(ranks, window):
 
 @pytest.mark.parametrize(
     ("name", "ranks", "h", "h_kv", "width"),
-    pairs(list(DOCUMENTS), [1, 2, 4], [(4, 4, 16), (4, 2, 72), (6, 1, 128)]),
+    list(pairs(list(DOCUMENTS), [1, 2, 4], [(4, 4, 16), (4, 2, 72), (6, 1, 128)])),
 )
 def test_documents_equal_the_mask_with_all_gradients(name, ranks, h, h_kv, width):
     lengths, rng = DOCUMENTS[name], np.random.default_rng(1)

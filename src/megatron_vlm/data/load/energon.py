@@ -31,11 +31,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.fingerprint import encoder_settings
-from megatron_vlm.data.load.base import (
-    TrainLoader,
-    ValidLoader,
-    close_loader,
-)
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, close_loader
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import (
     as_restored,

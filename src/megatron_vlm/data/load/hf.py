@@ -21,11 +21,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.fingerprint import encoder_settings
 from megatron_vlm.data.ledger import Ledger, lost
-from megatron_vlm.data.load.base import (
-    TrainLoader,
-    ValidLoader,
-    close_loader,
-)
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, close_loader
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import with_limited_drops
 from megatron_vlm.data.load.orders import Place, RandomOrder, pieces

@@ -36,9 +36,7 @@ class ExpertLora(Lora):
         self.lora_A = nn.Parameter(mine.to(base.device, base.dtype, copy=True).contiguous())
         self.lora_B = nn.Parameter(base.new_zeros(here, target.out, rank))
         for parameter in self.parameters():
-            parameter.allreduce = (
-                False  # as the experts: their gradients are summed over ranks that hold them
-            )
+            parameter.allreduce = False  # as the experts: gradients are summed over ranks that hold them
 
     @property
     def group(self) -> dist.ProcessGroup:
