@@ -7,7 +7,7 @@ from typing import Any
 from odd_configs import REMOVED
 
 from megatron_vlm.models.families import load
-from megatron_vlm.models.families.keys import NAMES, NO_EFFECT
+from megatron_vlm.models.family_parts.keys import NAMES, NO_EFFECT, Section, section_for
 
 T, V = "text_config.", "vision_config."
 ROPE = T + "rope_parameters."
@@ -190,11 +190,19 @@ WITHOUT_A_TRACE = {
 }
 
 
-def without_effect(family: str) -> dict[str, Any]:
+def sections_of(family: str, config: dict) -> dict[str, Section]:
+    """Name of a section of config.json -> what the family makes of it."""
+    return {
+        name: section_for(choices, (config[name] if name else config)["model_type"])
+        for name, choices in zip(NAMES, load(family).sections, strict=True)
+    }
+
+
+def without_effect(family: str, config: dict) -> dict[str, Any]:
     """All keys of all sections that have no effect, changed."""
     return {
         (f"{name}." if name else "") + key: NOTHING.get(key, 9)
-        for name, section in zip(NAMES, load(family).sections, strict=True)
+        for name, section in sections_of(family, config).items()
         for key in (*NO_EFFECT, *section.no_effect)
     }
 
@@ -210,7 +218,7 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
     """Key -> its changes."""
     partners = PARTNERS | {"qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}.get(family, {})
     found = {}
-    for name, section in zip(NAMES, load(family).sections, strict=True):
+    for name, section in sections_of(family, config).items():
         prefix = f"{name}." if name else ""
         values = config[name] if name else config
         for key in section.reads:

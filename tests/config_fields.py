@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from megatron_vlm.models.families import family_for
-from megatron_vlm.models.families.keys import NAMES
+from megatron_vlm.models.family_parts.keys import NAMES, section_for
 
 asked: dict[int, set[str]] = {}  # of configs, by identity
 
@@ -46,7 +46,8 @@ def unrefused(folder: str) -> list[str]:
     for number, name in enumerate(NAMES):
         whole = transformers.AutoConfig.from_pretrained(folder)
         family = family_for(whole)
-        for key in family.sections[number].fixed(_section(whole, name)):
+        section = _section(whole, name)
+        for key in section_for(family.sections[number], section.model_type).fixed(section):
             whole = transformers.AutoConfig.from_pretrained(folder)
             section = _section(whole, name)
             setattr(section, key, another(getattr(section, key)))
@@ -99,6 +100,7 @@ def main(folders: list[str]) -> dict:
         hf_config = transformers.AutoConfig.from_pretrained(folder)
         sections = [_section(hf_config, name) for name in NAMES]
         result["families"][Path(folder).name] = {
+            "types": [section.model_type for section in sections],
             "fields": [sorted(each.name for each in dataclasses.fields(section)) for section in sections],
             "unrefused": unrefused(folder),
             "asked": names_asked(folder),

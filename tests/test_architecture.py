@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-LINES = 25_034  # of src: who adds lines changes the number, and says why in the commit
+ONE_FILE_EACH = {SOURCE / "models" / "families", SOURCE / "recipes"}  # one file per HF model type
+LINES = 25_150  # of src: who adds lines changes the number, and says why in the commit
 CORE_LINES = 6_500  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
@@ -22,7 +23,7 @@ CORE = [
     *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
-    *("models/families/base", "models/families/llama", "models/families/gemma3"),
+    *("models/families/base", "models/family_parts/llama", "models/families/gemma3"),
     *("models/weights/rules", "models/weights/importing", "models/weights/exporting"),
     *("parallel/setup", "parallel/layout"),
     *("training/step", "training/optimizer", "training/checkpoint", "training/evaluate"),
@@ -124,7 +125,8 @@ def test_no_file_and_no_folder_is_overfull():
     long = {str(path): count for path in modules().values() if (count := lines_of(path)) > MOST_LINES}
     folders: dict[Path, int] = {}
     for path in modules().values():
-        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+        counted = path.name != "__init__.py" and path.parent not in ONE_FILE_EACH
+        folders[path.parent] = folders.get(path.parent, 0) + counted
     assert (long, {str(path): n for path, n in folders.items() if n > MOST_FILES}) == ({}, {})
 
 

@@ -29,7 +29,7 @@ from test_transformers_versions import OLDEST
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.models.families.keys import ASKED_FOR, NAMES, NO_EFFECT
+from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, section_for
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -86,9 +86,8 @@ def test_every_field_is_read_without_effect_or_refused_by_name(versions):
 def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
     for version in versions:
         for family, found in version["families"].items():
-            for section, asked, has in zip(
-                load(family).sections, found["asked"], found["fields"], strict=True
-            ):
+            sections = map(section_for, load(family).sections, found["types"])
+            for section, asked, has in zip(sections, found["asked"], found["fields"], strict=True):
                 assert len(asked) > 10
                 undeclared = set(asked) - set(has) - section.known()
                 assert not undeclared, (version["version"], family, section.model_types)
@@ -100,7 +99,8 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
     for number in range(len(NAMES)):
         known = {key for each in found for key in (*each["asked"][number], *each["fields"][number])}
         for family in TINY_FAMILIES:
-            section = load(family).sections[number]
+            model_type = versions[0]["families"][family]["types"][number]
+            section = section_for(load(family).sections[number], model_type)
             assert section.known() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
 
 
@@ -120,7 +120,7 @@ def tried(request, checkpoints, tmp_path_factory) -> tuple[dict, dict[str, dict]
     changes = quick(changes) if few else changes
     every = [change for each in changes.values() for change in each] + SPELLINGS[family] + ELSEWHERE
     cells = {cell.name: cell for cell in (Cell(change, rows_of(family, change)) for change in every)}
-    nothing = without_effect(family)
+    nothing = without_effect(family, config)
     cells["nothing"] = Cell(nothing, rows_of(family, nothing), same_weights=True, name="nothing")
     work = str(tmp_path_factory.mktemp(family) / "work")
     run = run_distributed(

@@ -44,8 +44,8 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
         r"model type '\x1b[2J' (without a vision tower) is not supported",
     ),
     "text model": (
-        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
-        "text model type 'mistral' of a mistral3 checkpoint is not supported; supported is 'ministral3'.",
+        {"model_type": "mistral3", "text_config": {"model_type": "gpt2"}},
+        "text model type 'gpt2' of a mistral3 checkpoint is not supported; supported: ministral3, mistral.",
     ),
     "default text model": (
         {"model_type": "mistral3"},

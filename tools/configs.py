@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.families import FAMILIES, load
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.families.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, shown
+from megatron_vlm.models.family_parts.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
 HEAD = """# What is read of config.json
@@ -58,7 +58,8 @@ def page() -> str:
 
 def _family(family: Family) -> str:
     sections = zip(NAMES, family.sections, strict=True)
-    return f"## {family.model_type}\n" + "".join(_section(name, section) for name, section in sections)
+    written = [_section(name, section) for name, choices in sections for section in choices]
+    return f"## {family.model_type}\n" + "".join(written)
 
 
 def _section(name: str, section: Section) -> str:

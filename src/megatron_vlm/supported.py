@@ -22,15 +22,15 @@ FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch fr
 
 @dataclass(frozen=True)
 class Supported:
-    """What config.json says about a family; `text_type` if it chooses between several language models."""
+    """What config.json says about a family; `text_types` if it can hold several language models."""
 
     architecture: str  # the class of Transformers that config.json names
-    text_type: str | None = None
+    text_types: tuple[str, ...] = ()
 
 
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
-    "mistral3": Supported("Mistral3ForConditionalGeneration", text_type="ministral3"),
+    "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
@@ -130,10 +130,10 @@ def _problem(config: dict[str, Any]) -> str | None:
     if not isinstance(text, dict):
         return f"text_config {printable(repr(text))} is not an object; download {CONFIG_FILE} again."
     text_type = text.get("model_type")
-    if known.text_type not in (None, text_type):
+    if known.text_types and text_type not in known.text_types:
         return (
             f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported; "
-            f"supported is {known.text_type!r}."
+            f"supported: {', '.join(known.text_types)}."
         )
     return _quantised(config) or _quantised(text)
 

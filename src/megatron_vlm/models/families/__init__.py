@@ -21,7 +21,7 @@ def family_for(hf_config: Any) -> Family:
     """
     if hf_config.model_type not in FAMILIES:
         raise ValueError(unsupported(hf_config.model_type))
-    from megatron_vlm.models.families.keys import check  # imports torch, which FAMILIES need not
+    from megatron_vlm.models.family_parts.keys import check  # imports torch, which FAMILIES need not
 
     family = load(hf_config.model_type)
     check(family.model_type, family.sections, hf_config)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, PositionIds, count_up
-from megatron_vlm.models.families.keys import Section
+from megatron_vlm.models.family_parts.keys import Sections
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import Kinds, kinds_by_token
 from megatron_vlm.models.weights import Rule, WeightMap
@@ -29,7 +29,7 @@ class Family:
     """
 
     model_type: str
-    sections: tuple[Section, Section, Section]  # of config.json: its top level, text_config, vision_config
+    sections: Sections  # of config.json: its top level, text_config, vision_config
     visual_keys: tuple[str, ...]
     architecture: Callable[[Any], dict]  # fields of LanguageModelConfig
     rotary: Callable[[Any], Rotary]

@@ -10,8 +10,8 @@ from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama, llava_keys
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llama, llava_keys
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule, Whole
 
@@ -23,7 +23,7 @@ def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
     return 0 < side <= patches and (patches // (patches // side)) ** 2 == tokens
 
 
-SECTIONS = (
+SECTIONS = keys.sections(
     keys.Section(
         ("gemma3",),
         keys.TOP

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.models.families import keys, llama, moe_rules, patch_towers
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
@@ -28,7 +28,7 @@ def _groups(count: Any, text: Any) -> bool:
     return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
 
 
-SECTIONS = (
+SECTIONS = keys.sections(
     keys.Section(
         ("glm4v_moe",),
         patch_towers.TOP | keys.any_of("video_start_token_id", "video_end_token_id"),

@@ -1,4 +1,6 @@
-"""Ministral3: Pixtral tower for images of any size, YaRN, queries that grow with their position.
+"""Ministral 3 and Mistral Small 3.x: Pixtral tower for images of any size.
+
+The text model is Ministral 3's, with YaRN and queries that grow with their position, or Mistral's.
 
 Row-break and end tokens stand between the image tokens of a picture. They are ordinary embeddings: only image
 tokens get features.
@@ -7,7 +9,6 @@ tokens get features.
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama, llava_keys
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.family_parts import keys, llava_keys, texts
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.weights import Rule
+from megatron_vlm.supported import SUPPORTED
 
 
 def _one_layer(layer: Any, hf_config: Any) -> bool:
@@ -28,7 +29,8 @@ def _one_layer(layer: Any, hf_config: Any) -> bool:
     return isinstance(layer, int) or len(layer) == 1
 
 
-SECTIONS = (
+TEXT_TYPES = SUPPORTED["mistral3"].text_types
+SECTIONS = keys.sections(
     keys.Section(
         ("mistral3",),
         keys.TOP
@@ -36,12 +38,7 @@ SECTIONS = (
         | keys.any_of("multimodal_projector_bias", "spatial_merge_size")
         | {"vision_feature_layer": keys.Values("one layer, alone or in a list", _one_layer)},
     ),
-    keys.Section(
-        ("ministral3",),
-        keys.text() | keys.any_of("sliding_window"),
-        rope=keys.ROPE
-        | dict.fromkeys(("llama_4_scaling_beta", "original_max_position_embeddings"), keys.NUMBER),
-    ),
+    texts.sections(TEXT_TYPES),
     keys.Section(
         ("pixtral",),
         keys.VISION
@@ -51,26 +48,7 @@ SECTIONS = (
 )
 
 
-def architecture(hf_config: Any) -> dict:
-    text = hf_config.text_config
-    windows = (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()
-    return llama.architecture(hf_config) | {"layer_windows": windows}
-
-
-def rotary(hf_config: Any) -> Rotary:
-    rule = hf_config.text_config.rope_parameters
-    scale = partial(
-        query_scale, beta=rule["llama_4_scaling_beta"], period=rule["original_max_position_embeddings"]
-    )
-    return Rotary([inverse_frequencies(hf_config.text_config)], query_scale=scale)
-
-
-def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
-    """Factor on the queries (Llama 4's attention temperature): grows with every `period` positions."""
-    return 1 + beta * torch.log(1 + torch.floor(position_ids / period))
-
-
-class Ministral3Vision(nn.Module):
+class PixtralVision(nn.Module):
     """The HF tower and projector; all images run as one sequence in which each image sees only itself.
 
     pixel_values (N, 3, H, W), padded right and bottom, and image_sizes (N, 2) -> features (M, D).
@@ -120,11 +98,7 @@ def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
 
 
 def weights(hf_config: Any) -> list[Rule]:
-    return [
-        *llava_keys.outer_rules(hf_config),
-        *llama.attention_rules(hf_config.text_config, llava_keys.LAYER),
-        *llama.mlp_rules(llava_keys.LAYER),
-    ]
+    return [*llava_keys.outer_rules(hf_config), *texts.layer_rules(hf_config, llava_keys.LAYER)]
 
 
 def portable_config(config: dict) -> dict:
@@ -141,9 +115,9 @@ FAMILY = Family(
     model_type="mistral3",
     sections=SECTIONS,
     visual_keys=("pixel_values", "image_sizes"),
-    architecture=architecture,
-    rotary=rotary,
-    build_vision=Ministral3Vision,
+    architecture=texts.architecture,
+    rotary=texts.rotary,
+    build_vision=PixtralVision,
     blank_image=blank_image,
     visual_tokens=visual_tokens,
     tower_pairs=tower_pairs,

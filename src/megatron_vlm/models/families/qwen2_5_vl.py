@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama, patch_towers
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llama, patch_towers
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
@@ -18,7 +18,7 @@ def _whole_heads(head_dim: Any, text: Any) -> bool:
     return head_dim in (None, text.hidden_size // text.num_attention_heads)
 
 
-SECTIONS = (
+SECTIONS = keys.sections(
     keys.Section(
         ("qwen2_5_vl",), patch_towers.TOP, no_effect=("vision_start_token_id", "vision_end_token_id")
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama, patch_towers
 from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llama, patch_towers
 from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
@@ -20,7 +20,7 @@ MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
 TEXT = keys.text() | keys.any_of("attention_bias")
 VISION = patch_towers.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
 MARKERS = ("vision_start_token_id", "vision_end_token_id")  # only the processor needs them
-SECTIONS = (
+SECTIONS = keys.sections(
     keys.Section(("qwen3_vl",), patch_towers.TOP, no_effect=MARKERS),
     keys.Section(("qwen3_vl_text",), TEXT, rope=MROPE.keys()),
     keys.Section(("qwen3_vl_vision", "qwen3_vl"), VISION),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.models.families import keys, llama, moe_rules, patch_towers, qwen3_vl
+from megatron_vlm.models.families import qwen3_vl
+from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers
 from megatron_vlm.models.weights import Rule
 
 
@@ -13,7 +14,7 @@ def _chosen(count: Any, text: Any) -> bool:
     return not text.num_experts or 2 <= count <= text.num_experts
 
 
-SECTIONS = (
+SECTIONS = keys.sections(
     keys.Section(("qwen3_vl_moe",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
     keys.Section(
         ("qwen3_vl_moe_text",),

@@ -8,7 +8,7 @@ are declared here like fields.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -58,12 +58,27 @@ def _default(config_class: type) -> Any:
     return config_class()
 
 
-def check(model_type: str, sections: tuple[Section, Section, Section], hf_config: Any) -> None:
+Sections = tuple[tuple[Section, ...], ...]  # for each of NAMES those that a checkpoint may have there
+
+
+def sections(*choices: Section | Sequence[Section]) -> Sections:
+    """For each of NAMES the only section that a checkpoint of the family has there, or those it may have."""
+    return tuple((each,) if isinstance(each, Section) else tuple(each) for each in choices)
+
+
+def section_for(choices: Sequence[Section], model_type: str) -> Section | None:
+    """The one for this `model_type`; None if the family has none."""
+    return next((each for each in choices if model_type in each.model_types), None)
+
+
+def check(model_type: str, sections: Sections, hf_config: Any) -> None:
     """Raises one ValueError that names every key whose value the family does not support."""
     lines = []
-    for name, section in zip(NAMES, sections, strict=True):
+    for name, choices in zip(NAMES, sections, strict=True):
         config, prefix = (getattr(hf_config, name), f"{name}.") if name else (hf_config, "")
-        lines += [f"  {prefix}{problem}" for problem in _problems(section, config)]
+        section = section_for(choices, config.model_type)
+        problems = _problems(section, config) if section else [_unknown(choices, config)]
+        lines += [f"  {prefix}{problem}" for problem in problems]
     if lines:
         raise ValueError(
             f"config.json of this {model_type} checkpoint asks for what is not supported:\n"
@@ -72,10 +87,12 @@ def check(model_type: str, sections: tuple[Section, Section, Section], hf_config
         )
 
 
+def _unknown(choices: Sequence[Section], config: Any) -> str:
+    known = [name for each in choices for name in each.model_types]
+    return _problem("model_type", config.model_type, only(*known).words)
+
+
 def _problems(section: Section, config: Any) -> Iterator[str]:
-    if config.model_type not in section.model_types:
-        yield _problem("model_type", config.model_type, only(*section.model_types).words)
-        return
     if getattr(config, "is_heterogeneous", False):  # reading such a config's keys raises
         yield _problem("per_layer_config", "given", "null")
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import keys, llama
+from megatron_vlm.models.family_parts import keys, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
 

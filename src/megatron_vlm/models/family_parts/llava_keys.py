@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.models.families import llama
+from megatron_vlm.models.family_parts import llama
 from megatron_vlm.models.weights import Rule, Whole
 
 MODEL = "language_model.model."

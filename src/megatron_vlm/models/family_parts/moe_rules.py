@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.models.families import keys
-from megatron_vlm.models.families.llama import layer_rule
+from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts.llama import layer_rule
 from megatron_vlm.models.weights import Cut, GatedMLP, Rule, Whole
 
 TEXT = keys.any_of("moe_intermediate_size", "output_router_logits", "router_aux_loss_coef")

@@ -1,0 +1,113 @@
+"""The text models that several families can hold, by their own HF model_type.
+
+A family with a text model of its own says the same of it in its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.models.family_parts import keys, llama
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.weights import Rule
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text model. Every function takes its config, the model's `text_config`."""
+
+    section: keys.Section
+    architecture: Callable[[Any], dict]  # what it adds to `llama.architecture`
+    norms_and_biases: Callable[[Any], dict] = lambda text: {}  # arguments of `llama.attention_rules`
+    query_scale: Callable[[Any], Callable[[Tensor], Tensor] | None] = lambda text: None
+
+
+def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
+    return tuple(TEXTS[model_type].section for model_type in model_types)
+
+
+def architecture(hf_config: Any) -> dict:
+    """Fields of LanguageModelConfig."""
+    return llama.architecture(hf_config) | _text(hf_config).architecture(hf_config.text_config)
+
+
+def rotary(hf_config: Any) -> Rotary:
+    text = hf_config.text_config
+    return Rotary([inverse_frequencies(text)], query_scale=_text(hf_config).query_scale(text))
+
+
+def layer_rules(hf_config: Any, hf_layer: str) -> list[Rule]:
+    """Rules for every layer; `hf_layer` ends in `layers.*.`"""
+    text = hf_config.text_config
+    attention = llama.attention_rules(text, hf_layer, **_text(hf_config).norms_and_biases(text))
+    return [*attention, *llama.mlp_rules(hf_layer)]
+
+
+def _text(hf_config: Any) -> Text:
+    return TEXTS[hf_config.text_config.model_type]
+
+
+def _same_window(text: Any) -> dict:
+    """Mistral's window is that of every layer."""
+    return {"layer_windows": (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()}
+
+
+def _query_scale(text: Any) -> Callable[[Tensor], Tensor]:
+    rule = text.rope_parameters
+    return partial(
+        query_scale, beta=rule["llama_4_scaling_beta"], period=rule["original_max_position_embeddings"]
+    )
+
+
+def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
+    """Factor on the queries (Llama 4's attention temperature): grows with every `period` positions."""
+    return 1 + beta * torch.log(1 + torch.floor(position_ids / period))
+
+
+_QWEN = keys.text() | {"layer_types": keys.LAYER_TYPES}
+_QWEN |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
+_MISTRAL = keys.text() | keys.any_of("sliding_window")
+_LLAMA4_SCALING = ("llama_4_scaling_beta", "original_max_position_embeddings")
+
+TEXTS = {
+    "llama": Text(
+        keys.Section(
+            ("llama",),
+            keys.text() | keys.any_of("attention_bias"),
+            no_effect=("pretraining_tp",),
+            rope=keys.ROPE,
+        ),
+        architecture=llama.attention_bias,
+        norms_and_biases=lambda text: {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias},
+    ),
+    "mistral": Text(keys.Section(("mistral",), _MISTRAL, rope=keys.ROPE), architecture=_same_window),
+    "ministral3": Text(
+        keys.Section(("ministral3",), _MISTRAL, rope=keys.ROPE | dict.fromkeys(_LLAMA4_SCALING, keys.NUMBER)),
+        architecture=_same_window,
+        query_scale=_query_scale,
+    ),
+    "qwen2": Text(
+        keys.Section(("qwen2",), _QWEN, rope=keys.ROPE),
+        architecture=lambda text: {"add_qkv_bias": True, "layer_windows": llama.layer_windows(text)},
+        norms_and_biases=lambda text: {"qkv_bias": True},
+    ),
+    "qwen3": Text(
+        keys.Section(("qwen3",), _QWEN | keys.any_of("attention_bias"), rope=keys.ROPE),
+        architecture=lambda text: {
+            **llama.attention_bias(text),
+            "qk_layernorm": True,
+            "layer_windows": llama.layer_windows(text),
+        },
+        norms_and_biases=lambda text: {
+            "qkv_bias": text.attention_bias,
+            "proj_bias": text.attention_bias,
+            "qk_norm": True,
+        },
+    ),
+}
