@@ -1,4 +1,4 @@
-"""Tiny vision towers and language models as checkpoints of their own, out of which a model can be composed."""
+"""Tiny vision towers and language models as checkpoints of their own, to compose a model of."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build_language_model(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Path:
-    """Save a llama, mistral, qwen2 or qwen3 of random weights with its tokenizer; `changes` are the config's."""
+    """Save a llama, mistral, qwen2 or qwen3 of random weights with its tokenizer; `changes` its config."""
     words = tokenizer or TOKENIZERS.get(model_type, plain_tokenizer)(corpus or default_corpus())
     sizes = {
         "vocab_size": len(words),
@@ -78,7 +78,9 @@ def build_language_model(
     }
     config = CONFIG_MAPPING[model_type](**(sizes | changes))
     model = perturbed(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype), seed)
-    model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id, temperature=0.6, do_sample=True)
+    model.generation_config = GenerationConfig(
+        eos_token_id=words.eos_token_id, temperature=0.6, do_sample=True
+    )
     model.save_pretrained(path)
     words.save_pretrained(path)
     return Path(path)
@@ -111,7 +113,8 @@ def build_tower(
         text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = CONFIG_MAPPING[model_type](
             vision_config=sizes,
-            text_config=text | {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "projection_size": 48},
+            text_config=text
+            | {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "projection_size": 48},
         )
     else:
         config = CONFIG_MAPPING[model_type](**sizes)

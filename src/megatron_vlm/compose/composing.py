@@ -86,9 +86,10 @@ def plan(
 ) -> Plan:
     """What would be written, by the headers of the weights and the tokenizer. Raises ConfigError."""
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
+    asks_for_ties = bool(part_config(language).tie_word_embeddings)
     tokenizer = _tokenizer(language.folder)
     weights = open_weights(language, is_tower=False)
-    tied = is_tied(weights, bool(part_config(language).tie_word_embeddings))
+    tied = is_tied(weights, asks_for_ties)
     rows = weights.shape("model.embed_tokens.weight")[0]
     tokens = assign(tokenizer, composed.roles, named)
     refuse_beyond(tokenizer, tokens, rows)

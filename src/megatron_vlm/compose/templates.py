@@ -66,7 +66,7 @@ def chat_template(vocabulary: Collection[str], image: str, end: str) -> str:
         style = {"system": "[SYSTEM_PROMPT]", "system_end": "[/SYSTEM_PROMPT]"}
         return _filled(_INST, quoted, style if marked else {"system": "[INST]", "system_end": "[/INST]"})
     else:
-        style = {"before": "", "after": ": ", "between": "\n"}
+        style = {"before": "", "after": ":\n", "between": "\n"}
     return _filled(_HEADERS, quoted, style)
 
 
