@@ -25,8 +25,7 @@ def encode_prompt(
     """
     outputs = processor_outputs(processor, messages, images)
     input_ids = outputs["input_ids"][0]
-    tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    visual = GenericVisualInputs.of_processor(outputs, needs.visual_keys)
     return {
         "input_ids": input_ids,
         "position_ids": needs.position_ids(input_ids, visual),
