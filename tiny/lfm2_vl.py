@@ -12,7 +12,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from tiny.byte_level import byte_level_bpe
 from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
-# Words, single digits, punctuation and whitespace, as Llama 3 cuts text; it keeps up to three digits together.
+# As Llama 3 cuts text, but for digits, which it keeps together in groups of up to three
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +25,9 @@ IMAGE_TOKENS = {  # as LFM2-VL's processor looks for them
     "image_end_token": "<|image_end|>",
     "image_thumbnail_token": "<|img_thumbnail|>",
 }
-TILES = [f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)]
+TILES = [  # of images cut into up to four tiles
+    f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column <= 4
+]
 SPECIALS = [BEGIN, "<|end_of_text|>", PAD, "<|start_header_id|>", "<|end_header_id|>", END]
 SPECIALS += [*IMAGE_TOKENS.values(), *TILES]
 
