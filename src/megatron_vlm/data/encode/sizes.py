@@ -30,6 +30,7 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
+CUTTING = ("do_pan_and_scan", "do_image_splitting")  # settings that make several images of a large one
 ImageTokens = tuple[np.ndarray, int]  # an image's ids without its begin and end tokens, and its raw patches
 
 
@@ -40,18 +41,21 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not hasattr(processor, "_get_num_multimodal_tokens"):
+        if not (hasattr(processor, "_get_num_multimodal_tokens") or is_naflex(processor)):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
             )
-        if getattr(processor.image_processor, "do_pan_and_scan", None):
+        cutting = (key for key in CUTTING if getattr(processor.image_processor, key, None))
+        if (key := next(cutting, None)) is not None:
             raise ValueError(
-                f"{type(processor).__name__}: with do_pan_and_scan images give tokens that their size does "
-                "not tell, as packing needs; turn it off or use data.packing=none."
+                f"{type(processor).__name__}: with {key} images give tokens that their size does not "
+                "tell, as packing needs; turn it off or use data.packing=none."
             )
         self._processor, self._encode_text = processor, encode_text
-        sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
+        images = processor.image_processor
+        named = ((processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size"))
+        sides = (getattr(part, name, None) for part, name in named)
         self.patch_size = next(filter(None, sides), PATCH_SIZE)
         self._short_image, self._image_id, self._counted = self._probe()
 
@@ -163,6 +167,10 @@ class SizeEncoder:
     def _count(self, size: tuple[int, int]) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
+        if is_naflex(self._processor):
+            height, width = naflex_size(self._processor, height, width)
+            patches = (height // self.patch_size) * (width // self.patch_size)
+            return patches // self._processor.image_processor.downsample_factor**2, patches
         has_grids = hasattr(self._processor.image_processor, "merge_size")
         if not has_grids and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
@@ -208,3 +216,27 @@ def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[in
     merged = processor.patch_size * processor.spatial_merge_size
     image = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
     return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))
+
+
+def is_naflex(processor: ProcessorMixin) -> bool:
+    """Whether it scales images for SigLIP2's tower to a number of patches, as LFM2-VL's does."""
+    return hasattr(processor.image_processor, "encoder_patch_size")
+
+
+def naflex_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is scaled to between the fewest and the most tokens.
+
+    Raises BadSample for an image so long that it would have more patches than the processor pads to.
+    """
+    images = processor.image_processor
+    limits = {key: getattr(images, key) for key in ("min_image_tokens", "max_image_tokens")}
+    patch = images.encoder_patch_size
+    resized_width, resized_height = images.smart_resize(
+        height, width, downsample_factor=images.downsample_factor, encoder_patch_size=patch, **limits
+    )
+    if (patches := (resized_height // patch) * (resized_width // patch)) > images.max_num_patches:
+        detail = (
+            f"image of {width} x {height} has {patches} patches, max_num_patches {images.max_num_patches}"
+        )
+        raise BadSample("processor_error", detail)
+    return resized_height, resized_width

@@ -1,7 +1,7 @@
 """LFM2-VL's shell around any text model: SigLIP2's NaFlex tower, in native resolution, and a projector.
 
-LFM2's own text model is refused, see `supported`. What is trained here is composed of SigLIP2 and Llama, Mistral,
-Qwen2 or Qwen3.
+LFM2's own text model is refused, see `supported`. What is trained here is composed of SigLIP2 and Llama,
+Mistral, Qwen2 or Qwen3.
 """
 
 from __future__ import annotations
