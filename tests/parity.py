@@ -17,6 +17,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.encode.naflex import without_padding
 from tiny.checkpoints import TINY_FAMILIES
 
 # Worst cases measured over all families, layouts and inputs are in reports/parity.json.
@@ -172,7 +173,8 @@ def encode(
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
     visual = [
-        GenericVisualInputs.of_processor(out, family.visual_keys) or GenericVisualInputs() for out in outputs
+        GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
+        for out in map(without_padding, outputs)
     ]
     positions = family.position_ids(hf_config)
     position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
@@ -199,7 +201,7 @@ def encode(
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches, of all rows; see
-    `megatron_vlm.batch.without_padding`."""
+    `megatron_vlm.data.encode.naflex`."""
     keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
     found = [out for out in outputs if "spatial_shapes" in out]
     return {key: torch.cat([out[key] for out in found]) for key in keys} if found else {}

@@ -51,21 +51,6 @@ def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
     return torch.arange(len(input_ids_T))
 
 
-def without_padding(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A processor's outputs, in which images padded to one number of patches are patches and grids instead.
-
-    SigLIP2's processors give `pixel_values` (N, most, F), `pixel_attention_mask` (N, most), 0 at padding, and
-    `spatial_shapes` (N, 2), rows and columns of patches. They become `pixel_values` (P, F) and
-    `image_grid_thw` (N, 3).
-    """
-    outputs = dict(outputs)
-    if "spatial_shapes" in outputs:
-        real_NP = outputs.pop("pixel_attention_mask").bool()
-        outputs["pixel_values"] = outputs["pixel_values"][real_NP]
-        outputs["image_grid_thw"] = torch.nn.functional.pad(outputs.pop("spatial_shapes"), (1, 0), value=1)
-    return outputs
-
-
 def is_raw(pixels: Tensor) -> bool:
     """Whether these are colours from 0 to 255, before the HF processor's arithmetic."""
     return pixels.dtype == torch.uint8
@@ -76,8 +61,7 @@ class GenericVisualInputs:
     """The visual tensors of a sample or of a micro batch; a field that is None is absent.
 
     Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
-    (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels. A
-    processor that pads images to one number of patches is the exception: see `of_processor`.
+    (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
 
     Float pixels are ready for the tower. uint8 pixels are raw, see `is_raw`: images and frames are resized
     and cut as the tower wants them, with colours last; the model's `PixelNormalizer` makes them ready. Raw
@@ -103,15 +87,6 @@ class GenericVisualInputs:
                 "Add a field for a new visual tensor, or leave it out of the family's visual_keys."
             )
         return cls(**tensors)
-
-    @classmethod
-    def of_processor(
-        cls, outputs: Mapping[str, Tensor], visual_keys: tuple[str, ...]
-    ) -> GenericVisualInputs | None:
-        """Those of a processor's outputs, as `without_padding` gives them, that a model takes; None if there
-        are none. Raises ValueError on a key that is not a field."""
-        tensors = {key: value for key, value in without_padding(outputs).items() if key in visual_keys}
-        return cls.from_mapping(tensors) if tensors else None
 
     @classmethod
     def cat(cls, items: list[GenericVisualInputs]) -> GenericVisualInputs | None:

@@ -14,7 +14,7 @@ from megatron.energon import Sample, edataclass
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs, without_padding
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.encode.marks import RenderedChat
@@ -178,9 +178,10 @@ class DocumentEncoder:
 
     def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
         keys = self._needs.visual_keys
-        if unexpected := sorted(without_padding(outputs).keys() - TEXT_KEYS - set(keys)):
+        if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
             raise ValueError(
                 f"{type(self._processor).__name__} returned {unexpected}, which are not in "
                 f"visual_keys = {keys}; add those that the model takes"
             )
-        return GenericVisualInputs.of_processor(outputs, keys)
+        tensors = {key: outputs[key] for key in keys if key in outputs}
+        return GenericVisualInputs(**tensors) if tensors else None

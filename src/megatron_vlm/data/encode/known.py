@@ -25,14 +25,9 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.marks import RenderedChat
-from megatron_vlm.data.encode.sizes import (
-    ImageTokens,
-    SizeEncoder,
-    fixed_size,
-    naflex_size,
-    pixtral_size,
-)
+from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, fixed_size, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
 from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
@@ -183,12 +178,6 @@ def _pixtral_ids(processor: Any, height: int, width: int) -> np.ndarray:
     return ids.ravel()
 
 
-def _naflex_ids(processor: Any, height: int, width: int) -> np.ndarray:
-    images = processor.image_processor
-    side = images.encoder_patch_size * images.downsample_factor
-    return np.full((height // side) * (width // side), processor.image_token_id)
-
-
 def _qwen_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     images = processor.image_processor
     limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
@@ -215,18 +204,6 @@ def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
     return {
         "pixel_values": _patches(processor.image_processor, image[None]),
         "image_grid_thw": torch.from_numpy(grid),
-    }
-
-
-def _naflex_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    """The patches in rows, each with its lines, and colours last."""
-    side = processor.image_processor.encoder_patch_size
-    rows, columns = image.shape[0] // side, image.shape[1] // side
-    lines = np.ascontiguousarray(image).reshape(-1, image.shape[1] * 3).view(f"V{3 * side}")
-    cut = np.ascontiguousarray(lines.reshape(rows, side, columns).transpose(0, 2, 1))
-    return {
-        "pixel_values": torch.from_numpy(cut.view(np.uint8).reshape(rows * columns, -1)),
-        "image_grid_thw": torch.tensor([[1, rows, columns]]),
     }
 
 
@@ -260,7 +237,7 @@ KNOWN = {  # processor class of transformers → what it does
     "PixtralProcessor": Known(
         "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
-    "Lfm2VlProcessor": Known("Lfm2VlImageProcessor", (), naflex_size, _naflex_ids, _naflex_patches),
+    "Lfm2VlProcessor": Known("Lfm2VlImageProcessor", (), naflex.resized, naflex.image_ids, naflex.patches),
     "Glm4vProcessor": Known(
         "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
     ),

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
 from megatron_vlm.data.encode.marks import RenderedChat
-from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder, is_naflex, naflex_size
+from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.videos import VideoPlan
@@ -62,10 +63,11 @@ class HFProcessor:
 
     def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
         images = list(images)
-        if is_naflex(self._processor):
-            for image in images:  # LFM2-VL's processor fails in ways of its own on one that is too long
-                naflex_size(self._processor, image.height, image.width)
-        return self._text(prompt, images, videos)
+        if naflex.is_naflex(self._processor):
+            for image in images:
+                naflex.resized(self._processor, image.height, image.width)
+        encoded, outputs = self._text(prompt, images, videos)
+        return encoded, naflex.without_padding(outputs)
 
 
 def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Processor, str | None]:

@@ -18,6 +18,7 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
@@ -41,22 +42,20 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not (hasattr(processor, "_get_num_multimodal_tokens") or is_naflex(processor)):
+        if not (hasattr(processor, "_get_num_multimodal_tokens") or naflex.is_naflex(processor)):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
             )
-        cutting = (key for key in CUTTING if getattr(processor.image_processor, key, None))
-        if (key := next(cutting, None)) is not None:
+        images = processor.image_processor
+        if key := next((key for key in CUTTING if getattr(images, key, None)), None):
             raise ValueError(
                 f"{type(processor).__name__}: with {key} images give tokens that their size does not "
                 "tell, as packing needs; turn it off or use data.packing=none."
             )
         self._processor, self._encode_text = processor, encode_text
-        images = processor.image_processor
-        named = ((processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size"))
-        sides = (getattr(part, name, None) for part, name in named)
-        self.patch_size = next(filter(None, sides), PATCH_SIZE)
+        named = (processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size")
+        self.patch_size = next(filter(None, (getattr(*name, None) for name in named)), PATCH_SIZE)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -167,10 +166,8 @@ class SizeEncoder:
     def _count(self, size: tuple[int, int]) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
-        if is_naflex(self._processor):
-            height, width = naflex_size(self._processor, height, width)
-            patches = (height // self.patch_size) * (width // self.patch_size)
-            return patches // self._processor.image_processor.downsample_factor**2, patches
+        if naflex.is_naflex(self._processor):
+            return naflex.count(self._processor, height, width)
         has_grids = hasattr(self._processor.image_processor, "merge_size")
         if not has_grids and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
@@ -216,27 +213,3 @@ def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[in
     merged = processor.patch_size * processor.spatial_merge_size
     image = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
     return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))
-
-
-def is_naflex(processor: ProcessorMixin) -> bool:
-    """Whether it scales images for SigLIP2's tower to a number of patches, as LFM2-VL's does."""
-    return hasattr(processor.image_processor, "encoder_patch_size")
-
-
-def naflex_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is scaled to between the fewest and the most tokens.
-
-    Raises BadSample for an image so long that it would have more patches than the processor pads to.
-    """
-    images = processor.image_processor
-    limits = {key: getattr(images, key) for key in ("min_image_tokens", "max_image_tokens")}
-    patch = images.encoder_patch_size
-    resized_width, resized_height = images.smart_resize(
-        height, width, downsample_factor=images.downsample_factor, encoder_patch_size=patch, **limits
-    )
-    if (patches := (resized_height // patch) * (resized_width // patch)) > images.max_num_patches:
-        detail = (
-            f"image of {width} x {height} has {patches} patches, max_num_patches {images.max_num_patches}"
-        )
-        raise BadSample("processor_error", detail)
-    return resized_height, resized_width
