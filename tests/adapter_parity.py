@@ -95,10 +95,9 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
 # in `make test`, of Gemma3
 OFTEN = ("1 process, adapter", "1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "CP2, adapter")
 OFTEN += ("PP2, adapter on late layers", "DP2 dist. optimizer, adapter", f"TP2+SP, {WITH_MODULES}")
-# of other families in `make test-soak` alone: what differs between families is seen in the others
-RARE = [name for name in LAYOUTS if "DoRA" in name and not name.startswith(("1 process", "TP2+SP"))]
-RARE += [name for name in LAYOUTS if "late layers" in name or "on each rank" in name]
-RARE += [f"PP2, {WITH_MODULES}, recomputed", "EP2, adapter of experts, recomputed"]
+# of each further family in `make test-long`
+OF_EACH = ("1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "PP2, adapter", "CP2, adapter")
+OF_EACH += (f"TP2+SP, {WITH_MODULES}", "EP2, adapter of experts", "TP2+SP·EP2, adapter of experts")
 
 
 def layouts_of(family: str) -> list[str]:

@@ -71,16 +71,25 @@ def marks(family: str) -> list:
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
+# one without experts, one with experts, M-RoPE and deepstack
+EVERY_LAYOUT = ("gemma3", "qwen3_vl_moe")
+# What differs between families meets tensor, pipeline, context and expert parallelism here
+OF_EACH = ("1 process", "TP2+SP", "PP2·VPP2", "CP2", "EP2")
 
 
-def cells(of_family: Callable[[str], list[str]], often: Container[str], rare: Container[str] = ()) -> list:
-    """Every family in each of its layouts; all but Gemma3 in those of `often` belong to `make test-long`, and
-    further families in those of `rare` to `make test-soak`."""
+def cells(
+    of_family: Callable[[str], list[str]],
+    often: Container[str],
+    of_each: Container[str],
+    every_layout: Container[str] = EVERY_LAYOUT,
+) -> list:
+    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
+    families of `every_layout` in all and the others in those of `of_each`, `make test-soak` the rest."""
 
     def mark(family: str, layout: str) -> list:
-        if family != "gemma3" and layout in rare:
-            return [pytest.mark.soak]
-        return marks(family) if layout in often else [pytest.mark.long]
+        if family == "gemma3" and layout in often:
+            return []
+        return [pytest.mark.long if family in every_layout or layout in of_each else pytest.mark.soak]
 
     return [
         pytest.param(family, layout, marks=mark(family, layout))

@@ -29,6 +29,8 @@ def rows_of(request, tmp_path_factory):
         torch.save(adapter_parity.cases(path, folder), cases)
         for processes in (1, 2):
             names = parity.asked_for(request, family, processes, adapter_parity.LAYOUTS)
+            if not names:
+                continue
             arguments = names, str(path), str(cases)
             measured = run_distributed(processes, adapter_parity.measure, *arguments, timeout=900)
             found += [{"family": family} | row for row in measured[0]]
@@ -70,7 +72,7 @@ def test_dora_with_dropout_is_that_of_peft():
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    parity.cells(adapter_parity.layouts_of, adapter_parity.OFTEN, adapter_parity.RARE),
+    parity.cells(adapter_parity.layouts_of, adapter_parity.OFTEN, adapter_parity.OF_EACH, ("gemma3",)),
 )
 def test_equals_peft(rows_of, family, layout):
     mine = [row for row in rows_of(family) if row["layout"] == layout]

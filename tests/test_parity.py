@@ -51,7 +51,7 @@ def write_report(family: str, found: list[dict]) -> None:
         REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
 
 
-@pytest.mark.parametrize(("family", "layout"), parity.cells(parity.layouts_of, parity.OFTEN))
+@pytest.mark.parametrize(("family", "layout"), parity.cells(parity.layouts_of, parity.OFTEN, parity.OF_EACH))
 def test_equals_transformers(rows_of, family, layout):
     processes = parity.LAYOUTS[layout][0]
     mine = [row for row in rows_of(family, processes) if row["layout"] == layout]
