@@ -118,10 +118,8 @@ class SizeEncoder:
     def _image_token(self, ids: np.ndarray) -> int:
         """The image token that the tokenizer or the processor names; else the most frequent added token among
         `ids`: a small image may have more newlines around it than tokens in it."""
-        counts, tokenizer = (
-            dict(zip(*np.unique(ids, return_counts=True), strict=True)),
-            self._processor.tokenizer,
-        )
+        counts = dict(zip(*np.unique(ids, return_counts=True), strict=True))
+        tokenizer = self._processor.tokenizer
         named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
         for candidates in (named, tokenizer.added_tokens_decoder, counts):
             if found := [token for token in candidates if token in counts]:
