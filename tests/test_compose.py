@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from sources import write_sharegpt
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -29,7 +30,9 @@ from megatron_vlm.compose.sources import named_tokens, open_language_model, open
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.recipes import load_recipe
 from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower, llama3_tokenizer, plain_tokenizer
 
 # (tower, language model): every class, both halves of a tower and one alone, every text model, tied and not
@@ -483,3 +486,50 @@ def test_what_is_interrupted_leaves_nothing(parts, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         composing.write(plan, tmp_path / "start")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- a trained model keeps its ids ------------------------------------------------------------------------
+
+
+def fine_tuned(start: Path, data: Path, run: Path) -> None:
+    """Two steps of training in this process, exported."""
+    from megatron_vlm.overrides import apply_overrides
+    from megatron_vlm.train import train
+
+    arguments = {"hf_path": str(start), "run_dir": str(run), "train_data_path": str(data), "seq_length": 256}
+    sizes = {"tp": 1, "steps": 2, "micro_batch_size": 2, "global_batch_size": 2, "eval_every": 0}
+    config = load_recipe("lfm2_vl_tiny_digits")(dataset_type="hf", **arguments, **sizes)
+    train(apply_overrides(config, {"train.export_every": 2}))
+
+
+def all_ids(folder: Path) -> dict:
+    """Every id that a checkpoint names, and what its processor makes of a question."""
+    config, ends = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    processor = AutoProcessor.from_pretrained(folder)
+    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
+    prompt = processor.apply_chat_template(turns, add_generation_prompt=True)
+    made = processor(text=[prompt], images=[[Image.new("RGB", (60, 90))]], return_tensors="pt")
+    return {
+        "vocabulary": processor.tokenizer.get_vocab(),
+        "special": sorted(processor.tokenizer.all_special_ids),
+        "question": made["input_ids"][0].tolist(),
+        "named": {key: value for key, value in (config | ends).items() if key.endswith("_id")},
+        "text": {
+            key: value for key, value in config["text_config"].items() if key.endswith(("_id", "_size"))
+        },
+    }
+
+
+@pytest.mark.long
+def test_fine_tuning_changes_no_id(parts, tmp_path):
+    composing.write(planned(parts("siglip2"), parts("llama")), tmp_path / "start")
+    data = write_sharegpt(tmp_path / "data", 12)
+    run_distributed(1, fine_tuned, tmp_path / "start", data, tmp_path / "run")
+    trained = tmp_path / "run/exports/step_00000002"
+    before, after = all_ids(tmp_path / "start"), all_ids(trained)
+    assert before == after and before["named"]["image_token_id"] == 471 and 471 in before["question"]
+    changed = tensors(trained)["model.language_model.embed_tokens.weight"]
+    start = tensors(tmp_path / "start")["model.language_model.embed_tokens.weight"]
+    assert changed.shape == start.shape and not torch.equal(changed, start)
