@@ -63,7 +63,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **versions()},
     }
     (FOLDER / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    close_with(summary, FOLDER, model)
+    close_with(summary, FOLDER, FOLDER / "all", model)
 
 
 def composed(folder: Path) -> list[str]:
