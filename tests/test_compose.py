@@ -63,9 +63,9 @@ def parts(tmp_path_factory):
     return part
 
 
-def planned(tower: Path, language: Path, *named: str, image_tokens=(4, 24), **options) -> composing.Plan:
+def planned(tower: Path, language: Path, *named: str, **options) -> composing.Plan:
     native = "siglip2" in json.loads((tower / "config.json").read_text())["model_type"]
-    choices = Choices(*image_tokens) if native else Choices()
+    choices = Choices(4, 24, projector_width=64) if native else Choices()
     return composing.plan(
         open_tower(str(tower)), open_language_model(str(language)), named_tokens(named), choices, **options
     )

@@ -514,7 +514,7 @@ MISTAKES = [
     ),
     compose(
         "sizes of images for a tower that has its own",
-        r"a clip_vision_model has its own image sizes; leave them out, or give a SigLIP2 NaFlex tower",
+        r"with a clip_vision_model they are given; leave them out, or give a SigLIP2 NaFlex tower",
         "--max-image-tokens=64",
         tower="clip",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,18 @@ class Supported:
 
     architecture: str  # the class of Transformers that config.json names
     text_types: tuple[str, ...] = ()
+    other_texts: dict[str | None, str] = field(default_factory=dict)  # model_type -> why it is not supported
 
 
+_CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
-    "lfm2_vl": Supported("Lfm2VlForConditionalGeneration", text_types=("llama", "mistral", "qwen2", "qwen3")),
+    "lfm2_vl": Supported(
+        "Lfm2VlForConditionalGeneration",
+        text_types=("llama", "mistral", "qwen2", "qwen3"),
+        other_texts=dict.fromkeys(("lfm2", "lfm2_moe", None), _CONVOLUTIONS),  # None is LFM2, too
+    ),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
@@ -140,8 +146,8 @@ def _problem(config: dict[str, Any]) -> str | None:
     text_type = text.get("model_type")
     if known.text_types and text_type not in known.text_types:
         return (
-            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported; "
-            f"supported: {', '.join(known.text_types)}."
+            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported"
+            f"{known.other_texts.get(text_type, '')}; supported: {', '.join(known.text_types)}."
         )
     return _quantised(config) or _quantised(text)
 

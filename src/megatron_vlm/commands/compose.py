@@ -42,6 +42,9 @@ def compose(
     seed: Annotated[int, typer.Option(help="Of the projector, and of rows that are drawn.")] = 0,
     min_image_tokens: Annotated[int | None, typer.Option(min=1, help="Fewest of an image (SigLIP2).")] = None,
     max_image_tokens: Annotated[int | None, typer.Option(min=1, help="Most of an image (SigLIP2).")] = None,
+    projector_width: Annotated[
+        int | None, typer.Option(min=1, help="Inner width of the projector (SigLIP2); default 2560.")
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="A jinja file; default: one in the tokenizer's style.")
     ] = None,
@@ -55,10 +58,10 @@ def compose(
     template = read_file(chat_template).decode() if chat_template else None
     vision, language = open_tower(tower), open_language_model(language_model)
     is_native = TOWERS[vision.config["model_type"]] == "lfm2_vl"
-    if not is_native and (min_image_tokens or max_image_tokens):
+    if not is_native and (min_image_tokens or max_image_tokens or projector_width):
         raise ConfigError(
-            f"--min-image-tokens, --max-image-tokens: a {vision.config['model_type']} has its own image "
-            "sizes; leave them out, or give a SigLIP2 NaFlex tower."
+            "--min-image-tokens, --max-image-tokens, --projector-width: with a "
+            f"{vision.config['model_type']} they are given; leave them out, or give a SigLIP2 NaFlex tower."
         )
     if (min_image_tokens or 1) > (max_image_tokens or min_image_tokens or 1):
         raise ConfigError(
@@ -69,7 +72,7 @@ def compose(
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import Choices
 
-    choices = Choices(min_image_tokens, max_image_tokens)
+    choices = Choices(min_image_tokens, max_image_tokens, projector_width)
     plan = composing.plan(vision, language, named, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())
     if dry_run:

@@ -28,6 +28,7 @@ from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them
 IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
+PROJECTOR_WIDTH = 2560  # of the published LFM2-VL
 FEATURE_LAYER = -2  # the layer before the last, as in LLaVA 1.5
 # what a config.json says about itself and not about the model
 _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
@@ -35,10 +36,11 @@ _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_nam
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user can choose about images."""
+    """What the user can choose about images and the projector, where a class leaves it open."""
 
     min_image_tokens: int | None = None
     max_image_tokens: int | None = None
+    projector_width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ class Composed:
 
 
 def composed_config(
-    composed: Composed, tower: Part, language: Part, changes: Mapping[str, Any], image_token: int, dtype: str
+    composed: Composed,
+    tower: Part,
+    language: Part,
+    changes: Mapping[str, Any],
+    image_token: int,
+    dtype: str,
+    choices: Choices,
 ) -> PreTrainedConfig:
     """The config of the whole, whose parts all run in `dtype`; `changes` are those of the text config."""
     vision, text = part_config(tower), part_config(language)
@@ -76,7 +84,7 @@ def composed_config(
         tie_word_embeddings=text.tie_word_embeddings,
         dtype=dtype,
         architectures=[composed.architecture],
-        **composed.config(vision, text, image_token),
+        **composed.config(vision, image_token, choices),
     )
 
 
@@ -170,10 +178,10 @@ COMPOSED = {
         "lfm2_vl",
         "Lfm2VlForConditionalGeneration",
         roles={"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>", **_ENDS},
-        config=lambda vision, text, image: {
+        config=lambda vision, image, choices: {
             "image_token_id": image,
             "downsample_factor": MERGED,
-            "projector_hidden_size": text.hidden_size,
+            "projector_hidden_size": choices.projector_width or PROJECTOR_WIDTH,
         },
         processor=_lfm2_vl,
     ),
@@ -181,7 +189,7 @@ COMPOSED = {
         "llava",
         "LlavaForConditionalGeneration",
         roles={"image": "<image>", **_ENDS},
-        config=lambda vision, text, image: {
+        config=lambda vision, image, choices: {
             "image_token_index": image,
             "image_seq_length": (vision.image_size // vision.patch_size) ** 2,
             "vision_feature_layer": FEATURE_LAYER,
@@ -194,7 +202,7 @@ COMPOSED = {
         "mistral3",
         "Mistral3ForConditionalGeneration",
         roles={"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
-        config=lambda vision, text, image: {"image_token_index": image, "spatial_merge_size": MERGED},
+        config=lambda vision, image, choices: {"image_token_index": image, "spatial_merge_size": MERGED},
         processor=_mistral3,
         hub_names=_HUB_NAMES,
     ),

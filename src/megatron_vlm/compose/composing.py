@@ -100,7 +100,7 @@ def plan(
         "pad_token_id": by_role["pad"].id,
     }
     dtype = dtype_name(weights.stored("model.embed_tokens.weight").dtype)
-    config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype)
+    config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype, choices)
     shapes = expected_shapes(config)
     sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, tied)
     return Plan(
