@@ -25,8 +25,8 @@ from transformers import (
 
 from megatron_vlm.commands.compose import compose as command
 from megatron_vlm.compose import composing
-from megatron_vlm.compose.classes import Choices
-from megatron_vlm.compose.sources import named_tokens, open_language_model, open_tower
+from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
+from megatron_vlm.compose.sources import Part, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.text import TextEncoder
@@ -339,6 +339,19 @@ def test_dry_run_prints_the_tokens_and_writes_nothing(parts, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["siglip2_llama31_8b", "siglip2_qwen3_4b"])
+def test_recipes_are_for_what_compose_writes(name, tmp_path):
+    """Of the published models; the tokens of Llama are reserved ones."""
+    published = json.loads((Path(__file__).parent / f"hf_configs/{name}.json").read_text())
+    tower, language = (Part(tmp_path, published[half]) for half in ("vision_config", "text_config"))
+    changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
+    rest = (changes, published["image_token_id"], published["dtype"], Choices())
+    found = composed_config(COMPOSED["lfm2_vl"], tower, language, *rest)
+    for half in ("vision_config", "text_config"):
+        published[half]["dtype"] = published["dtype"]
+    assert found.to_diff_dict() == Lfm2VlConfig.from_dict(published).to_diff_dict()
+
+
 # ---- what is refused --------------------------------------------------------------------------------------
 
 
@@ -486,6 +499,38 @@ def test_what_is_interrupted_leaves_nothing(parts, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         composing.write(plan, tmp_path / "start")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- in little memory -------------------------------------------------------------------------------------
+
+
+def peak_of_writing(plan: composing.Plan, output: Path) -> int:
+    """By how many bytes this process grows, at most, while it writes."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = memory("VmRSS")
+    composing.write(plan, output)
+    return memory("VmHWM") - before
+
+
+def memory(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) * 1024
+
+
+@pytest.mark.long
+def test_it_is_never_whole_in_memory(parts, tmp_path):
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+    }
+    large = language_model(tmp_path / "large", llama3_tokenizer(default_corpus()), **sizes)
+    plan = planned(parts("siglip2"), large)
+    assert plan.writer.nbytes > 7e8
+    assert (
+        peak_of_writing(plan, tmp_path / "start") < plan.writer.nbytes / 4
+    )  # mapped pages count, up to 64 MB
 
 
 # ---- a trained model keeps its ids ------------------------------------------------------------------------
