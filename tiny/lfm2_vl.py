@@ -87,6 +87,7 @@ def processor(
     images = Lfm2VlImageProcessor(
         do_image_splitting=splitting,
         use_thumbnail=splitting,
+        do_convert_rgb=True,
         min_image_tokens=min(4, image_tokens),
         max_image_tokens=image_tokens,
         max_tiles=4,
