@@ -12,11 +12,11 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: compiled demo test test-long test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
-# digits learns the others by adapters.
+# digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model.
 demo: export FAMILY ?= gemma3
 demo: export ADAPTER ?=
 demo: compiled
-	@$(PY) examples/digits/$(if $(ADAPTER),adapter_demo,demo).py
+	@$(PY) examples/digits/$(if $(ADAPTER),adapter_demo,$(if $(filter compose,$(FAMILY)),compose_demo,demo)).py
 
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m "not long and not soak"

@@ -64,6 +64,7 @@ PARTNERS: dict[str, list[dict[str, Any]]] = {
         {V + "deepstack_visual_indexes": indexes}
         for indexes in ([], [1], [3, 0], [2, 2, 0], [0, 1, 9], [-1, 1])
     ],
+    V + "num_patches": [{V + "num_patches": 100}],
     V + "window_size": [{V + "window_size": 28}],
     V + "layer_norm_eps": [{V + "layer_norm_eps": 0.1}],
     V + "rms_norm_eps": [{V + "rms_norm_eps": 0.1}],
@@ -133,6 +134,11 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0, T + "rope_local_base_freq": 50.0},
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}],
+    "lfm2_vl": [
+        {"tie_embedding": True, "tie_word_embeddings": REMOVED},
+        {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0},
+        {V + "vision_use_head": REMOVED},
+    ],
     "glm4v_moe": [{ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5}],
     "qwen2_5_vl": [
         {T + "head_dim": 16},  # what it is anyway
@@ -176,7 +182,13 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
 NOT_ALONE = {
     *("vision_config.patch_size", "vision_config.temporal_patch_size", "vision_config.spatial_merge_size"),
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
-    *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
+    *(
+        "vision_config.image_size",
+        "spatial_merge_size",
+        "downsample_factor",
+        "mm_tokens_per_image",
+        "vision_config.head_dim",
+    ),
     "image_token_id",
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs

@@ -20,6 +20,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.encode.naflex import without_padding
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -204,6 +205,7 @@ def conversation(rng: np.random.Generator, parts: str) -> list[dict]:
 
 
 MEDIA = ("image", "video")
+TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def encode_row(processor: Any, messages: list[dict]) -> dict:
@@ -236,14 +238,13 @@ def encode(
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
     visual = [
         GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
-        for out in outputs
+        for out in map(without_padding, outputs)
     ]
     positions = family.position_ids(hf_config)
     position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
-    text_keys = [key for key in outputs[0] if key not in family.visual_keys]
-    hf = {key: _stack([out[key][0] for out in outputs]) for key in text_keys}
     joined = GenericVisualInputs.cat(visual)
-    hf |= joined.as_model_kwargs() if joined else {}
+    hf = {key: _stack([out[key][0] for out in outputs]) for key in outputs[0] if key in TEXT_KEYS}
+    hf |= _padded(outputs) or (joined.as_model_kwargs() if joined else {})
     real_BS = hf["attention_mask"].bool()
     share_B1 = np.resize([0.9, 0.1, 0.5], (len(rows), 1))  # rows train very different numbers
     trained_BS = real_BS & torch.from_numpy(rng.random(real_BS.shape) < share_B1)
@@ -260,6 +261,14 @@ def encode(
         "visual_inputs": joined,
     }
     return hf, ours, split_rows(ours, visual)
+
+
+def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
+    """What a processor gives that pads images to one number of patches, of all rows; see
+    `megatron_vlm.data.encode.naflex`."""
+    keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+    found = [out for out in outputs if "spatial_shapes" in out]
+    return {key: torch.cat([out[key] for out in found]) for key in keys} if found else {}
 
 
 def _stack(rows: list[torch.Tensor]) -> torch.Tensor:

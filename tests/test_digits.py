@@ -11,16 +11,17 @@ from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
 import adapter_demo
+import compose_demo
 import tables
 from evaluate import without_thoughts
 from make_checkpoint import make_checkpoint
-from make_digits import make_digits
+from make_digits import make_digits, make_documents
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
-from megatron_vlm.recipes import RECIPES, load_recipe
+from megatron_vlm.recipes import RECIPES, compose, load_recipe
 
 ROOT = Path(__file__).parent.parent
 
@@ -200,6 +201,42 @@ def test_the_table_has_a_line_for_each_family():
     lines = tables.demo({"qwen3_vl": summary("qwen3_vl", 0.97)}).splitlines()
     assert lines[2:] == ["| `qwen3_vl` | 2 processes | 97.0% | 87.5% | 100.0% | 93 s | 151 s |"]
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+
+
+# ---- make demo FAMILY=compose -----------------------------------------------------------------------------
+
+
+def test_documents_show_training_scans_and_say_what_they_are(digits, tmp_path):
+    folder, _ = digits
+    (tmp_path / "train.jsonl").write_bytes((folder / "train.jsonl").read_bytes())
+    assert make_documents(tmp_path, 50) == 50
+    target, held_out = (
+        load_digits().target,
+        {scan_of(i) for r in records(folder, "held_out") for i in r["images"]},
+    )
+    for document in records(tmp_path, "documents"):
+        assert len(document["texts"]) == len(document["images"]) and document["images"][0] is None
+        for image, text in zip(document["images"][1::2], document["texts"][2::2], strict=True):
+            assert text == f"This is a {target[scan_of(image)]}." and scan_of(image) not in held_out
+
+
+def test_the_second_stage_starts_from_what_the_first_exports():
+    first, second = (compose(file=compose_demo.HERE / name) for name in compose_demo.STAGES.values())
+    assert (
+        first.model.hf_path
+        == str(compose_demo.FOLDER / "start")
+        == compose_demo.composed(compose_demo.FOLDER)[-1]
+    )
+    exported = f"exports/step_{first.train.steps:08d}"
+    assert (
+        second.model.hf_path == f"{first.run_dir}/{exported}"
+        and first.train.export_every == first.train.steps
+    )
+    assert (first.model.freeze, second.model.freeze) == (["tower", "language_model"], [])
+    assert second.train.export_every == second.train.steps and first.run_dir != second.run_dir
+    assert first.data.train_data_path == second.data.train_data_path and len(first.data.train_data_path) == 2
+    for config in (first, second):
+        validate(config, 2)
 
 
 # ---- make demo ADAPTER=lora -------------------------------------------------------------------------------

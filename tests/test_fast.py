@@ -33,6 +33,7 @@ from tiny.distributed import run_distributed
 PUBLISHED = {
     "gemma3": {"image_size": 896, "image_tokens": 256},
     "mistral3": {"image_size": 1540},
+    "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
@@ -236,13 +237,22 @@ def test_everything_equals_what_the_processor_makes(processor):
     assert len(lengths) > 5
 
 
+def encoded_or_reason(encoder, sample):
+    try:
+        return encoder.encode_sample(sample)
+    except SkipSample as skipped:
+        return str(skipped)
+
+
 def test_bounds_on_pixels_are_kept(processor):
     for bounds in ({"max_pixels": 9000, "video_max_pixels": 5000}, {"min_pixels": 60_000}):
         fast, hf = encoders(processor, **bounds)
         for sample in (*samples()[: len(FILES)], *video_samples(processor)):
-            assert_equal_but_for_normalization(
-                processor, fast.encode_sample(sample), hf.encode_sample(sample)
-            )
+            ours, theirs = (encoded_or_reason(encoder, sample) for encoder in (fast, hf))
+            if isinstance(theirs, str):  # LFM2-VL's tiny processor takes none that is so long
+                assert ours == theirs and "patches, max_num_patches 96" in theirs
+            else:
+                assert_equal_but_for_normalization(processor, ours, theirs)
 
 
 def test_templates_without_generation_blocks(processor):

@@ -53,6 +53,12 @@ def prepare(what: str, last_line: str, *words: str) -> Mistake:
     return Mistake(what, ("prepare", *words), last_line)
 
 
+def compose(what: str, last_line: str, *more: str, output: str = "new", **instead: str) -> Mistake:
+    options = {"tower": "siglip2", "language-model": "llama"} | instead
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return Mistake(what, ("compose", *words, output, *more), last_line)
+
+
 def checkpoint(what: str, last_line: str, path: str) -> Mistake:
     return train(what, last_line, hf_path=path)
 
@@ -460,6 +466,58 @@ MISTAKES = [
         r"prepare: --split train; write NAME=SIZE, such as train=0.9",
         *("rows.jsonl", "out", "--split=train"),
     ),
+    Mistake(
+        "composing without a tower",
+        ("compose", "--language-model=llama", "new"),
+        r"Missing option '--tower'",
+    ),
+    compose(
+        "a typo in the tower's path",
+        r"--tower: ./siglip does not exist; give a checkpoint folder or a Hugging Face hub name",
+        tower="./siglip",
+    ),
+    compose(
+        "a language model as tower",
+        r"--tower llama: no tower, its model type is 'llama'; it is a language model: give it as --lang",
+        tower="llama",
+    ),
+    compose(
+        "a tower as language model",
+        r"--language-model siglip2: no language model .*; it is a vision model: give it as --tower",
+        **{"language-model": "siglip2"},
+    ),
+    compose(
+        "a language model of another kind",
+        r"--language-model checkpoint: no language model .*'gemma3'; give one of llama, mistral, qwen2",
+        **{"language-model": "checkpoint"},
+    ),
+    compose(
+        "a quantised language model",
+        r"--language-model awq_llama: its weights are quantised .*; give the checkpoint in bf16",
+        **{"language-model": "awq_llama"},
+    ),
+    compose(
+        "composing into a folder that holds something",
+        r"pictures is not empty; give a folder that does not exist, or is empty",
+        output="pictures",
+    ),
+    compose(
+        "a role that does not exist",
+        r"--token images=<i>: images is no role; did you mean image\?",
+        "--token=images=<i>",
+    ),
+    compose("a role without a token", r"--token image: no token; write ROLE=TOKEN", "--token=image"),
+    compose(
+        "a way to make rows that does not exist",
+        r"--new-rows zero does not exist; known are mean, normal",
+        "--new-rows=zero",
+    ),
+    compose(
+        "sizes of images for a tower that has its own",
+        r"with a clip_vision_model they are given; leave them out, or give a SigLIP2 NaFlex tower",
+        "--max-image-tokens=64",
+        tower="clip",
+    ),
     train(
         "a name that a terminal would obey",
         r"model.hf_path: \./\\x1b\[31mred\\n\\u202e does not exist; give",
@@ -500,6 +558,11 @@ def make_everything(folder: Path) -> None:
         "checkpoint": {},
         "bad_config": {"config.json": "{"},
         "llama": {"config.json": '{"model_type": "llama"}'},
+        "siglip2": {"config.json": '{"model_type": "siglip2_vision_model"}'},
+        "clip": {"config.json": '{"model_type": "clip", "vision_config": {}}'},
+        "awq_llama": {
+            "config.json": '{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'
+        },
         "awq": {"config.json": '{"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}'},
         "own_code": {
             "config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "x.C"}, "vision_config": {}}'

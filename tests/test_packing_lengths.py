@@ -76,7 +76,12 @@ def test_lengths_and_patches_are_those_of_the_encoded_sample(parts):
 def test_lengths_follow_the_bounds_on_pixels(parts, bounds):
     halves, _ = encoders(parts, **bounds)
     for given in samples():
-        halves.postencode_sample(halves.preencode_sample(given))
+        try:
+            half = halves.preencode_sample(given)
+        except SkipSample as too_long:  # LFM2-VL's tiny processor takes up to 96 patches
+            assert "max_num_patches 96" in str(too_long)
+        else:
+            halves.postencode_sample(half)
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate"])

@@ -17,6 +17,8 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "ministral3_3b": 3_849_090_048,
     "ministral3_8b": 8_918_026_240,
     "ministral3_14b": 13_945_031_680,
+    "siglip2_llama31_8b": 8_465_209_072,
+    "siglip2_qwen3_4b": 4_453_482_224,
     "glm_45v": 107_710_927_360,
     "qwen25_vl_3b": 3_754_622_976,
     "qwen25_vl_7b": 8_292_166_656,
@@ -32,7 +34,15 @@ PARAMETERS = {  # of the published models, tied output weights counted once
 # the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`
 UNTIED = ("ministral3_8b", "ministral3_14b")
 # one of each family; those of a group are counted by one process
-OFTEN = ("gemma3_vl_4b", "ministral3_8b", "glm_45v", "qwen25_vl_3b", "qwen3_vl_2b", "qwen3_vl_30b_a3b")
+OFTEN = (
+    "gemma3_vl_4b",
+    "ministral3_8b",
+    "siglip2_llama31_8b",
+    "glm_45v",
+    "qwen25_vl_3b",
+    "qwen3_vl_2b",
+    "qwen3_vl_30b_a3b",
+)
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
 RECIPES = [pytest.param(name, names, marks=pytest.mark.long) for names in (OFTEN, OTHERS) for name in names]
 

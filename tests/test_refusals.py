@@ -47,6 +47,11 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
         {"model_type": "mistral3", "text_config": {"model_type": "gpt2"}},
         "text model type 'gpt2' of a mistral3 checkpoint is not supported; supported: ministral3, mistral.",
     ),
+    "text model with convolutions": (
+        {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}},
+        "text model type 'lfm2' of a lfm2_vl checkpoint is not supported, as most layers of LFM2 are short "
+        "convolutions, which are not implemented here; supported: llama, mistral, qwen2, qwen3.",
+    ),
     "default text model": (
         {"model_type": "mistral3"},
         "text model type None of a mistral3 checkpoint is not",

@@ -74,7 +74,8 @@ SEGMENTED = [name for name in FAMILIES if name != "gemma3"]  # its images are al
 
 @pytest.mark.parametrize("name", SEGMENTED)
 def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(name, tmp_path, monkeypatch):
-    """To the bit; but where Transformers masks all pairs of patches its sums have other parts."""
+    """To the bit; but where Transformers masks all pairs of patches, or where all of the tower runs for each
+    image, sums have other parts."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
     family, calls = load(name), []
     torch.manual_seed(0)
@@ -97,7 +98,7 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
     theirs = features_and_gradients(vision, visual)
     assert len(calls) == layers and len(ours) == len(theirs) > 5
     for mine, expected in zip(ours, theirs, strict=True):
-        if name == "mistral3":
+        if name in ("mistral3", "lfm2_vl"):
             torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
         else:
             assert torch.equal(mine, expected)

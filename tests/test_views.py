@@ -28,7 +28,7 @@ from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.corpus import default_corpus
 
-FAMILIES = ["gemma3", "mistral3", "qwen3_vl"]  # one of each way to store pixels
+FAMILIES = ["gemma3", "mistral3", "qwen3_vl", "lfm2_vl"]  # one of each way to store pixels
 ATTACK = "<script>document.title = 'run'</script>"
 
 

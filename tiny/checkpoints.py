@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -58,9 +58,16 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Pre
     Transformers initializes some weights to 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias).
     They are changed too, so that every weight affects the output and an error in any of them shows.
     """
+    return perturbed(
+        lambda: AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False), seed
+    )
+
+
+def perturbed(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    """What `build` makes with that seed, every weight of which differs from 0 and 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = build()
         with torch.no_grad():
             for weight in model.state_dict(keep_vars=True).values():
                 if (weight == weight.flatten()[0]).all():

@@ -57,7 +57,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **versions()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    close_with(summary, folder)
+    close_with(summary, folder, folder, folder / "hf")
 
 
 def configuration(family: str) -> RunConfig:
@@ -145,16 +145,16 @@ def caption(question: dict, answer: str) -> str:
     return f"{text}\n{answer}{verdict}"
 
 
-def close_with(summary: dict, folder: Path) -> None:
+def close_with(summary: dict, folder: Path, run_dir: Path, exported: Path) -> None:
     print(
         f"\nread {summary['held_out_accuracy']:.1%} of the held-out digits right"
         f" ({summary['held_out_read_two_accuracy']:.1%} of two at once,"
         f" {summary['held_out_sum_accuracy']:.1%} of the sums)"
         f"\nMegatron and the exported folder agree on {summary['hf_agreement']:.1%} of the answers"
         f"\ntraining {summary['train_seconds']} s, everything {summary['total_seconds']} s"
-        f"\n\nlook at  {folder}/contact_sheet.png  {folder}/loss.png  {folder}/summary.json"
-        f"\nload     {folder}/hf  with Transformers"
-        f"\nwatch    tensorboard --logdir {folder}/tensorboard"
+        f"\n\nlook at  {folder}/contact_sheet.png  {run_dir}/loss.png  {folder}/summary.json"
+        f"\nload     {exported}  with Transformers"
+        f"\nwatch    tensorboard --logdir {run_dir}/tensorboard"
     )
 
 

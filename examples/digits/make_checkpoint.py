@@ -1,6 +1,7 @@
 """Make a small checkpoint of random weights for the digits: python make_checkpoint.py gemma3 OUTPUT
 
-It has the shape of the real family, at sizes for two processor cores.
+It has the shape of the real family, at sizes for two processor cores. With `parts` in place of a family, a
+SigLIP2 and a Llama are made, in OUTPUT/siglip2 and OUTPUT/llama.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from make_digits import ADD_TWO, ONE_IMAGE, READ_TWO
+from make_digits import ADD_TWO, DOCUMENT, ONE_IMAGE, READ_TWO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `tiny` is not installed
 
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
+from tiny.family import DEMO_TEXT, DEMO_TOWER  # noqa: E402
+from tiny.parts import build_language_model, build_tower  # noqa: E402
 
 
 def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
@@ -23,12 +26,24 @@ def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **TINY_FAMILIES[family].demo)
 
 
+def make_parts(output: str) -> None:
+    """Write the two checkpoints that are composed."""
+    disable_progress_bar()
+    set_verbosity_error()  # of default ids beyond the toy size of a text half
+    build_tower("siglip2", Path(output, "siglip2"), **DEMO_TOWER)
+    build_language_model("llama", Path(output, "llama"), corpus=questions(), head_dim=32, **DEMO_TEXT)
+
+
 def questions() -> list[str]:
     """The text on which the tokenizer is trained, so that each word of the prompts becomes one token."""
     asked = [question.replace("<image>", "") for question in (*ONE_IMAGE, *READ_TWO, *ADD_TWO)]
     templates = ["user", "model", "assistant", "system", "You are a helpful assistant."]
+    templates += [DOCUMENT, "This is a"]
     return [*asked, *templates] * 20
 
 
 if __name__ == "__main__":
-    make_checkpoint(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    if sys.argv[1] == "parts":
+        make_parts(sys.argv[2])
+    else:
+        make_checkpoint(*sys.argv[1:3], *map(int, sys.argv[3:]))

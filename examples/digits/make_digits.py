@@ -6,6 +6,7 @@ scikit-learn ships the 1,797 digits of the UCI set (8x8 pixels, 0 to 16), so not
 
     OUTPUT/images/0042.jpg     every scan, upscaled; 0042v1.jpg is the same one, turned and shifted
     OUTPUT/train.jsonl         questions about one image and about two (both digits, or their sum)
+    OUTPUT/documents.jsonl     the same images with what they show, as documents (`make_documents`)
     OUTPUT/held_out.jsonl      the same kinds of question about images that train.jsonl never shows
 """
 
@@ -33,6 +34,7 @@ ADD_TWO = (
     "<image><image> What is the sum of these two digits?",
     "First <image> and then <image>. What is their sum?",
 )
+DOCUMENT = "Scans of digits."
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,21 @@ def make_digits(
         (output / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
         counts[side] = len(records)
     return counts
+
+
+def make_documents(output: Path, count: int = 1500, seed: int = 0) -> int:
+    """Write `documents.jsonl` beside the training questions: texts and one to four of their images."""
+    rng = random.Random(seed)
+    lines = (output / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    known = [record for record in map(json.loads, lines) if record["id"].startswith("digit")]
+    digits = [(record["images"][0], record["conversations"][1]["value"]) for record in known]
+    with (output / "documents.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            shown = rng.sample(digits, rng.randint(1, 4))
+            texts = [DOCUMENT, *(text for _, digit in shown for text in (None, f"This is a {digit}."))]
+            images = [None, *(image for name, _ in shown for image in (name, None))]
+            file.write(json.dumps({"texts": texts, "images": images}) + "\n")
+    return count
 
 
 def write_image(scan: np.ndarray, file: Path, size: int, variant: int, rng: random.Random) -> None:

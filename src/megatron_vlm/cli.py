@@ -39,6 +39,7 @@ from megatron_vlm.commands.arguments import (
     show,
     writable_page,
 )
+from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.files import read_file
 from megatron_vlm.job import watchdog
@@ -240,6 +241,9 @@ def prepare(context: typer.Context) -> None:
     from megatron_vlm.commands.prepare import prepare_command
 
     single(prepare_command)(context.args, prog_name="megatron-vlm prepare")
+
+
+app.command()(compose)
 
 
 @app.command("import")

@@ -7,7 +7,8 @@ processors or own code are looked at, and before anything else is fetched.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,18 @@ class Supported:
 
     architecture: str  # the class of Transformers that config.json names
     text_types: tuple[str, ...] = ()
+    other_texts: dict[str | None, str] = field(default_factory=dict)  # model_type -> why it is not supported
 
 
+_CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
+    "lfm2_vl": Supported(
+        "Lfm2VlForConditionalGeneration",
+        text_types=("llama", "mistral", "qwen2", "qwen3"),
+        other_texts=dict.fromkeys(("lfm2", "lfm2_moe", None), _CONVOLUTIONS),  # None is LFM2, too
+    ),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
@@ -38,7 +46,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
 }
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`
 # the keys of Transformers, of older llm-compressor, of MLX
-_QUANTISED = ("quantization_config", "compression_config", "quantization")
+QUANTISED = ("quantization_config", "compression_config", "quantization")
 _OWN_CODE = ", and code of the checkpoint's own (auto_map) is never run"
 
 
@@ -53,6 +61,14 @@ def refuse(path: str | Path) -> None:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config.json, unchanged, of a checkpoint that `refuse` lets pass; raises as it does."""
+    config = any_config(path)
+    if problem := _problem(config):
+        raise ConfigError(f"checkpoint {printable(path)}: {problem}")
+    return config
+
+
+def any_config(path: str | Path) -> dict[str, Any]:
+    """The config.json of any checkpoint. Raises ConfigError unless it is a JSON object."""
     file = config_file(path)
     place = f"checkpoint {printable(path)}"
     try:
@@ -61,8 +77,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{place}: {CONFIG_FILE} is not JSON ({error}); download it again.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
-    if problem := _problem(config):
-        raise ConfigError(f"{place}: {problem}")
     return config
 
 
@@ -83,16 +97,16 @@ def config_file(path: str | Path) -> Path:
     return Path(_fetched(path, lambda name: hf_hub_download(name, CONFIG_FILE)))
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, check: Callable[[str | Path], Any] = refuse) -> Path:
     """The folder of a checkpoint; a name that is not a folder is fetched from the Hugging Face hub.
 
-    For a hub name, config.json is checked first: raises as `refuse` before anything else is fetched.
+    For a hub name, config.json is checked first: raises as `check` before anything else is fetched.
     """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    refuse(path)
+    check(path)
     ignored = "consolidated*"  # Mistral's repositories hold the weights twice
     return Path(
         _fetched(path, lambda n: snapshot_download(n, allow_patterns=FETCHED, ignore_patterns=ignored))
@@ -132,8 +146,8 @@ def _problem(config: dict[str, Any]) -> str | None:
     text_type = text.get("model_type")
     if known.text_types and text_type not in known.text_types:
         return (
-            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported; "
-            f"supported: {', '.join(known.text_types)}."
+            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported"
+            f"{known.other_texts.get(text_type, '')}; supported: {', '.join(known.text_types)}."
         )
     return _quantised(config) or _quantised(text)
 
@@ -151,7 +165,7 @@ def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:
 
 
 def _quantised(config: dict[str, Any]) -> str | None:
-    key = next((key for key in _QUANTISED if config.get(key) is not None), None)
+    key = next((key for key in QUANTISED if config.get(key) is not None), None)
     settings = config.get(key) if key else None
     if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == _FP8):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,27 @@ def checkpoint_problems(
 ) -> Iterator[str]:
     """What keeps a Hugging Face folder, or a hub name in the cache, from being trained."""
     path, shown = Path(hf_path).expanduser(), f"model.hf_path: {printable(hf_path)}"
+    problems = list(folder_problems("model.hf_path", hf_path, refuse))
+    yield from problems
+    if problems or not path.exists():
+        return
+    if load_weights:
+        yield from weight_problems(
+            "model.hf_path", path, " (or set model.load_weights=false for random ones)"
+        )
+    if needs_processor:
+        yield from _processor_problems(path, shown)
+
+
+def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
+    """What keeps a folder, or a hub name in the cache, from being the checkpoint that a setting asks for;
+    `refuse` raises ConfigError if its config.json does."""
+    path, shown = Path(given).expanduser(), f"{setting}: {printable(given)}"
     if not path.exists():
-        if not is_hub_name(hf_path) or "://" in hf_path:
+        if not is_hub_name(given) or "://" in given:
             yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
             return
-        cached = cache("HF_HUB_CACHE", "hub") / f"models--{hf_path.replace('/', '--')}" / "snapshots"
+        cached = cache("HF_HUB_CACHE", "hub") / f"models--{given.replace('/', '--')}" / "snapshots"
         if not cached.is_dir() and is_offline("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
             yield (
                 f"{shown} does not exist here, nor in the hub's cache, and HF_HUB_OFFLINE is set; give a "
@@ -94,35 +110,31 @@ def checkpoint_problems(
     if not path.is_dir():
         yield f"{shown} is a file; give the folder that holds config.json and the weights."
         return
-    config = path / "config.json"
-    if not config.is_file():
+    if not (path / "config.json").is_file():
         kind = kind_of(path) or "a folder without config.json"
         remedy = "give the folder of a Hugging Face checkpoint"
         if kind == "a run folder":
-            remedy = f"export it first: megatron-vlm export {printable(hf_path)} OUTPUT"
+            remedy = f"export it first: megatron-vlm export {printable(given)} OUTPUT"
         yield f"{shown} is {kind}; {remedy}."
         return
     try:
         refuse(path)
     except ConfigError as error:
         yield str(error)
-        return
-    if load_weights:
-        yield from _weight_problems(path, shown)
-    if needs_processor:
-        yield from _processor_problems(path, shown)
 
 
-def _weight_problems(path: Path, shown: str) -> Iterator[str]:
+def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[str]:
+    """What keeps the weights of a folder from being read; `otherwise` says how to do without them."""
+    shown = f"{setting}: {printable(path)}"
     if not has_weights(path):
         pickled = any(path.glob("pytorch_model*.bin"))
         why = "only pickled weights, which are not read; convert them to" if pickled else "no weights; add"
-        yield f"{shown} holds {why} {WEIGHT_FILE} (or set model.load_weights=false for random ones)."
+        yield f"{shown} holds {why} {WEIGHT_FILE}{otherwise}."
         return
     try:
         names = weight_files(path)
     except ConfigError as error:
-        yield f"model.hf_path: {error}"
+        yield f"{setting}: {error}"
         return
     missing = [name for name in names if not (path / name).is_file()]
     if missing:

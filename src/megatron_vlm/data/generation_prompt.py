@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
+from megatron_vlm.data.encode.naflex import without_padding
 from megatron_vlm.data.media.images import decode_image
 
 
@@ -23,7 +24,7 @@ def encode_prompt(
 
     The text stays on the host, pixels go to the device.
     """
-    outputs = processor_outputs(processor, messages, images)
+    outputs = without_padding(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None

@@ -69,7 +69,11 @@ def pixels_within(
 ) -> tuple[int | None, int | None]:
     """The most and fewest pixels of an image: the run's, or its own, moved to lie within the run's. Raises
     BadSample if its processor makes all images one size."""
-    if own and processor.image_processor.size.get("height"):
+    images = processor.image_processor
+    one_size = images.size.get("height") and not hasattr(
+        images, "max_image_tokens"
+    )  # LFM2-VL's is that of tiles
+    if own and one_size:
         name, said = type(processor).__name__, ", ".join(own)
         detail = f"{name} makes all images one size: {said} of an image has no effect; remove it"
         raise BadSample("processor_error", detail)

@@ -64,7 +64,11 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
 
 def load_config(path: str | Path) -> PreTrainedConfig:
     """Transformers' config from a config.json that `supported.refuse` lets pass; no other file is read."""
-    config = read_config(path)
+    return as_hf_config(read_config(path), path)
+
+
+def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
+    """Transformers' config from what the config.json at `path` holds. Raises ConfigError if it refuses it."""
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:

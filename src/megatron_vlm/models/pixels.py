@@ -46,6 +46,7 @@ class _Normalizer(nn.Module):
         super().__init__()
         settings = [getattr(part, name, None) for name in ("image_mean", "image_std", "rescale_factor")]
         self.knows, self.repeats = None not in settings, repeats
+        self.colours_at = 2 if hasattr(part, "encoder_patch_size") else 1  # in what the tower takes
         if self.knows:
             mean, std, factor = settings
             # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
@@ -63,7 +64,8 @@ class _Normalizer(nn.Module):
         return ready
 
     def _patches(self, pixels_PF: Tensor, dtype: torch.dtype) -> Tensor:
-        ready = self._normalized(pixels_PF.unflatten(-1, (-1, len(self.mean))), dtype).transpose(1, 2)
+        ready = self._normalized(pixels_PF.unflatten(-1, (-1, len(self.mean))), dtype)
+        ready = ready.transpose(self.colours_at, 2)
         return ready[:, :, None].expand(-1, -1, self.repeats, -1).flatten(1)
 
     def _normalized(self, colours_last: Tensor, dtype: torch.dtype) -> Tensor:

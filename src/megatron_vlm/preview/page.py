@@ -140,7 +140,7 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
     """The image, or every frame of the video, as the model sees it."""
     grid = item.image_grid_thw if item.image_grid_thw is not None else item.video_grid_thw
     pixels = item.pixel_values if item.pixel_values is not None else item.pixel_values_videos
-    if is_raw(pixels):
+    if is_raw(pixels) or hasattr(image_processor, "encoder_patch_size"):  # LFM2-VL's keeps them last
         pixels = _colours_first(pixels)
     if grid is not None:
         frames_TCHW = _unpatched(pixels, grid[0].tolist(), image_processor)
@@ -157,15 +157,17 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
 
 
 def _colours_first(raw: Tensor) -> Tensor:
-    """Raw pixels in the axis order of ready ones, see `megatron_vlm.batch`."""
+    """Pixels with colours last, such as raw ones, in the axis order of most ready ones."""
     return (
         raw.permute(0, 3, 1, 2) if raw.dim() == 4 else raw.unflatten(-1, (-1, 3)).transpose(1, 2).flatten(1)
     )
 
 
 def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Tensor:
-    """Images (T, C, H, W) from patches in merged squares, the order of Qwen2-VL's image processor."""
-    merge, patch = image_processor.merge_size, image_processor.patch_size
+    """Images (T, C, H, W) from patches in merged squares, the order of Qwen2-VL's image processor; or in
+    rows, that of LFM2-VL's."""
+    merge = getattr(image_processor, "merge_size", 1)
+    patch = getattr(image_processor, "patch_size", None) or image_processor.encoder_patch_size
     times, height, width = grid[0], grid[1] // merge, grid[2] // merge
     folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)
     return folded.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, grid[1] * patch, grid[2] * patch)

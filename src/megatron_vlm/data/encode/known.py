@@ -25,6 +25,7 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, fixed_size, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
@@ -236,6 +237,7 @@ KNOWN = {  # processor class of transformers → what it does
     "PixtralProcessor": Known(
         "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
+    "Lfm2VlProcessor": Known("Lfm2VlImageProcessor", (), naflex.resized, naflex.image_ids, naflex.patches),
     "Glm4vProcessor": Known(
         "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
     ),

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder
@@ -61,7 +62,12 @@ class HFProcessor:
         return self.sizes(prompt, [self.sizes.counted(size) for size in sizes], plans)
 
     def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
-        return self._text(prompt, list(images), videos)
+        images = list(images)
+        if naflex.is_naflex(self._processor):
+            for image in images:
+                naflex.resized(self._processor, image.height, image.width)
+        encoded, outputs = self._text(prompt, images, videos)
+        return encoded, naflex.without_padding(outputs)
 
 
 def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Processor, str | None]:

@@ -18,6 +18,7 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
@@ -30,6 +31,7 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
+CUTTING = ("do_pan_and_scan", "do_image_splitting")  # settings that make several images of a large one
 ImageTokens = tuple[np.ndarray, int]  # an image's ids without its begin and end tokens, and its raw patches
 
 
@@ -40,19 +42,20 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not hasattr(processor, "_get_num_multimodal_tokens"):
+        if not (hasattr(processor, "_get_num_multimodal_tokens") or naflex.is_naflex(processor)):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
             )
-        if getattr(processor.image_processor, "do_pan_and_scan", None):
+        images = processor.image_processor
+        if key := next((key for key in CUTTING if getattr(images, key, None)), None):
             raise ValueError(
-                f"{type(processor).__name__}: with do_pan_and_scan images give tokens that their size does "
-                "not tell, as packing needs; turn it off or use data.packing=none."
+                f"{type(processor).__name__}: with {key} images give tokens that their size does not "
+                "tell, as packing needs; turn it off or use data.packing=none."
             )
         self._processor, self._encode_text = processor, encode_text
-        sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
-        self.patch_size = next(filter(None, sides), PATCH_SIZE)
+        named = (processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size")
+        self.patch_size = next(filter(None, (getattr(*name, None) for name in named)), PATCH_SIZE)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -115,10 +118,8 @@ class SizeEncoder:
     def _image_token(self, ids: np.ndarray) -> int:
         """The image token that the tokenizer or the processor names; else the most frequent added token among
         `ids`: a small image may have more newlines around it than tokens in it."""
-        counts, tokenizer = (
-            dict(zip(*np.unique(ids, return_counts=True), strict=True)),
-            self._processor.tokenizer,
-        )
+        counts = dict(zip(*np.unique(ids, return_counts=True), strict=True))
+        tokenizer = self._processor.tokenizer
         named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
         for candidates in (named, tokenizer.added_tokens_decoder, counts):
             if found := [token for token in candidates if token in counts]:
@@ -163,6 +164,8 @@ class SizeEncoder:
     def _count(self, size: tuple[int, int]) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
+        if naflex.is_naflex(self._processor):
+            return naflex.count(self._processor, height, width)
         has_grids = hasattr(self._processor.image_processor, "merge_size")
         if not has_grids and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too

@@ -25,7 +25,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None = None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float,
     cu_seq_lens_q: Tensor | None = None,
@@ -34,9 +34,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: (1, H, P, K) each → (1, P, H, K) and no weights.
 
-    The bounds of the segments (n + 1,) are on the host: `host_bounds` if a tower makes its own on the device.
+    The bounds of the segments (n + 1,) are on the host: `host_bounds` if a tower makes its own on the device,
+    `attention_mask` if its layers hand on nothing else.
     """
-    bounds = cu_seq_lens_q if host_bounds is None else host_bounds
+    bounds = next(each for each in (host_bounds, cu_seq_lens_q, attention_mask) if each is not None)
     if bounds not in _views:
         _views[bounds] = view_of(np.diff(bounds.numpy()), query.device)
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -59,10 +60,14 @@ def use_segments(tower: PreTrainedModel) -> PreTrainedModel:
     return tower
 
 
+def uses_segments(tower: PreTrainedModel) -> bool:
+    return tower.config._attn_implementation == NAME
+
+
 def use_sdpa(vision: nn.Module) -> None:
     """Takes `use_segments` back for every tower in `vision`."""
     for part in vision.modules():
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+        if isinstance(part, PreTrainedModel) and uses_segments(part):
             part.config._attn_implementation = "sdpa"
 
 

@@ -28,9 +28,9 @@ from megatron_vlm.models.weights.rules import (
     named_global_weights,
     turned,
 )
-from megatron_vlm.models.weights.shards import SafetensorsFile, split
+from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
 from megatron_vlm.models.weights.ties import asks_for_ties
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE
+from megatron_vlm.supported import CONFIG_FILE
 
 SHARD_BYTES = 2**30  # export starts a new file after this much
 
@@ -165,7 +165,7 @@ def export_hf(
     if dist.get_rank() == 0:
         files = {file: keys for stage in stages for file, keys in stage.items()}
         _check_complete(files, checkpoint, weight_map.ignored)
-        _name_shards(unfinished, files)
+        name_shards(unfinished, files)
         unfinished.rename(output)
     dist.barrier()
 
@@ -255,18 +255,3 @@ def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignor
     assert set(exported) == expected, (
         f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
     )
-
-
-def _name_shards(folder: Path, files: dict[str, list[str]]) -> None:
-    """Rename to HF's scheme and write the index; a single file needs none."""
-    if len(files) == 1:
-        (folder / next(iter(files))).rename(folder / WEIGHT_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, (file, keys) in enumerate(sorted(files.items()), start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (folder / file).rename(folder / name)
-        weight_map |= dict.fromkeys(keys, name)
-    size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

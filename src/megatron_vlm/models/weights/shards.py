@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
+
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -105,3 +107,18 @@ def _staged(value: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     step = max(1, STAGING_BYTES * len(rows) // max(1, rows.numel() * dtype.itemsize))
     for part in rows.split(step):
         yield part.to("cpu", dtype).contiguous().flatten()
+
+
+def name_shards(folder: Path, files: dict[str, list[str]]) -> None:
+    """Rename `files` (name -> its tensors) to HF's scheme and write the index; a single file needs none."""
+    if len(files) == 1:
+        (folder / next(iter(files))).rename(folder / WEIGHT_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (file, keys) in enumerate(sorted(files.items()), start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / file).rename(folder / name)
+        weight_map |= dict.fromkeys(keys, name)
+    size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

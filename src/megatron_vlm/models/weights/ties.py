@@ -39,12 +39,17 @@ def asks_for_ties(config: dict) -> bool:
 
 
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
-    """Whether both matrices are stored and differ. Reads a few rows at a time, up to the first difference."""
+    """Whether both matrices are stored and differ."""
     checkpoint = HFCheckpoint(folder, weight_map.renames)
     twice = next(rule for rule in weight_map.rules if isinstance(rule.operation, Twice))
     if any(key not in checkpoint.files for key in twice.hf):
         return False
-    embedding, head = (checkpoint.slices(key) for key in twice.hf)
+    return differ(checkpoint, *twice.hf)
+
+
+def differ(checkpoint: HFCheckpoint, embedding_key: str, head_key: str) -> bool:
+    """Whether two matrices differ. Reads a few rows at a time, up to the first difference."""
+    embedding, head = (checkpoint.slices(key) for key in (embedding_key, head_key))
     if list(embedding.get_shape()) != list(head.get_shape()):
         return True
     for start in range(0, embedding.get_shape()[0], ROWS):

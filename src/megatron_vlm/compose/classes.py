@@ -1,0 +1,216 @@
+"""The classes of Transformers that hold a tower and a language model: their configs, processors and names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    CONFIG_MAPPING,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    LlavaProcessor,
+    PixtralProcessor,
+    PreTrainedConfig,
+    ProcessorMixin,
+)
+from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+from megatron_vlm.compose.sources import Part
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+from megatron_vlm.models.hf import as_hf_config
+
+MERGED = 2  # patches along each side of a visual token, where a projector merges them
+IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
+PROJECTOR_WIDTH = 2560  # of the published LFM2-VL
+FEATURE_LAYER = -2  # the layer before the last, as in LLaVA 1.5
+# what a config.json says about itself and not about the model
+_ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user can choose about images and the projector, where a class leaves it open."""
+
+    min_image_tokens: int | None = None
+    max_image_tokens: int | None = None
+    projector_width: int | None = None
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A class that holds both."""
+
+    model_type: str
+    architecture: str
+    roles: Mapping[str, str]  # its special tokens by role, as they are spelled where the tokenizer has none
+    config: Callable[
+        [Any, Any, int], dict[str, Any]
+    ]  # (vision config, text config, image token) → its own keys
+    processor: Callable[..., ProcessorMixin]  # (tower, tokenizer, {role: token}, chat template, choices)
+    hub_names: tuple[tuple[str, str], ...] = ()  # patterns in names of parameters → as files spell them
+
+    def hub_name(self, name: str) -> str:
+        for pattern, replacement in self.hub_names:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+def composed_config(
+    composed: Composed,
+    tower: Part,
+    language: Part,
+    changes: Mapping[str, Any],
+    image_token: int,
+    dtype: str,
+    choices: Choices,
+) -> PreTrainedConfig:
+    """The config of the whole, whose parts all run in `dtype`; `changes` are those of the text config."""
+    vision, text = part_config(tower), part_config(language)
+    if hasattr(vision, "vision_use_head"):
+        vision.vision_use_head = False
+    for key, value in changes.items():
+        setattr(text, key, value)
+    vision.dtype = text.dtype = dtype
+    return CONFIG_MAPPING[composed.model_type](
+        vision_config=vision,
+        text_config=text,
+        tie_word_embeddings=text.tie_word_embeddings,
+        dtype=dtype,
+        architectures=[composed.architecture],
+        **composed.config(vision, image_token, choices),
+    )
+
+
+def part_config(part: Part) -> PreTrainedConfig:
+    """The config of a tower or of a language model, without what it says about its own files."""
+    return as_hf_config({key: value for key, value in part.config.items() if key not in _ABOUT}, part.folder)
+
+
+def image_processor(tower: Part) -> Any:
+    """The tower's own; raises ConfigError if Transformers cannot read it."""
+    try:
+        return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--tower {printable(tower.folder)}: Transformers cannot read its image processor "
+            f"({printable(str(error).strip().partition(chr(10))[0])}); download it again."
+        ) from error
+
+
+def _lfm2_vl(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
+    theirs = image_processor(tower)
+    least, most = IMAGE_TOKENS
+    images = Lfm2VlImageProcessor(
+        do_image_splitting=False,
+        use_thumbnail=False,
+        min_image_tokens=choices.min_image_tokens or least,
+        max_image_tokens=choices.max_image_tokens or most,
+        encoder_patch_size=part_config(tower).patch_size,
+        downsample_factor=MERGED,
+        image_mean=theirs.image_mean,
+        image_std=theirs.image_std,
+    )
+    return Lfm2VlProcessor(image_processor=images, tokenizer=tokenizer, chat_template=template)
+
+
+def _llava(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
+    images = image_processor(tower)
+    vision = part_config(tower)
+    made = images(Image.new("RGB", (vision.image_size,) * 2), return_tensors="pt")["pixel_values"].shape[-2:]
+    if tuple(made) != (vision.image_size,) * 2:
+        raise ConfigError(
+            f"--tower {printable(tower.folder)}: its image processor makes images of {tuple(made)} pixels, "
+            f"its config.json says {vision.image_size}; put the processor of that very model into its folder."
+        )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy=_features(vision.model_type),
+        num_additional_image_tokens=int(_has_class_token(vision.model_type)),
+        chat_template=template,
+        image_token=tokens["image"],
+    )
+
+
+def _mistral3(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
+    images = image_processor(tower)
+    vision = part_config(tower)
+    size, patch = vision.image_size, vision.patch_size
+    images.size = type(images)(size={"longest_edge": size}).size
+    images.patch_size = type(images)(patch_size={"height": patch, "width": patch}).patch_size
+    return PixtralProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch,
+        spatial_merge_size=MERGED,
+        chat_template=template,
+        image_token=tokens["image"],
+        image_break_token=tokens["row_break"],
+        image_end_token=tokens["image_end"],
+    )
+
+
+def _has_class_token(model_type: str) -> bool:
+    return model_type == "clip_vision_model"
+
+
+def _features(model_type: str) -> str:
+    """Which features of the tower are taken: `default` leaves the first out, CLIP's class token."""
+    return "default" if _has_class_token(model_type) else "full"
+
+
+_ENDS = {"pad": "<|pad|>", "end_of_turn": "<|end_of_turn|>"}
+_HUB_NAMES = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.", ""),
+)
+COMPOSED = {
+    "lfm2_vl": Composed(
+        "lfm2_vl",
+        "Lfm2VlForConditionalGeneration",
+        roles={"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>", **_ENDS},
+        config=lambda vision, image, choices: {
+            "image_token_id": image,
+            "downsample_factor": MERGED,
+            "projector_hidden_size": choices.projector_width or PROJECTOR_WIDTH,
+        },
+        processor=_lfm2_vl,
+    ),
+    "llava": Composed(
+        "llava",
+        "LlavaForConditionalGeneration",
+        roles={"image": "<image>", **_ENDS},
+        config=lambda vision, image, choices: {
+            "image_token_index": image,
+            "image_seq_length": (vision.image_size // vision.patch_size) ** 2,
+            "vision_feature_layer": FEATURE_LAYER,
+            "vision_feature_select_strategy": _features(vision.model_type),
+        },
+        processor=_llava,
+        hub_names=_HUB_NAMES,
+    ),
+    "mistral3": Composed(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        roles={"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
+        config=lambda vision, image, choices: {"image_token_index": image, "spatial_merge_size": MERGED},
+        processor=_mistral3,
+        hub_names=_HUB_NAMES,
+    ),
+}
+
+
+def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters and buffers of the whole model by name, without making it."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}

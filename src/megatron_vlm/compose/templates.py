@@ -1,0 +1,74 @@
+"""Chat templates that write images and mark replies, in the style of the tokenizer's control tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from string import Template
+
+_BODY = """{%- macro body(content) -%}
+    {%- if content is string -%}{{ content }}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part['type'] == 'image' -%}{{ $image }}
+            {%- elif part['type'] == 'text' -%}{{ part['text'] }}
+            {%- else -%}{{ raise_exception('This template writes texts and images, and nothing else!') }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}{{ raise_exception('This template writes no tools!') }}{%- endif -%}
+{{ bos_token or '' }}
+{%- for message in messages -%}
+    {%- if message['role'] not in ('system', 'user', 'assistant') -%}
+        {{ raise_exception('This template writes system, user and assistant turns, and no others!') }}
+    {%- endif -%}
+"""
+_HEADERS = (
+    _BODY
+    + """    {{ $before + message['role'] + $after }}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{ body(message['content']) + $end }}{%- endgeneration -%}
+    {%- else -%}
+        {{ body(message['content']) + $end }}
+    {%- endif -%}
+    {{ $between }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ $before + 'assistant' + $after }}{%- endif -%}
+"""
+)
+_INST = (
+    _BODY
+    + """    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{ body(message['content']) + $end }}{%- endgeneration -%}
+    {%- else -%}
+        {%- if message['role'] == 'system' and not loop.first -%}
+            {{ raise_exception('A system turn comes first!') }}
+        {%- endif -%}
+        {{ (($system if message['role'] == 'system' else '[INST]')) + body(message['content']) }}
+        {{- $system_end if message['role'] == 'system' else '[/INST]' }}
+    {%- endif -%}
+{%- endfor -%}
+"""
+)
+
+
+def chat_template(vocabulary: Collection[str], image: str, end: str) -> str:
+    """A template in the style of Llama 3, of ChatML or of Mistral, whichever's control tokens there are; else
+    with the roles' names before the turns."""
+    quoted = {"image": json.dumps(image), "end": json.dumps(end)}
+    if "<|start_header_id|>" in vocabulary:
+        style = {"before": "<|start_header_id|>", "after": "<|end_header_id|>\n\n", "between": ""}
+    elif "<|im_start|>" in vocabulary:
+        style = {"before": "<|im_start|>", "after": "\n", "between": "\n"}
+    elif "[INST]" in vocabulary:
+        marked = "[SYSTEM_PROMPT]" in vocabulary
+        style = {"system": "[SYSTEM_PROMPT]", "system_end": "[/SYSTEM_PROMPT]"}
+        return _filled(_INST, quoted, style if marked else {"system": "[INST]", "system_end": "[/INST]"})
+    else:
+        style = {"before": "", "after": ":\n", "between": "\n"}
+    return _filled(_HEADERS, quoted, style)
+
+
+def _filled(template: str, quoted: dict[str, str], style: dict[str, str]) -> str:
+    return Template(template).substitute(quoted | {name: json.dumps(text) for name, text in style.items()})

@@ -1,0 +1,146 @@
+"""LFM2-VL's shell around any text model: SigLIP2's NaFlex tower, in native resolution, and a projector.
+
+LFM2's own text model is refused, see `supported`. What is trained here is composed of SigLIP2 and Llama,
+Mistral, Qwen2 or Qwen3.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AutoModel
+from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llama, texts
+from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
+from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.supported import SUPPORTED
+
+SECTIONS = keys.sections(
+    keys.Section(
+        ("lfm2_vl",),
+        keys.TOP
+        | keys.any_of("image_token_id", "downsample_factor", "projector_hidden_act")
+        | keys.any_of("projector_hidden_size", "projector_bias", "projector_use_layernorm"),
+    ),
+    texts.sections(SUPPORTED["lfm2_vl"].text_types),
+    keys.Section(
+        ("siglip2_vision_model",),
+        keys.VISION
+        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "layer_norm_eps")
+        | keys.any_of("num_patches")
+        | {"vision_use_head": keys.only(False)},  # its weights would be in the checkpoint and have no effect
+    ),
+)
+
+
+class Siglip2Vision(nn.Module):
+    """The HF tower and projector; all images run as one sequence in which each image sees only itself.
+
+    pixel_values (P, F), without padding, and image_grid_thw (N, 3), on the host -> features (M, D).
+    """
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.vision_tower = use_segments(
+            AutoModel.from_config(
+                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
+            )
+        )
+        self.multi_modal_projector = Lfm2VlMultiModalProjector(hf_config)
+        self.factor = hf_config.downsample_factor
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
+        project = self.vision_tower.embeddings.patch_embedding
+        hidden_PE = project(pixel_values.to(project.weight.dtype)) + self._positions(shapes_N)
+        hidden_PE = self.vision_tower.post_layernorm(self._encoded(hidden_PE, image_grid_thw.prod(-1)))
+        order_P = merge_order(shapes_N, self.factor).to(hidden_PE.device, non_blocking=True)
+        # one image of factor x factor patches for each feature
+        merged = hidden_PE.index_select(0, order_P).unflatten(0, (-1, self.factor, self.factor))
+        return self.multi_modal_projector(merged).flatten(0, 2)
+
+    def _positions(self, shapes_N: list[tuple[int, int]]) -> Tensor:
+        """(P, E): the position embeddings, resized for each shape by Transformers' own function."""
+        embeddings = self.vision_tower.embeddings
+        side = embeddings.position_embedding_size
+        table = embeddings.position_embedding.weight.unflatten(0, (side, side))
+        resized = {
+            (rows, columns): embeddings.resize_positional_embeddings(
+                table, torch.tensor([(rows, columns)]), rows * columns
+            )[0]
+            for rows, columns in dict.fromkeys(shapes_N)
+        }
+        return torch.cat([resized[shape] for shape in shapes_N])
+
+    def _encoded(self, hidden_PE: Tensor, patches_N: Tensor) -> Tensor:
+        """What the tower's layers make of the images."""
+        encoder = self.vision_tower.encoder
+        if not uses_segments(self.vision_tower):
+            images = hidden_PE.split(patches_N.tolist())
+            return torch.cat([encoder(image[None]).last_hidden_state[0] for image in images])
+        # its layers hand on a mask and nothing else
+        return encoder(hidden_PE[None], pad(patches_N.cumsum(0), (1, 0))).last_hidden_state[0]
+
+
+def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:
+    """(P,): the patches of images of these shapes, in rows, so that those of a feature follow one another."""
+    orders, start = [], 0
+    for rows, columns in shapes_N:
+        numbers = torch.arange(start, start + rows * columns)
+        squares = numbers.view(rows // factor, factor, columns // factor, factor).transpose(1, 2)
+        orders.append(squares.flatten())
+        start += rows * columns
+    return torch.cat(orders)
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A black square of whole merged patches."""
+    vision, factor = hf_config.vision_config, hf_config.downsample_factor
+    side = factor * max(1, round(pixels**0.5 / (vision.patch_size * factor)))
+    return {
+        "pixel_values": torch.zeros(side**2, vision.num_channels * vision.patch_size**2),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """The number of merged patches of each item."""
+    return (visual.image_grid_thw.prod(-1) // hf_config.downsample_factor**2).tolist()
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    return int((visual.image_grid_thw.prod(-1) ** 2).sum())
+
+
+MODEL = "model.language_model."
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    parts = ("vision_tower.**", "multi_modal_projector.**")
+    return [
+        *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
+        *llama.outer_rules(hf_config, MODEL),
+        *texts.layer_rules(hf_config, MODEL + "layers.*."),
+    ]
+
+
+FAMILY = Family(
+    model_type="lfm2_vl",
+    sections=SECTIONS,
+    visual_keys=("pixel_values", "image_grid_thw"),
+    architecture=texts.architecture,
+    rotary=texts.rotary,
+    build_vision=Siglip2Vision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
+    weights=weights,
+    renames=((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),),
+)
