@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,44 @@ def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
         "gradient": max(each[1] for each in every),
         "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
     }
+
+
+def details(path: str, held: str, exported: str) -> dict[str, Any]:
+    """On two processes: what holds besides the numbers, by name."""
+    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.rl import losses
+
+    samples, _ = torch.load(held, weights_only=False)
+    found: dict[str, Any] = {}
+    policy = policy_of(path, ParallelConfig(tp=2), 300)
+    before = policy.logprobs(samples).log_probs
+    again = policy.logprobs(samples[::-1]).log_probs[::-1]
+    found["order"] = max((a - b).abs().max().item() for a, b in zip(before, again, strict=True))
+    rollout = [x.clone() for x in before]
+    rollout[1][-1] += 0.5
+    found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
+    scored = [
+        sample | {"old": old, "reward": float(number)}
+        for number, (sample, old) in enumerate(zip(samples, before, strict=True))
+    ]
+
+    def clipped(log_probs, _, fields):
+        return losses.ppo_clip(log_probs, fields["old"], fields["reward"])
+
+    found["first"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
+    found["norm"] = policy.step()
+    found["second"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
+    found["moved"] = max(
+        (a - b).abs().max().item() for a, b in zip(before, policy.logprobs(samples).log_probs, strict=True)
+    )
+    policy = policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism, one without samples
+    own = scored if torch.distributed.get_rank() else []
+    found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
+    found["alone norm"] = policy.step()
+    found["none"] = len(policy.logprobs(own).log_probs)
+
+    policy = policy_of(path, ParallelConfig(pp=2), 300)
+    found["weights"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    chunks = [chunk.module for chunk in policy.chunks]
+    export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
+    return found

@@ -40,6 +40,17 @@ class Scores:
     entropies: list[Tensor] | None
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Of absolute differences of log-probabilities: how many, and which sample has the largest (None: no
+    token)."""
+
+    tokens: int
+    mean: float
+    max: float
+    worst_sample: int | None
+
+
 class Policy:
     """A model that scores samples and takes gradients from them, under any layout.
 
@@ -169,6 +180,31 @@ class Policy:
             )
         return hf_weights([chunk.module for chunk in self.chunks], self.source.folder, self.source.weight_map)
 
+    def compare(self, samples: Samples, rollout: Sequence[Tensor]) -> dict[str, Difference]:
+        """How far an engine's log-probabilities of this rank's samples are from the model's.
+
+        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at temperature 1. The
+        result has `text` for tokens before any image or video, `after image` for the others, over this rank's
+        samples: what an engine prepares or places differently shows in the second alone.
+        """
+        needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
+        scores, found = self.logprobs(samples).log_probs, []
+        for document, ours in zip(documents_of(samples, needs), scores, strict=True):
+            wanted = document.scored[1:]
+            theirs = torch.as_tensor(rollout[document.number]).cpu().float()
+            theirs = theirs[wanted] if len(theirs) == len(wanted) else theirs
+            if len(theirs) != int(wanted.sum()):
+                raise ValueError(
+                    f"sample {document.number}: {len(theirs)} log-probabilities for {int(wanted.sum())} "
+                    "wanted tokens; give one for each of them, or for each token but the first."
+                )
+            seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
+            found.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
+        return {
+            name: _difference([(number, off[seen == after]) for number, off, seen in found])
+            for name, after in (("text", False), ("after image", True))
+        }
+
     def _empty(self) -> None:
         for chunk in self.chunks:
             empty_gradients(chunk)
@@ -188,6 +224,14 @@ class Policy:
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
         missing = -(-count.item() // pp) * pp - len(rows)
         return rows + [blank(needs, self.source.family.visual_kinds(self.source.hf_config))] * missing
+
+
+def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
+    every = torch.cat([off for _, off in parts]) if parts else torch.empty(0)
+    if not len(every):
+        return Difference(0, 0.0, 0.0, None)
+    worst = max((off.max().item(), number) for number, off in parts if len(off))
+    return Difference(len(every), every.mean().item(), *worst)
 
 
 def _join(config: RunConfig) -> None:
