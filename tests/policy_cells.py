@@ -17,6 +17,12 @@ OURS = ("loss_mask", "advantage")
 ROWS = ("t", "it", "ititit")
 
 
+def layouts_of(family: str) -> list[str]:
+    """The model is the one that `test_parity.py` looks at; what differs here are rows, outputs and gradients."""
+    dense = ["1 process", "TP2+SP", "PP2·VPP2", "CP2", "DP2 dist. optimizer", "CP2·DP2"]
+    return {"gemma3": dense, "qwen3_vl_moe": ["TP2+SP", "EP2", "CP2·EP2"]}.get(family, ["TP2+SP"])
+
+
 def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
     """What the processor makes of texts with 0, 1 and 3 images, and a video; advantages for every token."""
     from transformers import AutoConfig, AutoProcessor
@@ -151,7 +157,7 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     again = policy.logprobs(samples[::-1]).log_probs[::-1]
     found["order"] = max((a - b).abs().max().item() for a, b in zip(before, again, strict=True))
     rollout = [x.clone() for x in before]
-    rollout[1][-1] += 0.5
+    rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
     found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
     scored = [
         sample | {"old": old, "reward": float(number)}
