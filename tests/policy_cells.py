@@ -18,7 +18,7 @@ ROWS = ("t", "it", "ititit")
 
 
 def layouts_of(family: str) -> list[str]:
-    """The model is the one that `test_parity.py` looks at; what differs here are rows, outputs and gradients."""
+    """`test_parity.py` looks at the model; what differs here are rows, outputs and gradients."""
     dense = ["1 process", "TP2+SP", "PP2·VPP2", "CP2", "DP2 dist. optimizer", "CP2·DP2"]
     return {"gemma3": dense, "qwen3_vl_moe": ["TP2+SP", "EP2", "CP2·EP2"]}.get(family, ["TP2+SP"])
 
