@@ -32,6 +32,26 @@ def output_losses(
     return -log_probabilities(hidden_ND, weight, context.labels)[0]
 
 
+@record_function("head")
+def output_scores(
+    temperature: float,
+    entropy: bool,
+    *,
+    hidden_states: Tensor,
+    output_layer,
+    output_weight,
+    config,
+    context: Stream,
+    **_,
+) -> Tensor:
+    """After `functools.partial` with the first two, Megatron's `output_processor`: (1 or 2, n) fp32, the
+    log-probability of each wanted token and the entropy of its distribution, see `log_probabilities`."""
+    hidden_ND = _wanted(hidden_states, config, context)
+    weight = output_layer.weight if output_weight is None else output_weight
+    found = log_probabilities(hidden_ND, weight, context.labels, temperature, entropy)
+    return torch.stack(found if entropy else found[:1])
+
+
 def output_logits(
     *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
 ) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.head import output_logits, output_losses
+from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
 from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -71,13 +72,13 @@ class VLMModel(MegatronModule):
         ranks = parallel_state.get_context_parallel_world_size()
         return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
 
-    def forward(self, stream: Stream, logits: bool = False) -> Tensor:
-        """On the last stage, the losses (n,) of the stream's outputs, or their logits (n, V / tp).
+    def forward(self, stream: Stream, head: Callable[..., Tensor] = output_losses) -> Tensor:
+        """On the last stage, the losses (n,) of the stream's outputs, or what another `head` makes of them.
 
         Other stages return hidden states for the next. There must be as many placeholders as features.
         """
         embedded = self._embed(stream) if self.pre_process else None
-        return self.language_model.outputs(stream, embedded, output_logits if logits else output_losses)
+        return self.language_model.outputs(stream, embedded, head)
 
     def _embed(self, stream: Stream) -> Tensor:
         """Token embeddings with the visual features in place: (T, 1, D), this rank's part of T under SP.

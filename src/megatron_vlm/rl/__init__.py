@@ -1,1 +1,1 @@
-"""What reinforcement learning needs around a model: containers for ragged samples, and losses."""
+"""Reinforcement learning: containers for ragged samples, losses, and a model as a policy."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
+from megatron_vlm.models.head import output_logits
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.setup import device
 from megatron_vlm.training.step import forward_backward
@@ -34,7 +35,7 @@ def logits(
 
 def _logits_step(data_iterator: Iterator[Stream], model: torch.nn.Module):
     stream = next(data_iterator)
-    return model(stream, logits=True), partial(_report_logits, stream)
+    return model(stream, output_logits), partial(_report_logits, stream)
 
 
 def _report_logits(stream: Stream, logits_NV: Tensor):

@@ -24,17 +24,21 @@ from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
 
-def data_parallel(chunks: list[VLMModel], config: RunConfig) -> list[DistributedDataParallel]:
+def data_parallel(
+    chunks: list[VLMModel], config: RunConfig, one_backward: bool = True
+) -> list[DistributedDataParallel]:
     """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step.
 
-    A bucket's reduction starts as soon as the backward pass of the last micro batch has filled it. A forward
-    pass waits for parameters that `step_in_flight` left on their way.
+    With `one_backward` the end of Megatron's schedule finishes the reduction, and a bucket's starts as soon
+    as the backward pass of the last micro batch has filled it. Without, schedules only add to the buffers,
+    any number of times, until the caller reduces them by `finalize_gradients`. A forward pass waits for
+    parameters that `step_in_flight` left on their way.
     """
     megatron_config = chunks[0].config
-    megatron_config.finalize_model_grads_func = finalize_gradients
+    megatron_config.finalize_model_grads_func = finalize_gradients if one_backward else None
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
+        overlap_grad_reduce=one_backward,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
     wrapped = [DistributedDataParallel(megatron_config, ddp, chunk) for chunk in chunks]

@@ -24,6 +24,7 @@ from megatron_vlm.models.weights.rules import (
     named_global_weights,
     named_weights,
 )
+from megatron_vlm.models.weights.streaming import hf_weights
 
 __all__ = [
     "ADAPTERS",
@@ -40,6 +41,7 @@ __all__ = [
     "find_rule",
     "find_weight",
     "hf_tensors",
+    "hf_weights",
     "hub_name",
     "import_hf",
     "named_global_weights",

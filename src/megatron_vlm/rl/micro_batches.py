@@ -1,0 +1,155 @@
+"""Samples of any length and with any images as micro batches of packed rows, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.batch import IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.messages import printable
+from megatron_vlm.models.positions import Kinds
+
+RESERVED = ("input_ids", "loss_mask", "position_ids", "attention_mask")
+
+
+@dataclass
+class Document:
+    """One sample: its tokens, what they see, and what the caller says of them."""
+
+    number: int  # in the caller's samples
+    sample: Mapping[str, Any]
+    needs: DataNeeds
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """(T,)"""
+        ids = torch.as_tensor(self.sample["input_ids"]).cpu()
+        if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+            raise ValueError(
+                f"sample {self.number}: input_ids are {ids.dtype} {tuple(ids.shape)}; give whole numbers, "
+                "(T,), without padding."
+            )
+        return ids.long()
+
+    @cached_property
+    def visual(self) -> GenericVisualInputs | None:
+        """Its images and videos; an entry of no rows is as good as none."""
+        given = {key: self.sample[key] for key in self.needs.visual_keys if self.sample.get(key) is not None}
+        given = {key: value for key, value in given.items() if len(value)}
+        return GenericVisualInputs.from_mapping(given) if given else None
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """(T,) bool: the tokens whose log-probability is wanted; the first has none."""
+        ids = self.input_ids
+        mask = self.sample.get("loss_mask")
+        mask = torch.ones(len(ids)) if mask is None else torch.as_tensor(mask).cpu()
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"sample {self.number}: loss_mask is {tuple(mask.shape)} for {len(ids)} tokens; give one "
+                "entry for each token."
+            )
+        mask = mask.bool().clone()
+        mask[0] = False
+        return mask
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """(T,) or (3, T)"""
+        return self.needs.position_ids(self.input_ids, self.visual)
+
+    def field(self, name: str) -> Tensor:
+        """(n,) what the sample says under this name of its scored tokens.
+
+        A number holds for all of them. A tensor has an entry for each token, for each but the first, or for
+        each scored one. Raises ValueError otherwise.
+        """
+        if name not in self.sample:
+            raise ValueError(f"sample {self.number}: lacks {printable(name)}, which other samples have.")
+        value, count = torch.as_tensor(self.sample[name]), int(self.scored.sum())
+        if value.dim() == 0:
+            return value.expand(count)
+        if len(value) == len(self.input_ids):
+            return value[self.scored.to(value.device)]
+        if len(value) == len(self.input_ids) - 1:
+            return value[self.scored[1:].to(value.device)]
+        if len(value) == count:
+            return value
+        raise ValueError(
+            f"sample {self.number}: {printable(name)} has {len(value)} entries for {len(self.input_ids)} "
+            f"tokens, {count} of them scored; give a number, or one entry for each token, for each but the "
+            "first, or for each scored one."
+        )
+
+
+@dataclass
+class MicroBatch:
+    """One row of documents, and whose they are."""
+
+    batch: Batch
+    documents: list[Document]
+
+    def fields(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """name -> (N,) over the scored tokens of the row; `sample` is the number of each one's sample."""
+        found = {
+            name: torch.cat([document.field(name) for document in self.documents]).to(device)
+            for name in names
+        }
+        counts = torch.tensor([int(document.scored.sum()) for document in self.documents])
+        numbers = torch.tensor([document.number for document in self.documents])
+        return found | {"sample": numbers.repeat_interleave(counts).to(device)}
+
+
+def documents_of(samples: Sequence[Mapping[str, Any]], needs: DataNeeds) -> list[Document]:
+    return [Document(number, samples[number], needs) for number in range(len(samples))]
+
+
+def micro_batches(documents: list[Document], max_tokens: int) -> list[MicroBatch]:
+    """The documents in rows of at most `max_tokens`; a longer one has a row for itself.
+
+    Long ones first, each into the fullest row that has room: the same for the same documents.
+    """
+    rows: list[list[Document]] = []
+    room: list[int] = []
+    for document in sorted(documents, key=lambda each: -len(each.input_ids)):
+        length = len(document.input_ids)
+        fits = [row for row, left in enumerate(room) if left >= length]
+        if not fits:
+            rows.append([])
+            room.append(max_tokens)
+            fits = [len(rows) - 1]
+        best = min(fits, key=room.__getitem__)
+        rows[best].append(document)
+        room[best] -= length
+    return [_packed(row) for row in rows]
+
+
+def _packed(documents: list[Document]) -> MicroBatch:
+    labels = [torch.where(each.scored.roll(-1), each.input_ids.roll(-1), IGNORE_INDEX) for each in documents]
+    numbers = [torch.full_like(each.input_ids, n) for n, each in enumerate(documents, start=1)]
+    row = torch.cat(labels)[None]
+    visual = [each.visual for each in documents if each.visual is not None]
+    batch: Batch = {
+        "input_ids": torch.cat([each.input_ids for each in documents])[None],
+        "labels": row,
+        "loss_mask": (row != IGNORE_INDEX).float(),
+        "position_ids": torch.cat([each.position_ids for each in documents], dim=-1).unsqueeze(-2),
+        "attention_mask": torch.cat(numbers)[None].int(),
+        "visual_inputs": GenericVisualInputs.cat(visual),
+        "__key__": [[str(each.number) for each in documents]],
+        "__restore_key__": None,
+    }
+    return MicroBatch(check(batch), documents)
+
+
+def blank(needs: DataNeeds, kinds: Kinds) -> MicroBatch:
+    """A row of one token that asks for nothing, for a rank that has too few."""
+    every = torch.arange(1000)
+    token = every[torch.as_tensor(kinds(every)) == 0][:1]  # no placeholder
+    row = _packed([Document(-1, {"input_ids": token}, needs)])
+    return MicroBatch(row.batch, [])

@@ -1,0 +1,291 @@
+"""A model as a policy: log-probabilities of given tokens, gradients of any loss on them, weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.adapters import load_adapters
+from megatron_vlm.models.head import output_scores
+from megatron_vlm.models.hf import Source, open_source
+from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.vlm import build_model
+from megatron_vlm.models.weights import hf_weights, import_hf, parameters_by_part
+from megatron_vlm.parallel import setup
+from megatron_vlm.rl.losses import Loss
+from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
+from megatron_vlm.training import checkpoint
+from megatron_vlm.training.gradients import data_parallel, empty_gradients, finalize_gradients
+from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import forward_backward
+
+Samples = Sequence[Mapping[str, Any]]
+# (log-probabilities (N,), entropies (N,) or None, fields by name (N,)) of a micro batch -> its loss, a sum
+LossFunction = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Loss]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted."""
+
+    log_probs: list[Tensor]
+    entropies: list[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of absolute differences of log-probabilities: how many, and which sample has the largest (None: no
+    token)."""
+
+    tokens: int
+    mean: float
+    max: float
+    worst_sample: int | None
+
+
+class Policy:
+    """A model that scores samples and takes gradients from them, under any layout.
+
+    A sample is a mapping with `input_ids` (T,), what the HF processor made of its images, `loss_mask` (T,) if
+    not all tokens are wanted, and any fields for losses. `samples` is a sequence of them: a list, a lazy
+    stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank gives its own, any number, also
+    none; the ranks of one model give the same. Every method is a collective of all ranks.
+    """
+
+    def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
+        own = parameters_by_part(
+            chunks, config.optimizer.by_part, source.family.groups, source.weight_map.rules
+        )
+        self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
+        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
+        self._empty()
+
+    @classmethod
+    def from_hf(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
+        """The model of `config.model.hf_path`, with new or given adapters if `config.adapter` says so.
+
+        `max_tokens` is the length of a packed row; a longer sample has a row for itself.
+        """
+        _join(config)
+        source = open_source(config.model.hf_path)
+        chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
+        import_hf(chunks, source.folder, source.weight_map)
+        if config.adapter.used:
+            load_adapters(chunks, source.folder, config.adapter.start)
+        return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
+
+    @classmethod
+    def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
+        """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
+        _join(config)
+        source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
+        chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
+        if config.adapter.used:
+            import_hf(chunks, source.folder, source.weight_map)
+            load_adapters(chunks, source.folder, None)
+        if checkpoint.load_latest(config.run_dir, chunks) is None:
+            raise FileNotFoundError(
+                f"{config.run_dir}: no complete checkpoint in this run folder; train it, or use from_hf."
+            )
+        return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
+
+    def logprobs(self, samples: Samples, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """What the model gives the wanted tokens of this rank's samples, logits divided by `temperature`.
+
+        By the same rows and operations as `forward_backward` on the same samples: equal to the bit.
+        """
+        rows = self._rows(samples)
+        score = partial(_score, _reported, self._scores_head(temperature, entropy))
+        for chunk in self.chunks:
+            chunk.eval()
+        reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        counts = [sum(int(each.scored.sum()) for each in row.documents) for row in rows]
+        found = torch.zeros(1 + entropy, sum(counts), device=setup.device())
+        if reports:
+            found = torch.cat([report["scores"] for report in reports], dim=1)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        given = [each for row in rows for each in row.documents]
+        parts = found.split([int(each.scored.sum()) for each in given], dim=1)
+        placed: list[Tensor] = [torch.empty(0)] * len(given)
+        for each, part in zip(given, parts, strict=True):
+            whole = torch.zeros(1 + entropy, len(each.input_ids) - 1, device=found.device)
+            whole[:, each.scored[1:].to(found.device)] = part
+            placed[each.number] = whole
+        return Scores([each[0] for each in placed], [each[1] for each in placed] if entropy else None)
+
+    def forward_backward(
+        self,
+        samples: Samples,
+        loss_function: LossFunction,
+        normalizer: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        fields: Sequence[str] = (),
+    ) -> dict[str, float]:
+        """Adds the gradient of the losses' sum over all ranks' samples / `normalizer`, equal on all ranks.
+
+        `loss_function` gets, for the wanted tokens of a micro batch, log-probabilities, entropies if asked
+        for, and the samples' `fields`, with `sample`, the number of each token's sample. Any number of calls
+        may come before `step`. Returns the means of what the losses log over all ranks, and `loss`.
+        """
+        rows = self._rows(samples)
+        left = iter(rows)  # the last stage asks for losses in the order of the rows
+
+        def loss(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+            row, scores = next(left), _Whole.apply(output, stream.output_places, stream.outputs)
+            none = torch.zeros((), dtype=torch.int, device=scores.device)  # Megatron divides by nothing
+            if not row.documents:
+                return scores.sum(), none, {}
+            given = row.fields(fields, scores.device)
+            found = loss_function(scores[0], scores[1] if entropy else None, given)
+            total = found.total / normalizer
+            return total, none, {"loss": torch.stack([total.detach(), total.new_zeros(())])} | found.logs
+
+        score = partial(_score, loss, self._scores_head(temperature, entropy))
+        return _means(forward_backward(self.chunks, [row.batch for row in rows], score))
+
+    def step(self) -> float:
+        """One optimizer step with the gradients since the last; they are reduced over ranks here, once.
+
+        Returns their norm. Without any call of `forward_backward` they are zero.
+        """
+        finalize_gradients(self.chunks)
+        updated, norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        self._empty()
+        return norm or 0.0
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`.
+
+        Every rank gets all and iterates to the end. Raises ValueError for a model with adapters.
+        """
+        if self.config.adapter.used:
+            raise ValueError(
+                "hf_weights: the model has adapters, which an engine loads by themselves; save them with "
+                "megatron_vlm.models.adapters.save_adapters."
+            )
+        return hf_weights([chunk.module for chunk in self.chunks], self.source.folder, self.source.weight_map)
+
+    def compare(self, samples: Samples, rollout: Sequence[Tensor]) -> dict[str, Difference]:
+        """How far an engine's log-probabilities of this rank's samples are from the model's.
+
+        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at temperature 1. The
+        result has `text` for tokens before any image or video, `after image` for the others, over this rank's
+        samples: what an engine prepares or places differently shows in the second alone.
+        """
+        needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
+        scores, found = self.logprobs(samples).log_probs, []
+        for document, ours in zip(documents_of(samples, needs), scores, strict=True):
+            wanted = document.scored[1:]
+            theirs = torch.as_tensor(rollout[document.number]).cpu().float()
+            theirs = theirs[wanted] if len(theirs) == len(wanted) else theirs
+            if len(theirs) != int(wanted.sum()):
+                raise ValueError(
+                    f"sample {document.number}: {len(theirs)} log-probabilities for {int(wanted.sum())} "
+                    "wanted tokens; give one for each of them, or for each token but the first."
+                )
+            seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
+            found.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
+        return {
+            name: _difference([(number, off[seen == after]) for number, off, seen in found])
+            for name, after in (("text", False), ("after image", True))
+        }
+
+    def _empty(self) -> None:
+        for chunk in self.chunks:
+            empty_gradients(chunk)
+        self.optimizer.zero_grad()
+
+    def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; give a number above 0.")
+        return partial(output_scores, temperature, entropy)
+
+    def _rows(self, samples: Samples) -> list[MicroBatch]:
+        """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
+        needs = self.source.needs
+        rows = micro_batches(documents_of(samples, needs), self.max_tokens)
+        count = torch.tensor(max(1, len(rows)), device=setup.device())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
+        missing = -(-count.item() // pp) * pp - len(rows)
+        return rows + [blank(needs, self.source.family.visual_kinds(self.source.hf_config))] * missing
+
+
+def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
+    every = torch.cat([off for _, off in parts]) if parts else torch.empty(0)
+    if not len(every):
+        return Difference(0, 0.0, 0.0, None)
+    worst = max((off.max().item(), number) for number, off in parts if len(off))
+    return Difference(len(every), every.mean().item(), *worst)
+
+
+def _join(config: RunConfig) -> None:
+    """Several policies may live in one process; they have one layout."""
+    if not parallel_state.model_parallel_is_initialized():
+        setup.init_distributed(config.parallel, config.train.seed)
+
+
+def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):
+    """Megatron's forward step: scores in place of losses."""
+    stream = next(streams)
+    return model(stream, head), partial(loss, stream)
+
+
+def _reported(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    scores = _Whole.apply(output, stream.output_places, stream.outputs)
+    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), {"scores": scores}
+
+
+class _Whole(torch.autograd.Function):
+    """The scores (k, N) of all context-parallel ranks on each; each then makes the same loss of them, and the
+    gradient of its own goes back."""
+
+    @staticmethod
+    def forward(ctx, local_kn: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return local_kn.clone()
+        whole = local_kn.new_zeros(len(local_kn), count)
+        whole[:, places] = local_kn
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return gradient, None, None
+        return gradient[:, ctx.saved_tensors[0]], None, None
+
+
+def _means(reports: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Name -> mean over all data-parallel ranks of what their losses logged; `loss` is a sum."""
+    sums: dict[str, list[float]] = {}
+    model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    if model == (0, 0):
+        for report in reports:
+            for name, pair in report.items():
+                before = sums.get(name, [0.0, 0.0])
+                sums[name] = [a + b for a, b in zip(before, pair.tolist(), strict=True)]
+    every: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, sums)
+    total: dict[str, list[float]] = {}
+    for own in every:
+        for name, pair in own.items():
+            total[name] = [a + b for a, b in zip(total.get(name, [0.0, 0.0]), pair, strict=True)]
+    return {name: value / (count or 1.0) for name, (value, count) in total.items()}

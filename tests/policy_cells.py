@@ -1,0 +1,186 @@
+"""What `test_policy.py` runs: a policy against Transformers' log_softmax and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parity
+import torch
+
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+
+TEMPERATURE, COEFFICIENT = 0.7, 0.3
+OURS = ("loss_mask", "advantage")
+ROWS = ("t", "it", "ititit")
+
+
+def layouts_of(family: str) -> list[str]:
+    """`test_parity.py` looks at the model; what differs here are rows, outputs and gradients."""
+    dense = ["1 process", "TP2+SP", "PP2·VPP2", "CP2", "DP2 dist. optimizer", "CP2·DP2"]
+    return {"gemma3": dense, "qwen3_vl_moe": ["TP2+SP", "EP2", "CP2·EP2"]}.get(family, ["TP2+SP"])
+
+
+def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
+    """What the processor makes of texts with 0, 1 and 3 images, and a video; advantages for every token."""
+    from transformers import AutoConfig, AutoProcessor
+
+    from megatron_vlm.models.families import family_for
+
+    parts, processor = family_for(AutoConfig.from_pretrained(path)), AutoProcessor.from_pretrained(path)
+    numbers = np.random.default_rng(3)
+    samples = []
+    for row in (*ROWS, *(["vt"] if "pixel_values_videos" in parts.visual_keys else [])):
+        found = parity.encode_row(processor, parity.conversation(numbers, row))
+        ids = found["input_ids"][0]
+        sample = {key: value if key in parts.visual_keys else value[0] for key, value in found.items()}
+        sample["loss_mask"] = torch.from_numpy(numbers.random(len(ids)) < 0.6)
+        samples.append(sample | {"advantage": torch.from_numpy(numbers.normal(size=len(ids))).float()})
+    return samples
+
+
+def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Log-probabilities and entropies of all tokens but the first by Transformers, and the gradients of
+    `loss` over the wanted ones."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.weights import hub_name
+
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_for(hf_config)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
+    for sample in samples:
+        ids, visual = sample["input_ids"], {k: sample[k] for k in family.visual_keys if k in sample}
+        inputs = parity.GenericVisualInputs.from_mapping(visual) if visual else None
+        text = {key: sample[key][None] for key in sample if key not in (*visual, *OURS)}
+        text["position_ids"] = positions(ids, inputs).unsqueeze(-2)
+        logits = model(**text, **visual, use_cache=False).logits[0, :-1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        mine, entropy = log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        wanted = sample["loss_mask"][1:]
+        total = total - (mine * sample["advantage"][1:] + COEFFICIENT * entropy)[wanted].sum()
+        found["log_probs"].append(mine.detach() * wanted)
+        found["entropies"].append(entropy.detach() * wanted)
+    (total / 5).backward()
+    grads = {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()}
+    return found | {"loss": total.item() / 5, "grads": grads}
+
+
+def loss(log_probs, entropies, fields):
+    from megatron_vlm.rl import losses
+
+    return losses.policy_gradient(log_probs, fields["advantage"]) + losses.entropy_bonus(
+        entropies, COEFFICIENT
+    )
+
+
+def policy_of(path: str, layout: ParallelConfig, max_tokens: int):
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.rl.policy import Policy
+
+    config = RunConfig(parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
+    config.optimizer.lr, config.optimizer.warmup_steps = 1e-2, 0
+    if torch.distributed.is_initialized():
+        setup.reset_layout(layout, seed=1)
+    return Policy.from_hf(config, max_tokens)
+
+
+def mine(samples: list) -> list:
+    """Those of this data-parallel rank: the first has one sample, the second the others."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return samples
+    return samples[1:] if parallel_state.get_data_parallel_rank() else samples[:1]
+
+
+def measure(names: list[str], path: str, held: str) -> list[dict]:
+    """The worst differences to Transformers over all ranks, by layout and by how samples are packed."""
+    rows = []
+    for name in names:
+        for max_tokens in (1, 300):
+            rows.append({"layout": name, "max_tokens": max_tokens} | _measure(name, path, held, max_tokens))
+    return rows
+
+
+def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
+    from megatron_vlm.training import gradients
+
+    samples, expected = torch.load(held, weights_only=False)
+    layout = parity.LAYOUTS[name][1]
+    policy = policy_of(path, layout, max_tokens)
+    own = mine(samples)
+    first = next(i for i, sample in enumerate(samples) if sample is own[0])
+    scores = policy.logprobs(own, TEMPERATURE, entropy=True)
+    worst = 0.0
+    for kind, found in (("log_probs", scores.log_probs), ("entropies", scores.entropies)):
+        assert len(found) == len(own)
+        for ours, theirs in zip(found, expected[kind][first:], strict=False):
+            worst = max(worst, (ours.cpu() - theirs).abs().max().item())
+    half = len(own) // 2
+    logs = [
+        policy.forward_backward(part, loss, 5, TEMPERATURE, entropy=True, fields=["advantage"])
+        for part in (own[:half], own[half:])
+    ]
+    gradients.finalize_gradients(policy.chunks)
+    if layout.distributed_optimizer:
+        parity.gather_sharded_grads(policy.chunks)
+    chunks, rules = [chunk.module for chunk in policy.chunks], policy.source.weight_map.rules
+    difference = (0.0, "")
+    for key, grad in parity.gradients_of(chunks, rules):
+        theirs = expected["grads"].get(key)
+        theirs = torch.zeros_like(grad) if theirs is None else theirs
+        scale = parity.gradient_scale(expected["grads"], key)
+        difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (worst, difference))
+    return {
+        "log_probs": max(each[0] for each in every),
+        "gradient": max(each[1] for each in every),
+        "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
+    }
+
+
+def details(path: str, held: str, exported: str) -> dict[str, Any]:
+    """On two processes: what holds besides the numbers, by name."""
+    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.rl import losses
+
+    samples, _ = torch.load(held, weights_only=False)
+    found: dict[str, Any] = {}
+    policy = policy_of(path, ParallelConfig(tp=2), 300)
+    before = policy.logprobs(samples).log_probs
+    again = policy.logprobs(samples[::-1]).log_probs[::-1]
+    found["order"] = max((a - b).abs().max().item() for a, b in zip(before, again, strict=True))
+    rollout = [x.clone() for x in before]
+    rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
+    found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
+    scored = [
+        sample | {"old": old, "reward": float(number)}
+        for number, (sample, old) in enumerate(zip(samples, before, strict=True))
+    ]
+
+    def clipped(log_probs, _, fields):
+        return losses.ppo_clip(log_probs, fields["old"], fields["reward"])
+
+    found["first"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
+    found["norm"] = policy.step()
+    found["second"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
+    found["moved"] = max(
+        (a - b).abs().max().item() for a, b in zip(before, policy.logprobs(samples).log_probs, strict=True)
+    )
+    policy = policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism, one without samples
+    own = scored if torch.distributed.get_rank() else []
+    found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
+    found["alone norm"] = policy.step()
+    found["none"] = len(policy.logprobs(own).log_probs)
+
+    policy = policy_of(path, ParallelConfig(pp=2), 300)
+    found["weights"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    chunks = [chunk.module for chunk in policy.chunks]
+    export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
+    return found
