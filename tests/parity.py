@@ -302,7 +302,8 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import generate, gradients, step
+    from megatron_vlm.training import gradients, step
+    from megatron_vlm.training.logits import logits_of
 
     run = RunConfig(parallel=layout)
     run.model = ModelConfig(**{"dtype": "fp32", **model})
@@ -330,7 +331,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         scale = gradient_scale(case["grads"], key)
         worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
 
-    reports = generate.logits(ddp, [batch for batch, _ in mine])
+    reports = logits_of(ddp, [batch for batch, _ in mine])
     logits_error = 0.0
     for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
         real_BS = batch["attention_mask"].bool()

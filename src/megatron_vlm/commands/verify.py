@@ -20,7 +20,7 @@ from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import CONFIG_FILE, refuse, resolve
-from megatron_vlm.training import generate
+from megatron_vlm.training.logits import logits_of
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
         "attention_mask": torch.ones_like(encoded["input_ids"])[None].int(),
         "visual_inputs": encoded["visual_inputs"],
     }
-    [logits] = generate.logits(run.chunks, [batch])
+    [logits] = logits_of(run.chunks, [batch])
     setup.shutdown()
     return logits.cpu()

@@ -18,7 +18,7 @@ from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
 
 
-def logits_of(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor]:
+def forward(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor]:
     """The logits (n, V) of each stream's wanted tokens on the last pipeline stage; elsewhere an empty list.
 
     The streams have one length; with pipelines, they are as many as its stages.

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.generation.cache import bytes_per_row
-from megatron_vlm.generation.forward import logits_of, told_by_last_stage
+from megatron_vlm.generation.forward import forward, told_by_last_stage
 from megatron_vlm.generation.rows import Piece, Request, Rows
 from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.models.vlm import VLMModel
@@ -146,14 +146,14 @@ def _run(model: list[torch.nn.Module], lanes: list[Rows]) -> None:
         if not _any_runs(lanes):
             break
         length = _divisible(max(len(lane.held) for lane in lanes))
-        _choose(lanes, logits_of(model, [lane.token_stream(length) for lane in lanes]))
+        _choose(lanes, forward(model, [lane.token_stream(length) for lane in lanes]))
 
 
 def _prompts(model: list[torch.nn.Module], lanes: list[Rows], first: int, count: int) -> list[Tensor]:
     layouts = [lane.prompts(first, count) for lane in lanes]
     length = _divisible(max(layout.longest for layout, _ in layouts))
     streams = [lane.prompt_stream(*asked, length) for lane, asked in zip(lanes, layouts, strict=True)]
-    return logits_of(model, streams)
+    return forward(model, streams)
 
 
 def _divisible(tokens: int) -> int:

@@ -75,7 +75,7 @@ class Rows:
     def prompts(self, first: int, count: int) -> tuple[StreamLayout, int]:
         """The prompts of some pieces as a stream to be, for `prompt_stream`."""
         asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
-        return StreamLayout(_batch(asked), self.model.visual_kinds, self.model.bidirectional_images, 1), first
+        return StreamLayout(batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1), first
 
     def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
         """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""
@@ -135,7 +135,7 @@ class Rows:
             self.cache.select(torch.from_numpy(np.flatnonzero(runs)).to(device()))
 
 
-def _batch(prompts: list[Prompt]) -> Batch:
+def batch_of(prompts: list[Prompt]) -> Batch:
     """The prompts as rows of one micro batch."""
     lengths = [len(prompt["input_ids"]) for prompt in prompts]
 

@@ -17,7 +17,7 @@ from megatron_vlm.training.step import forward_backward
 
 
 @torch.no_grad()
-def logits(
+def logits_of(
     chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
 ) -> list[Tensor]:
     """The logits (n, V) of each micro batch's `wanted` tokens, indices into B * S; None: of all tokens, in
