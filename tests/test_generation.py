@@ -1,5 +1,5 @@
-"""Generated answers: Transformers' own when greedy, the same in every layout when sampled, and log-probabilities
-that are those of a training forward pass."""
+"""Generated answers: those of Transformers if greedy, the same in every layout if sampled, and with the
+log-probabilities of a training forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_vlm.batch import GenericVisualInputs, Prompt
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import ModelConfig, RunConfig
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -24,7 +24,7 @@ TEMPERATURE, TOP_P = 0.8, 0.9
 MAX_ABS_LOGPROB = 1e-5  # fp32; the worst seen is 2e-6
 
 
-# ---- in the launched processes ------------------------------------------------------------------------------
+# ---- in the launched processes ----------------------------------------------------------------------------
 
 
 def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) -> list[dict[str, Any]]:
@@ -50,7 +50,9 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
         import_hf(chunks, Path(path), family.weight_map(hf_config))
         longest = max(len(prompt["input_ids"]) for prompt in prompts) + SAMPLED_TOKENS - 1
         sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "answers": ANSWERS, "seed": 5}
-        sampling["cache_bytes"] = 2 * bytes_per_row(chunks[0].config, longest)  # several waves, and cut answers
+        sampling["cache_bytes"] = 2 * bytes_per_row(
+            chunks[0].config, longest
+        )  # several waves, and cut answers
         sampled = generate(chunks, prompts, SAMPLED_TOKENS, **sampling)
         found.append(
             {
@@ -113,7 +115,7 @@ def with_answer(prompt: Prompt, tokens: torch.Tensor) -> Prompt:
     }
 
 
-# ---- Transformers -------------------------------------------------------------------------------------------
+# ---- Transformers -----------------------------------------------------------------------------------------
 
 
 def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
@@ -144,7 +146,11 @@ def greedy_of_transformers(path: Path, encoded: list[dict]) -> tuple[list[int], 
     def generated(row: dict, stop: list[int] | None) -> dict:
         model.generation_config.eos_token_id = stop
         out = model.generate(
-            **row, do_sample=False, max_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True
+            **row,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         tokens = out.sequences[0, row["input_ids"].shape[1] :]
         logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -186,7 +192,9 @@ def answers_of(request, tmp_path_factory):
 
 
 def layouts_of(family: str) -> list[str]:
-    return [name for name in parity.layouts_of(family) if "images on each" not in name and "dist." not in name]
+    return [
+        name for name in parity.layouts_of(family) if "images on each" not in name and "dist." not in name
+    ]
 
 
 OFTEN = ("TP2+SP", "PP2·VPP2", "DP2", "CP2")
@@ -194,7 +202,7 @@ RARE = ("TP2", "PP2", "DP2", "CP4", "CP2·TP2+SP", "CP2·PP2", "CP2·DP2", "TP2�
 CELLS = parity.cells(layouts_of, OFTEN, RARE)
 
 
-# ---- the tests ----------------------------------------------------------------------------------------------
+# ---- the tests --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)

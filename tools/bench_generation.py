@@ -2,11 +2,11 @@
 
 python tools/bench_generation.py [--families gemma3 qwen3_vl] [--tokens 128] [--rounds 3] [--tiny]
 
-The same weights and four prompts with 0, 1, 1 and 3 images, fp32 on one thread, greedy. Ours and Transformers'
-`generate`, which has its own cache, answer in turns within one process, and their answers must be equal; seconds
-are medians of CPU time. "no cache" computes the whole rows for every token; it is measured at five of the lengths.
-The language model has 8 layers of 512 channels (`bench_step.py`), or with --tiny those of the tests, where
-nearly all of the time is that of Python.
+The same weights and four prompts with 0, 1, 1 and 3 images, fp32 on one thread, greedy. Ours and the
+`generate` of Transformers, with its cache, answer in turns within one process, and their answers must be
+equal. Seconds are medians of CPU time. "no cache" computes whole rows for every token; it is measured at five
+of the lengths. The language model has 8 layers of 512 channels (`bench_step.py`), or with --tiny those of the
+tests, where nearly all of the time is that of Python.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import bench_step
 import numpy as np
 import parity
 import torch
 
+import bench_step
 from megatron_vlm.batch import GenericVisualInputs, Prompt
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.generation.generate import generate

@@ -15,6 +15,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
+from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
@@ -135,15 +136,7 @@ def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
     run = open_run(config)
     for chunk in run.chunks:
         chunk.eval()
-    encoded = encode_prompt(
-        prompt.processor, prompt.messages, prompt.images, run.source.needs, setup.device()
-    )
-    batch = {
-        "input_ids": encoded["input_ids"][None],
-        "position_ids": encoded["position_ids"].unsqueeze(-2),
-        "attention_mask": torch.ones_like(encoded["input_ids"])[None].int(),
-        "visual_inputs": encoded["visual_inputs"],
-    }
-    [logits] = logits_of(run.chunks, [batch])
+    encoded = encode_prompt(prompt.processor, prompt.messages, prompt.images, run.source.needs)
+    [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

@@ -1,8 +1,9 @@
 """Keys and values of the tokens so far, held outside the model and handed to its layers by the plan.
 
-`CoreAttention` calls `plan.attend` in place of its own attention, with itself as the first argument. `Prefill`
-keeps what passes and lets the layer attend as in training. A `DecodePlan` holds one query of each row, which
-sees the row's cache. There are R rows, each with so many slots a layer; H are key/value heads, K channels.
+`CoreAttention` calls `plan.attend` in place of its own attention, with itself as the first argument.
+`Prefill` keeps what passes and lets the layer attend as in training. A `DecodePlan` has one query for each
+row, which sees the row's cache. There are R rows with equally many slots in a layer; H are key/value heads,
+K their channels.
 
 A layer's cache has 2 * H / tp * K numbers for each token of a row. It has a slot for every token that a row
 can get; with a sliding window, as many as the window, and token p lies in slot p % window.

@@ -25,7 +25,9 @@ def forward(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         watchdog.beat()
-        return [gather_from_tensor_model_parallel_region(chunks[0](stream, logits=True)) for stream in streams]
+        return [
+            gather_from_tensor_model_parallel_region(chunks[0](stream, logits=True)) for stream in streams
+        ]
     iterators = list(tee(streams, len(chunks)))
     ranks = parallel_state.get_context_parallel_world_size()
     return get_forward_backward_func()(

@@ -1,8 +1,8 @@
 """Answers to many prompts: which rank answers which, how many rows at a time, until all have ended.
 
-Tensor- and pipeline-parallel ranks answer together; data- and context-parallel ranks answer different prompts,
-as a token at a time leaves context parallelism nothing to cut. Rows that wait for each other go through a
-pipeline as several lanes: each stage computes one while the next stage computes another.
+Tensor- and pipeline-parallel ranks answer together. Data- and context-parallel ranks answer different
+prompts: a token at a time leaves context parallelism nothing to cut. Rows go through a pipeline as several
+lanes, so that each stage computes one while the next stage computes another.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def generate(
     parallelism. Temperature 0 takes the likeliest token. Sampled answers depend on the seed, the prompt's
     number and the answer's, and not on the layout or what else is asked (but for rounding).
 
-    A rank's caches take at most `cache_bytes`, or what one row per lane needs: 2 x layers x key/value heads /
-    tp x head width x bytes per number for each token of a row, prompt and answer. Layers with a sliding window
-    have no more than their window's tokens. The memory is given back at the end.
+    A rank's caches take at most `cache_bytes`, or what one row of each lane needs: for each token of a row,
+    prompt and answer, 2 * layers * key/value heads / tp * head width * bytes of a number. Layers with a
+    sliding window keep no more tokens than that. The memory is given back at the end.
     """
     _check(max_new_tokens, temperature, top_p, answers)
     if not prompts:
@@ -95,7 +95,7 @@ def generate(
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
     if max_new_tokens < 1 or answers < 1:
-        raise ValueError(f"generate: {answers} answers of {max_new_tokens} tokens; ask for 1 or more of both.")
+        raise ValueError(f"generate: {answers} answers of {max_new_tokens} tokens; ask for 1 or more each.")
     if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise ValueError(
             f"generate: temperature {temperature}, top_p {top_p}; a temperature is 0 or more, top_p above 0 "

@@ -75,7 +75,9 @@ class Rows:
     def prompts(self, first: int, count: int) -> tuple[StreamLayout, int]:
         """The prompts of some pieces as a stream to be, for `prompt_stream`."""
         asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
-        return StreamLayout(batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1), first
+        return StreamLayout(
+            batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1
+        ), first
 
     def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
         """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 NUMBERS_AT_ONCE = 2**24  # of logits whose probabilities are held
 
 
