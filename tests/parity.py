@@ -126,7 +126,7 @@ def measured(
     def rows(processes: int) -> list[dict]:
         asked = {
             family: (names, *prepared(family))
-            for family, names in _asked_for(request, processes, layouts).items()
+            for family, names in asked_for(request, processes, layouts).items()
         }
         found = run_distributed(processes, _measure_all, measure_one, asked, timeout=1800)[0]
         if os.environ.get("WRITE_REPORTS"):
@@ -136,7 +136,7 @@ def measured(
     return rows
 
 
-def _asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
+def asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
     """Family -> the layouts of so many processes in which it is tested now."""
     here = [item for item in request.session.items if item.path == request.path]
     given = [item.callspec.params for item in here if hasattr(item, "callspec")]
