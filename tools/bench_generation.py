@@ -69,13 +69,14 @@ def measure(path: Path, tokens: int, rounds: int) -> tuple[float, float, float]:
     chunks = build_model(RunConfig(model=ModelConfig(dtype="fp32")), family, hf_config, setup.device())
     import_hf(chunks, path, family.weight_map(hf_config))
     model = load_model(path, torch.float32)
+    model.generation_config.eos_token_id = None  # all answers have all tokens
     inputs = left_padded(encoded, processor.tokenizer.pad_token_id)
 
     def ours() -> list[list[int]]:
         return [answer.tokens for [answer] in generate(chunks, prompts, tokens)]
 
     def theirs() -> list[list[int]]:
-        found = model.generate(**inputs, do_sample=False, max_new_tokens=tokens, eos_token_id=-1)
+        found = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
         return found[:, inputs["input_ids"].shape[1] :].tolist()
 
     if ours() != theirs():
