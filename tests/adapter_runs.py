@@ -65,11 +65,11 @@ class Run:
 
     def logits(self, case: dict) -> list[torch.Tensor]:
         """Of each row, in a layout without data parallelism; empty where they are not computed."""
-        from megatron_vlm.training import generate
+        from megatron_vlm.training.logits import logits_of
 
         for chunk in self.model:
             chunk.eval()
-        return generate.logits(self.model, self.micro_batches(case)) or []
+        return logits_of(self.model, self.micro_batches(case)) or []
 
     def digests(self) -> tuple[str, str]:
         """Of the bytes of this rank's base weights, and of its adapters and their moments."""

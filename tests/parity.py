@@ -127,7 +127,7 @@ def measured(
     def rows(processes: int) -> list[dict]:
         asked = {
             family: (names, *prepared(family))
-            for family, names in _asked_for(request, processes, layouts).items()
+            for family, names in asked_for(request, processes, layouts).items()
         }
         found = run_distributed(processes, _measure_all, measure_one, asked, timeout=1800)[0]
         if os.environ.get("WRITE_REPORTS"):
@@ -137,7 +137,7 @@ def measured(
     return rows
 
 
-def _asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
+def asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
     """Family -> the layouts of so many processes in which it is tested now."""
     here = [item for item in request.session.items if item.path == request.path]
     given = [item.callspec.params for item in here if hasattr(item, "callspec")]
@@ -376,7 +376,8 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import generate, gradients, step
+    from megatron_vlm.training import gradients, step
+    from megatron_vlm.training.logits import logits_of
 
     run = RunConfig(parallel=layout)
     run.model = ModelConfig(**{"dtype": "fp32", **model})
@@ -404,7 +405,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
         scale = gradient_scale(case["grads"], key)
         worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
 
-    reports = generate.logits(ddp, [batch for batch, _ in mine])
+    reports = logits_of(ddp, [batch for batch, _ in mine])
     logits_error = 0.0
     for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
         real_BS = batch["attention_mask"].bool()

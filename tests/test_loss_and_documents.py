@@ -103,13 +103,13 @@ def gradients(ddp: list, micro_batches: list[dict]) -> dict:
 
 def leak(chunks: list, rows: list[dict]) -> dict:
     """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
-    from megatron_vlm.training import generate
+    from megatron_vlm.training.logits import logits_of
 
     packed = parity.pack(rows[:2])
     changed = packed["input_ids"].clone()
     changed[0, 5] += 1
     before, after = (
-        generate.logits(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed)
+        logits_of(chunks, [packed | {"input_ids": ids}]) for ids in (packed["input_ids"], changed)
     )
     change_S = (before[0] - after[0]).abs().amax(-1)
     document_S = packed["attention_mask"][0]

@@ -406,6 +406,11 @@ MISTAKES = [
         r"no.png does not exist; give the path",
     ),
     Mistake(
+        "several greedy answers",
+        ("generate", "trained", "What?", "--answers=4"),
+        r"--answers 4: at temperature 0 all are the same; add --temperature 1, or ask for one",
+    ),
+    Mistake(
         "a step that never was",
         ("replay", "trained", "--step=9"),
         r"trained: no batch of step 9 in batches/; it holds no step",

@@ -32,10 +32,10 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     from transformers import AutoConfig, AutoProcessor
 
     from megatron_vlm.data.generation_prompt import encode_prompt
+    from megatron_vlm.generation.generate import generate
     from megatron_vlm.models import weights
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.generate import generate
 
     parts, hf_config = load(family), AutoConfig.from_pretrained(source)
     content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
@@ -51,9 +51,9 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
             [{"role": "user", "content": content}],
             [Path(picture).read_bytes()],
             parts.data_needs(hf_config),
-            setup.device(),
         )
-        answers += generate(chunks, [prompt], hf_generate.NEW_TOKENS, stop_ids=[])
+        [[answer]] = generate(chunks, [prompt], hf_generate.NEW_TOKENS)
+        answers.append(answer.tokens)
     return answers
 
 

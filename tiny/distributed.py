@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 IMPORTED_ONCE = ["megatron_vlm.train", "megatron_vlm.data.load.hf", "megatron_vlm.data.load.energon"]
-IMPORTED_ONCE += ["megatron_vlm.models.weights", "megatron_vlm.training.generate"]
+IMPORTED_ONCE += ["megatron_vlm.models.weights", "megatron_vlm.generation.generate"]
 
 
 def run_distributed(world_size: int, fn: Callable, *args, timeout: float = 300) -> list[Any]:

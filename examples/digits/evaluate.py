@@ -39,12 +39,13 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
     from megatron_vlm.overrides import from_yaml
 
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    return answers(
+    found = answers(
         config,
         [question["messages"] for question in questions],
         [[image.read_bytes() for image in question["images"]] for question in questions],
         max_new_tokens=MAX_NEW_TOKENS,
     )
+    return [answer for [answer] in found]
 
 
 def answers_of_folder(folder: Path, questions: list[dict]) -> list[str]:

@@ -163,7 +163,7 @@ Batch = TypedDict(
 
 
 class Prompt(TypedDict):
-    """A conversation that the model is to continue: text on the host, pixels on its device."""
+    """A conversation that the model is to continue: on the host; its pixels may be on the device."""
 
     input_ids: Tensor  # (T,)
     position_ids: Tensor  # (T,) or (3, T)

@@ -39,6 +39,7 @@ from megatron_vlm.commands.arguments import (
     show,
     writable_page,
 )
+from megatron_vlm.commands.asking import generate
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
 from megatron_vlm.files import read_file
@@ -321,22 +322,7 @@ def verify(
     raise typer.Exit(1)
 
 
-@app.command()
-def generate(
-    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
-    question: Annotated[str, typer.Argument(help="The user's turn; <image> stands for each image.")],
-    image: Annotated[
-        list[Path] | None, typer.Option(help="An image file; give one for each <image>.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
-) -> None:
-    """Ask a run's latest checkpoint a question, in one process."""
-    images = [read_file(existing(path)) for path in image or ()]
-    config = config_of_trained_run(run_dir, None, None)
-
-    from megatron_vlm.commands.runs import generate_from_run
-
-    typer.echo(generate_from_run(config, question, images, max_new_tokens=max_new_tokens))
+app.command()(generate)
 
 
 def main() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt
+from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.adapters import load_adapters, merge, save_adapters
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import VLMModel, build_model
@@ -16,11 +18,8 @@ from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.generate import generate
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-
-PROMPTS_AT_ONCE = 32
 
 
 @dataclass
@@ -82,8 +81,10 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
     setup.shutdown()
 
 
-def generate_from_run(config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64) -> str:
-    """The latest checkpoint's answer; `<image>` in the question stands for each image.
+def generate_from_run(
+    config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64, **sampling
+) -> list[str]:
+    """The latest checkpoint's answers; `<image>` in the question stands for each image.
 
     Raises ValueError if question and images do not match.
     """
@@ -92,29 +93,30 @@ def generate_from_run(config: RunConfig, question: str, images: list[bytes], max
         messages = place_media(messages, images=len(images))
     except BadSample as bad:
         raise ValueError(f"question: {bad.detail}; give one image for each <image>") from bad
-    return answers(config, [messages], [images], max_new_tokens)[0]
+    return answers(config, [messages], [images], max_new_tokens, **sampling)[0]
 
 
 def answers(
-    config: RunConfig, conversations: list[list[dict]], images: list[list[bytes]], max_new_tokens: int
-) -> list[str]:
-    """The latest checkpoint's greedy answer to each conversation of HF messages, the same on every rank."""
+    config: RunConfig,
+    conversations: list[list[dict]],
+    images: list[list[bytes]],
+    max_new_tokens: int,
+    **sampling,
+) -> list[list[str]]:
+    """The latest checkpoint's answers to each conversation of HF messages, the same on every rank.
+
+    `sampling` are arguments of `generate`; without any, there is one greedy answer to each.
+    """
     run = open_run(config)
     processor, needs = run.source.processor, run.source.needs
     prompts = [
-        encode_prompt(processor, messages, files, needs, setup.device())
+        encode_prompt(processor, messages, files, needs)
         for messages, files in zip(conversations, images, strict=True)
     ]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))  # little padding
-    texts = [""] * len(prompts)
-    for start in range(0, len(order), PROMPTS_AT_ONCE):
-        batch = order[start : start + PROMPTS_AT_ONCE]
-        ids = generate(run.chunks, [prompts[i] for i in batch], max_new_tokens, stop_tokens(run))
-        decoded = processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        for i, answer in zip(batch, decoded, strict=True):
-            texts[i] = answer.strip()
+    found = generate(run.chunks, prompts, max_new_tokens, stop=stop_tokens(run), **sampling)
     setup.shutdown()
-    return texts
+    decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
+    return [[decode(answer.reply).strip() for answer in of_one] for of_one in found]
 
 
 def stop_tokens(run: TrainedModel) -> list[int]:

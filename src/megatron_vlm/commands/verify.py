@@ -15,12 +15,13 @@ from transformers import ProcessorMixin
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
+from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import CONFIG_FILE, refuse, resolve
-from megatron_vlm.training import generate
+from megatron_vlm.training.logits import logits_of
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,7 @@ def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
     run = open_run(config)
     for chunk in run.chunks:
         chunk.eval()
-    encoded = encode_prompt(
-        prompt.processor, prompt.messages, prompt.images, run.source.needs, setup.device()
-    )
-    batch = {
-        "input_ids": encoded["input_ids"][None],
-        "position_ids": encoded["position_ids"].unsqueeze(-2),
-        "attention_mask": torch.ones_like(encoded["input_ids"])[None].int(),
-        "visual_inputs": encoded["visual_inputs"],
-    }
-    [logits] = generate.logits(run.chunks, [batch])
+    encoded = encode_prompt(prompt.processor, prompt.messages, prompt.images, run.source.needs)
+    [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

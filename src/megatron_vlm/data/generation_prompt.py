@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -18,12 +17,8 @@ def encode_prompt(
     messages: list[dict],
     images: list[bytes],
     needs: DataNeeds,
-    device: torch.device,
 ) -> Prompt:
-    """The conversation as the model's input, with the template's generation prompt at the end.
-
-    The text stays on the host, pixels go to the device.
-    """
+    """The conversation as the model's input on the host, with the template's generation prompt at the end."""
     outputs = without_padding(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
@@ -31,7 +26,7 @@ def encode_prompt(
     return {
         "input_ids": input_ids,
         "position_ids": needs.position_ids(input_ids, visual),
-        "visual_inputs": visual and visual.to(device),
+        "visual_inputs": visual,
     }
 
 

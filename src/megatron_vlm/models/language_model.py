@@ -212,8 +212,9 @@ class LanguageModel(GPTModel):
     def outputs(self, stream: Stream, embedded: Tensor | None, head: Callable[..., Tensor]) -> Tensor:
         """What `head`, a function of `models.head`, makes of the last hidden states; on other pipeline stages
         the hidden states for the next. The first stage is given the embedded tokens."""
-        for router in (module for module in self.modules() if isinstance(module, Router)):
-            router.trained_weight = stream.trained_weight
+        if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
+            for router in (module for module in self.modules() if isinstance(module, Router)):
+                router.trained_weight = stream.trained_weight
         output = self(
             input_ids=None,
             position_ids=stream.position_ids,

@@ -110,9 +110,10 @@ class VLMModel(MegatronModule):
         counts, placeholders = self._visual_tokens(visual), len(stream.feature_rows)
         if sum(counts) != placeholders:
             raise ValueError(f"batch: {placeholders} placeholders for {sum(counts)} visual features.")
-        ranks = self.config.context_parallel_size * self.config.tensor_model_parallel_size
         group = parallel_state.get_tensor_and_context_parallel_group()
-        wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(ranks)]
+        if len(stream.plan.placement.pieces) == 1:  # generation: context-parallel ranks answer other prompts
+            group = parallel_state.get_tensor_model_parallel_group()
+        wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(group.size())]
         mine = wanted[group.rank()]
         if self.config.images_spread:
             features = spread_over_ranks(self._tower, visual, counts, self._blank_image, wanted, group)

@@ -34,16 +34,18 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Returns (T, 1, H*K)."""
         query, key, value = (x.squeeze(1) for x in (query_T1HK, key_T1HK, value_T1HK))
+        attend = plan.attend or CoreAttention.attend
+        return attend(self, query, key, value, plan).flatten(1)[:, None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         view = plan.views[self.window]
         if view.exchange is not None:
             key, value = with_foreign_keys(key, value, view.exchange, self.group)
         if self.backend == "dense":
-            context = dense(query, key, value, plan, view, self.scale)
-        else:
-            if view.order is not None:
-                key, value = key.index_select(0, view.order), value.index_select(0, view.order)
-            context = Attend.apply(query, key, value, view, KERNELS[self.backend], self.scale)
-        return context.flatten(1)[:, None]
+            return dense(query, key, value, plan, view, self.scale)
+        if view.order is not None:
+            key, value = key.index_select(0, view.order), value.index_select(0, view.order)
+        return Attend.apply(query, key, value, view, KERNELS[self.backend], self.scale)
 
 
 def with_foreign_keys(

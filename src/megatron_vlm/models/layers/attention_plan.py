@@ -10,7 +10,7 @@ unchanged, so no layer makes anything again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,7 +104,12 @@ class View:
 
 
 class AttentionPlan:
-    """The views of all kinds of layers, by window. `length` is the rank's number of tokens with padding."""
+    """The views of all kinds of layers, by window. `length` is the rank's number of tokens with padding.
+
+    `attend`, if set, takes the place of `CoreAttention.attend`: generation keeps keys and values by it.
+    """
+
+    attend: Callable[..., Tensor] | None = None
 
     def __init__(
         self,

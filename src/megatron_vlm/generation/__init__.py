@@ -1,0 +1,1 @@
+"""Answers of the model to prompts: `generate`, see `docs/generation.md`."""

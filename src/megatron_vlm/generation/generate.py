@@ -1,0 +1,206 @@
+"""Answers to many prompts: which rank answers which, how many rows at a time, until all have ended.
+
+Tensor- and pipeline-parallel ranks answer together. Data- and context-parallel ranks answer different
+prompts: a token at a time leaves context parallelism nothing to cut. Rows go through a pipeline as several
+lanes, so that each stage computes one while the next stage computes another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron_vlm.batch import Prompt
+from megatron_vlm.generation.cache import bytes_per_row
+from megatron_vlm.generation.forward import forward, told_by_last_stage
+from megatron_vlm.generation.rows import Piece, Request, Rows
+from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.parallel import setup
+
+PROMPT_TOKENS_AT_ONCE = 2**14  # of one forward pass, unless a single prompt has more
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation of a prompt, with a number for each of its tokens.
+
+    tokens               with the stop token, if that ended it
+    logprobs             of the distribution that they were sampled from: logits / temperature, and among
+                         top-p's tokens only. It is 0 for greedy answers, which are certain.
+    logprobs_at_1        of the whole distribution at temperature 1
+    finish_reason        "stop" or "length"
+
+    With temperature 1 and top_p 1 the two are the same. A policy whose loss takes log-probabilities at the
+    temperature needs top_p 1, as it scores tokens among all.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    logprobs_at_1: list[float]
+    finish_reason: str
+
+    @property
+    def reply(self) -> list[int]:
+        """The tokens without the stop token."""
+        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+
+
+@torch.no_grad()
+def generate(
+    model: list[torch.nn.Module],
+    prompts: list[Prompt],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    answers: int = 1,
+    seed: int = 0,
+    stop: Iterable[int] = (),
+    cache_bytes: int = 2**32,
+) -> list[list[Answer]]:
+    """So many answers to each prompt, in the order of the prompts, the same on every rank.
+
+    Collective: all ranks pass the same. `model` are this rank's chunks; they may be wrapped for data
+    parallelism. Temperature 0 takes the likeliest token. Sampled answers depend on the seed, the prompt's
+    number and the answer's, and not on the layout or what else is asked (but for rounding).
+
+    A rank's caches take at most `cache_bytes`, or what one row of each lane needs: for each token of a row,
+    prompt and answer, 2 * layers * key/value heads / tp * head width * bytes of a number. Layers with a
+    sliding window keep no more tokens than that. The memory is given back at the end.
+    """
+    _check(max_new_tokens, temperature, top_p, answers)
+    if not prompts:
+        return []
+    request = Request(prompts, max_new_tokens, Sampling(temperature, top_p, seed), sorted(set(stop)))
+    inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
+    in_training = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
+    for lanes in _waves(request, answers, inner, cache_bytes):
+        _run(model, lanes)
+        _collect(lanes, numbers)
+    for chunk, was in zip(model, in_training, strict=True):
+        chunk.train(was)
+    return _answers(numbers, request)
+
+
+def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
+    if max_new_tokens < 1 or answers < 1:
+        raise ValueError(f"generate: {answers} answers of {max_new_tokens} tokens; ask for 1 or more each.")
+    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
+        raise ValueError(
+            f"generate: temperature {temperature}, top_p {top_p}; a temperature is 0 or more, top_p above 0 "
+            "and at most 1."
+        )
+    if answers > 1 and not temperature:
+        raise ValueError(f"generate: {answers} answers at temperature 0 are all the same; raise temperature.")
+
+
+def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[Rows]]:
+    """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
+    prompts, as experts are shared by ranks that must call them together: where something is missing, the
+    first pieces are answered again, and not collected.
+
+    Prompts of similar length are answered together.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    lanes = group.size() * stages
+    at_once = max(1, min(cache_bytes // bytes_per_row(model.config, request.longest), ROWS_AT_ONCE))
+    size = min(answers, at_once, -(-len(request.prompts) * answers // lanes))
+    order = np.argsort([len(prompt["input_ids"]) for prompt in request.prompts], kind="stable").tolist()
+    pieces = [
+        Piece(prompt, start, min(start + size, answers))
+        for prompt in order
+        for start in range(0, answers, size)
+    ]
+    each = -(-len(pieces) // lanes)
+    pieces += [pieces[i % len(pieces)]._replace(wanted=False) for i in range(each * lanes - len(pieces))]
+    per_wave = at_once // size
+    for start in range(0, each, per_wave):
+        yield [
+            Rows(request, pieces[lane::lanes][start : start + per_wave], model)
+            for lane in range(group.rank() * stages, (group.rank() + 1) * stages)
+        ]
+
+
+def _run(model: list[torch.nn.Module], lanes: list[Rows]) -> None:
+    """All tokens of the lanes' rows."""
+    request, pieces = lanes[0].request, len(lanes[0].pieces)
+    longest = max(len(prompt["input_ids"]) for prompt in request.prompts)
+    at_once = max(1, PROMPT_TOKENS_AT_ONCE // longest)
+    parts = [_prompts(model, lanes, first, at_once) for first in range(0, pieces, at_once)]
+    logits = [torch.cat(of_lane) for of_lane in zip(*parts, strict=True)]
+    rows = [lane.spread() for lane in lanes]
+    _choose(lanes, [x.index_select(0, of) for x, of in zip(logits, rows, strict=False)])
+    for _ in range(1, request.max_new_tokens):
+        if not _any_runs(lanes):
+            break
+        length = _divisible(max(len(lane.held) for lane in lanes))
+        _choose(lanes, forward(model, [lane.token_stream(length) for lane in lanes]))
+
+
+def _prompts(model: list[torch.nn.Module], lanes: list[Rows], first: int, count: int) -> list[Tensor]:
+    layouts = [lane.prompts(first, count) for lane in lanes]
+    length = _divisible(max(layout.longest for layout, _ in layouts))
+    streams = [lane.prompt_stream(*asked, length) for lane, asked in zip(lanes, layouts, strict=True)]
+    return forward(model, streams)
+
+
+def _divisible(tokens: int) -> int:
+    """Rounded up, so that sequence parallelism can cut them."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return -(-tokens // tp) * tp
+
+
+def _choose(lanes: list[Rows], logits: list[Tensor]) -> None:
+    """The next token of all held rows, from the last stage's logits."""
+    counts = [len(lane.held) for lane in lanes]
+    chosen = torch.zeros(3, sum(counts), dtype=torch.float64, device=setup.device())
+    if logits:
+        chosen = torch.cat([lane.choose(x) for lane, x in zip(lanes, logits, strict=True)], dim=1)
+    for lane, part in zip(lanes, told_by_last_stage(chosen).split(counts, dim=1), strict=True):
+        lane.take(part.numpy())
+
+
+def _any_runs(lanes: list[Rows]) -> bool:
+    """Whether a row goes on: here, or where experts are spread over ranks, on any rank."""
+    runs = any(lane.runs.any() for lane in lanes)
+    if get_model_config(lanes[0].model).expert_model_parallel_size == 1:
+        return runs
+    everywhere = torch.tensor(int(runs), device=setup.device())
+    dist.all_reduce(everywhere)
+    return bool(everywhere.item())
+
+
+def _collect(lanes: list[Rows], numbers: Tensor) -> None:
+    """Into (4, prompts, answers, steps): tokens, both log-probabilities, and 1 where there is a token."""
+    for rows in lanes:
+        for row, asked in enumerate(rows.answers):
+            if asked is not None:
+                count = rows.counts[row]
+                numbers[:3, *asked, :count] = torch.from_numpy(rows.taken[:, row, :count])
+                numbers[3, *asked, :count] = 1
+
+
+def _answers(numbers: Tensor, request: Request) -> list[list[Answer]]:
+    """Those that all ranks have collected."""
+    numbers = numbers.to(setup.device())
+    dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    numbers = numbers.cpu()
+
+    def answer(of_one: Tensor) -> Answer:
+        tokens, *logprobs = of_one[:3, : int(of_one[3].sum())].tolist()
+        tokens = [int(token) for token in tokens]
+        return Answer(tokens, *logprobs, "stop" if tokens[-1] in request.stop else "length")
+
+    return [[answer(of_one) for of_one in of_prompt.unbind(1)] for of_prompt in numbers.unbind(1)]

@@ -1,0 +1,153 @@
+"""Rows that grow together: their prompts and then their tokens as streams, and when each row ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
+from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
+from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.models.stream import Stream, StreamLayout
+from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.parallel.setup import device
+
+NOTHING = np.empty(0, np.int64)
+
+
+class Piece(NamedTuple):
+    """Some of the answers to a prompt: the prompt's number, the first answer, the one after the last.
+
+    If it is not `wanted`, another rank or lane gives them.
+    """
+
+    prompt: int
+    start: int
+    stop: int
+    wanted: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of all rows."""
+
+    prompts: list[Prompt]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: list[int]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row that are kept; nothing follows the last, so it is not."""
+        return max(len(prompt["input_ids"]) for prompt in self.prompts) + self.max_new_tokens - 1
+
+
+class Rows:
+    """One row for each answer of the pieces: R of them, of which the model computes those that are `held`.
+
+    `taken` (3, R, steps) fp64 are each row's tokens and their log-probabilities, see `Sampling.choose`;
+    `counts` (R,) how many there are.
+    """
+
+    def __init__(self, request: Request, pieces: list[Piece], model: VLMModel):
+        self.request, self.pieces, self.model = request, pieces, model
+        self.windows = model.config.layer_windows or (None,)
+        rows = [(i, answer) for i, piece in enumerate(pieces) for answer in range(piece.start, piece.stop)]
+        self.piece_of_row = np.array([i for i, _ in rows])
+        # (prompt, answer) of each row, None if it is not wanted
+        self.answers = [(pieces[i].prompt, answer) if pieces[i].wanted else None for i, answer in rows]
+        prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
+        draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
+        self.draws, self.steps = np.stack(draws), 0
+        self.lengths = np.array([len(prompt["input_ids"]) for prompt in prompts])[self.piece_of_row]
+        last = [prompt["position_ids"].max().item() for prompt in prompts]
+        self.positions = np.array(last)[self.piece_of_row]  # that of the last token so far, on every axis
+        self.cache = KeyValueCache(len(pieces), int(self.lengths.max()) + steps - 1)
+        self.held = np.arange(len(rows))
+        self.runs = np.ones(len(rows), bool)
+        self.taken, self.counts = np.zeros((3, len(rows), steps)), np.zeros(len(rows), np.int64)
+
+    def prompts(self, first: int, count: int) -> tuple[StreamLayout, int]:
+        """The prompts of some pieces as a stream to be, for `prompt_stream`."""
+        asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
+        return StreamLayout(
+            batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1
+        ), first
+
+    def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
+        """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""
+        real_BS = layout.batch["attention_mask"].numpy()
+        lengths = real_BS.sum(1)
+        last_B = np.arange(len(lengths)) * real_BS.shape[1] + lengths - 1
+        stream = layout.stream(0, length, self.windows, device(), last_B)
+        stream.plan.attend = Prefill(self.cache, first, lengths, self.windows, device())
+        return stream
+
+    def spread(self) -> Tensor:
+        """After all prompts: the cache gets a row for every answer. Returns the piece of each."""
+        pieces = torch.from_numpy(self.piece_of_row).to(device())
+        if len(pieces) > self.cache.rows:
+            self.cache.select(pieces)
+        return pieces
+
+    def token_stream(self, length: int) -> Stream:
+        """The last token of each row that is held; its key goes into the cache."""
+        rows = len(self.held)
+
+        def on_device(values_R: np.ndarray) -> Tensor:
+            return pad(torch.from_numpy(values_R), (0, length - rows)).to(device(), non_blocking=True)[None]
+
+        axes = self.request.prompts[0]["position_ids"].dim() - 1
+        position_ids = on_device(self.positions[self.held])
+        return Stream(
+            input_ids=on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
+            position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
+            is_padding=torch.arange(length, device=device())[None] >= rows,
+            plan=DecodePlan(self.cache, self.lengths[self.held] + self.steps - 1, self.windows, device()),
+            visual_inputs=None,
+            feature_ranks=NOTHING,
+            feature_rows=NOTHING,
+            output_rows=torch.arange(rows, device=device()),
+            labels=torch.empty(0, device=device()),
+            weights=None,
+            output_places=torch.arange(rows, device=device()),
+            outputs=rows,
+            trained_weight=0.0,
+        )
+
+    def choose(self, logits_RV: Tensor) -> Tensor:
+        """(3, held) fp64, see `Sampling.choose`."""
+        return self.request.sampling.choose(logits_RV, self.draws[self.held, self.steps])
+
+    def take(self, chosen: np.ndarray) -> None:
+        """The next token of each held row. When half of them have ended, the cache forgets these."""
+        runs = self.runs[self.held]
+        self.taken[:, self.held, self.steps] = chosen * runs
+        self.counts[self.held] += runs
+        self.runs[self.held] = runs = runs & ~np.isin(chosen[0], self.request.stop)
+        self.positions += 1
+        self.steps += 1
+        if 0 < 2 * runs.sum() <= len(runs):
+            self.held = self.held[runs]
+            self.cache.select(torch.from_numpy(np.flatnonzero(runs)).to(device()))
+
+
+def batch_of(prompts: list[Prompt]) -> Batch:
+    """The prompts as rows of one micro batch."""
+    lengths = [len(prompt["input_ids"]) for prompt in prompts]
+
+    def rows(tensors: list[Tensor]) -> Tensor:
+        return torch.stack([pad(x, (0, max(lengths) - x.shape[-1])) for x in tensors], dim=-2)
+
+    visual = [prompt["visual_inputs"] for prompt in prompts if prompt["visual_inputs"] is not None]
+    return {
+        "input_ids": rows([prompt["input_ids"] for prompt in prompts]),
+        "position_ids": rows([prompt["position_ids"] for prompt in prompts]),
+        "attention_mask": rows([torch.ones(length, dtype=torch.int32) for length in lengths]),
+        "visual_inputs": GenericVisualInputs.cat(visual),
+    }
