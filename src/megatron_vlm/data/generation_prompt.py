@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
-from megatron_vlm.data.encode.naflex import without_padding
 from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.naflex import without_padding
 
 
 def encode_prompt(

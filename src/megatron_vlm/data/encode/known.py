@@ -24,8 +24,8 @@ from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
 from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data import naflex
 from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.encode import naflex
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, fixed_size, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
