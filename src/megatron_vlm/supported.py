@@ -31,7 +31,10 @@ class Supported:
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
+    "glm4v": Supported("Glm4vForConditionalGeneration"),
+    "glm46v": Supported("Glm46VForConditionalGeneration"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
+    "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),

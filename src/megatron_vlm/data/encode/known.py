@@ -230,15 +230,15 @@ def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
 
 
 _GRID = ("shortest_edge", "longest_edge")
+_GLM = (_GRID, _glm_size, _grid_ids, _image_patches)
 _QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _image_patches)
 KNOWN = {  # processor class of transformers → what it does
     "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
     "PixtralProcessor": Known(
         "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
-    "Glm4vProcessor": Known(
-        "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
-    ),
+    "Glm4vProcessor": Known("Glm4vImageProcessor", *_GLM, "Glm4vVideoProcessor"),
+    "Glm46VProcessor": Known("Glm46VImageProcessor", *_GLM, "Glm46VVideoProcessor"),
     "Qwen2VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor"),
     "Qwen2_5_VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor", _seconds_per_grid),
     "Qwen3VLProcessor": Known(*_QWEN, "Qwen3VLVideoProcessor"),

@@ -6,7 +6,16 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Twice, Whole
+from megatron_vlm.models.weights import (
+    Cut,
+    FusedGatedMLP,
+    GatedMLP,
+    GroupedQKV,
+    Operation,
+    Rule,
+    Twice,
+    Whole,
+)
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -99,13 +108,26 @@ def attention_rules(
     return rules
 
 
-def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm") -> list[Rule]:
-    """Rules for the dense feed-forward and the norm before it, in every layer that has one."""
-    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm", fused: bool = False) -> list[Rule]:
+    """Rules for the dense feed-forward and the norm before it, in every layer that has one.
+
+    `fused`: gate and up are one HF tensor.
+    """
+    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GatedMLP()
+    if fused:
+        gate_up = ("mlp.gate_up_proj.weight",), FusedGatedMLP()
     return [
         layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),
-        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP()),
+        layer_rule(hf_layer, "mlp.linear_fc1.weight", *gate_up),
         layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
+    ]
+
+
+def norm_after_rules(hf_layer: str, attention: str, mlp: str) -> list[Rule]:
+    """Rules for the norms of what attention and feed-forward give, by their HF names (`norm_after_sublayer`)."""
+    return [
+        layer_rule(hf_layer, "self_attn_bda.norm.weight", (f"{attention}.weight",), Whole()),
+        layer_rule(hf_layer, "mlp_bda.norm.weight", (f"{mlp}.weight",), Whole()),
     ]
 
 

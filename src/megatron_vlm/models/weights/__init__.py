@@ -12,6 +12,7 @@ from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
     ADAPTERS,
     Cut,
+    FusedGatedMLP,
     GatedMLP,
     GroupedQKV,
     Operation,
@@ -27,6 +28,7 @@ from megatron_vlm.models.weights.rules import (
 
 __all__ = [
     "ADAPTERS",
+    "FusedGatedMLP",
     "GatedMLP",
     "GroupedQKV",
     "HFCheckpoint",

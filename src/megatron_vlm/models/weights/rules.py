@@ -30,6 +30,7 @@ class Operation:
     """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
+    blocks: ClassVar[int] = 1  # of which an HF tensor consists along `axis`: a rank holds a part of each
 
     def views(self, param: Tensor) -> list[Tensor]:
         """This rank's part of each HF tensor, as views of its parameter.
@@ -53,7 +54,7 @@ class Operation:
         """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
         shapes = self.hf_shapes(param, size)
         for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
-            part = source[self._index(shape, rank, size)]
+            part = self.part(source, shape, rank, size)
             view.copy_(part.to(view.device).reshape(view.shape))  # a transposed one is turned on the device
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
@@ -64,14 +65,20 @@ class Operation:
         whole = [shards[0].new_empty(shape) for shape in shapes]
         for rank, shard in enumerate(shards):
             for view, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
-                tensor[self._index(shape, rank, size)].view(view.shape).copy_(view)
+                parts = tensor.unflatten(self.axis, (self.blocks, size, -1)).select(self.axis + 1, rank)
+                parts.view(view.shape).copy_(view)
         return whole
 
-    def _index(self, shape: list[int], rank: int, size: int) -> Any:
+    def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
+        """What a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
-            return ...
-        step = shape[self.axis] // size
-        return (slice(None),) * self.axis + (slice(rank * step, (rank + 1) * step),)
+            return source[...]
+        block = shape[self.axis] // self.blocks
+        step = block // size
+        starts = [number * block + rank * step for number in range(self.blocks)]
+        before = (slice(None),) * self.axis
+        parts = [source[(*before, slice(start, start + step))] for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,17 @@ class GatedMLP(Operation):
 
     def views(self, param: Tensor) -> list[Tensor]:
         return list(param.chunk(2))
+
+
+@dataclass(frozen=True)
+class FusedGatedMLP(Operation):
+    """Megatron's linear_fc1 from one HF tensor, all rows of gate and then all rows of up."""
+
+    axis: ClassVar[int] = 0
+    blocks: ClassVar[int] = 2
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        return [param.unflatten(0, (self.blocks, -1))]
 
 
 @dataclass(frozen=True)
