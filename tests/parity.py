@@ -64,8 +64,13 @@ INPUTS: dict[str, list[str]] = {
 }
 
 
+RENAMED = ("glm46v",)  # another family's model under a name of its own, with another processor
+
+
 def marks(family: str) -> list:
-    """Tests of the further families belong to `make test-long`."""
+    """Tests of the further families belong to `make test-long`, those of renamed ones to `make test-soak`."""
+    if family in RENAMED:
+        return [pytest.mark.soak]
     return [] if family == "gemma3" else [pytest.mark.long]
 
 
@@ -78,7 +83,7 @@ def cells(of_family: Callable[[str], list[str]], often: Container[str], rare: Co
     further families in those of `rare` to `make test-soak`."""
 
     def mark(family: str, layout: str) -> list:
-        if family != "gemma3" and layout in rare:
+        if family in RENAMED or (family != "gemma3" and layout in rare):
             return [pytest.mark.soak]
         return marks(family) if layout in often else [pytest.mark.long]
 

@@ -1,4 +1,4 @@
-"""The tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one tokenizer and template, their own processors and configs."""
+"""The tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one tokenizer and template; processors and configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by GLM-4.1V, GLM-4.5V and GLM-4.6V: tower, placeholders, partial M-RoPE in chunks, video by frames."""
+"""Shared by GLM-4.1V, GLM-4.5V and GLM-4.6V: tower, placeholders, partial M-RoPE, video by frames."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm", fused: bool
 
 
 def norm_after_rules(hf_layer: str, attention: str, mlp: str) -> list[Rule]:
-    """Rules for the norms of what attention and feed-forward give, by their HF names (`norm_after_sublayer`)."""
+    """Rules for the norms of what attention and feed-forward give (`norm_after_sublayer`), by HF names."""
     return [
         layer_rule(hf_layer, "self_attn_bda.norm.weight", (f"{attention}.weight",), Whole()),
         layer_rule(hf_layer, "mlp_bda.norm.weight", (f"{mlp}.weight",), Whole()),

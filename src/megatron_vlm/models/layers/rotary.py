@@ -84,7 +84,7 @@ class Rotary(nn.Module):
 def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """Rotary embedding of the first R of K channels; the rest is unchanged.
 
-    cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the second,
-    as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
+    cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
+    second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
     """
     return Rotate.apply(x_SBHK, cos, sin, adjacent)

@@ -64,7 +64,7 @@ class Operation:
         size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
         whole = [shards[0].new_empty(shape) for shape in shapes]
         for rank, shard in enumerate(shards):
-            for view, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
+            for view, tensor in zip(self.views(shard), whole, strict=True):
                 parts = tensor.unflatten(self.axis, (self.blocks, size, -1)).select(self.axis + 1, rank)
                 parts.view(view.shape).copy_(view)
         return whole
