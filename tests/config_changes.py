@@ -79,9 +79,9 @@ QWEN2_5 = {  # heads are as wide as hidden_size says, and M-RoPE's sections with
     T + "num_attention_heads": [{T + "num_attention_heads": 8, ROPE + "mrope_section": [1, 1, 2]}],
     T + "head_dim": [{T + "head_dim": 32}],
 }
-QWEN2 = QWEN2_5 | {  # its tower's own width is embed_dim
-    T + "hidden_size": [{T + "hidden_size": 96, V + "hidden_size": 96, ROPE + "mrope_section": [4, 4, 4]}],
-    V + "hidden_size": [],
+WIDER = {T + "hidden_size": 96, V + "hidden_size": 96, ROPE + "mrope_section": [4, 4, 4]}
+QWEN2 = QWEN2_5 | {  # its tower's own width is embed_dim, and hidden_size that of the language model
+    **{key: [WIDER] for key in (T + "hidden_size", V + "hidden_size")},
     V + "embed_dim": [{V + "embed_dim": 96}],
     V + "mlp_ratio": [{V + "mlp_ratio": 3}],
     V + "depth": [{V + "depth": n} for n in (1, 2)],

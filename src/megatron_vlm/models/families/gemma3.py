@@ -106,13 +106,13 @@ def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
 
 def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
+    biases = {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias}
+    after = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
     return [
         *llava_keys.outer_rules(hf_config),
-        *llama.attention_rules(
-            text, llava_keys.LAYER, text.attention_bias, text.attention_bias, qk_norm=True
-        ),
+        *llama.attention_rules(text, llava_keys.LAYER, **biases, qk_norm=True),
         *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
-        *llama.norm_after_rules(llava_keys.LAYER, "post_attention_layernorm", "post_feedforward_layernorm"),
+        *llama.norm_rules(llava_keys.LAYER, after),
     ]
 
 

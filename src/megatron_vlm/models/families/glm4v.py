@@ -22,12 +22,13 @@ def architecture(hf_config: Any) -> dict:
 
 def weights(hf_config: Any) -> list[Rule]:
     layer = glm4v.HF_MODEL + "layers.*."
+    after = {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
     return [
         glm4v.VISION_RULE,
         *llama.outer_rules(hf_config, glm4v.HF_MODEL),
         *llama.attention_rules(hf_config.text_config, layer, qkv_bias=True),
         *llama.mlp_rules(layer, fused=True),
-        *llama.norm_after_rules(layer, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        *llama.norm_rules(layer, after),
     ]
 
 

@@ -6,16 +6,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.models.weights import (
-    Cut,
-    FusedGatedMLP,
-    GatedMLP,
-    GroupedQKV,
-    Operation,
-    Rule,
-    Twice,
-    Whole,
-)
+from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Twice, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -82,53 +73,37 @@ def attention_rules(
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
     operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
     rules = [
-        layer_rule(hf_layer, "input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        *norm_rules(hf_layer, {"input_layernorm": "input_layernorm"}),
         layer_rule(
             hf_layer, "self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), operation
         ),
         layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)),
     ]
     if qkv_bias:
-        rules.append(
-            layer_rule(
-                hf_layer, "self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), operation
-            )
-        )
+        biases = tuple(f"{name}.bias" for name in qkv)
+        rules.append(layer_rule(hf_layer, "self_attention.linear_qkv.bias", biases, operation))
     if proj_bias:
-        rules.append(
-            layer_rule(hf_layer, "self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), Whole())
-        )
+        proj = ("self_attn.o_proj.bias",)
+        rules.append(layer_rule(hf_layer, "self_attention.linear_proj.bias", proj, Whole()))
     if qk_norm:
-        rules += [
-            layer_rule(
-                hf_layer, f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()
-            )
-            for x in "qk"
-        ]
+        rules += norm_rules(hf_layer, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
     return rules
 
 
 def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm", fused: bool = False) -> list[Rule]:
-    """Rules for the dense feed-forward and the norm before it, in every layer that has one.
-
-    `fused`: gate and up are one HF tensor.
-    """
-    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GatedMLP()
-    if fused:
-        gate_up = ("mlp.gate_up_proj.weight",), FusedGatedMLP()
+    """Rules for the dense feed-forward and the norm before it, in every layer that has one; `fused`: gate and
+    up are one HF tensor."""
+    gate_up = ("mlp.gate_up_proj.weight",) if fused else ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     return [
-        layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),
-        layer_rule(hf_layer, "mlp.linear_fc1.weight", *gate_up),
+        *norm_rules(hf_layer, {"pre_mlp_layernorm": norm}),
+        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP(fused)),
         layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
     ]
 
 
-def norm_after_rules(hf_layer: str, attention: str, mlp: str) -> list[Rule]:
-    """Rules for the norms of what attention and feed-forward give (`norm_after_sublayer`), by HF names."""
-    return [
-        layer_rule(hf_layer, "self_attn_bda.norm.weight", (f"{attention}.weight",), Whole()),
-        layer_rule(hf_layer, "mlp_bda.norm.weight", (f"{mlp}.weight",), Whole()),
-    ]
+def norm_rules(hf_layer: str, norms: dict[str, str]) -> list[Rule]:
+    """Rules for norms of every layer, ours -> theirs."""
+    return [layer_rule(hf_layer, f"{o}.weight", (f"{t}.weight",), Whole()) for o, t in norms.items()]
 
 
 def layer_rule(hf_layer: str, ours: str, theirs: tuple[str, ...], operation: Operation) -> Rule:

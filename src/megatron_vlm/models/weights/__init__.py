@@ -12,7 +12,6 @@ from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.weights.rules import (
     ADAPTERS,
     Cut,
-    FusedGatedMLP,
     GatedMLP,
     GroupedQKV,
     Operation,
@@ -28,7 +27,6 @@ from megatron_vlm.models.weights.rules import (
 
 __all__ = [
     "ADAPTERS",
-    "FusedGatedMLP",
     "GatedMLP",
     "GroupedQKV",
     "HFCheckpoint",

@@ -30,7 +30,7 @@ class Operation:
     """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
-    blocks: ClassVar[int] = 1  # of which an HF tensor consists along `axis`: a rank holds a part of each
+    blocks: int = 1  # of which an HF tensor consists along `axis`: each rank holds an equal part of each
 
     def views(self, param: Tensor) -> list[Tensor]:
         """This rank's part of each HF tensor, as views of its parameter.
@@ -73,11 +73,9 @@ class Operation:
         """What a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
             return source[...]
-        block = shape[self.axis] // self.blocks
-        step = block // size
-        starts = [number * block + rank * step for number in range(self.blocks)]
-        before = (slice(None),) * self.axis
-        parts = [source[(*before, slice(start, start + step))] for start in starts]
+        block, before = shape[self.axis] // self.blocks, (slice(None),) * self.axis
+        starts = range(rank * (block // size), shape[self.axis], block)
+        parts = [source[(*before, slice(start, start + block // size))] for start in starts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
 
@@ -105,23 +103,17 @@ class Twice(Cut):
 
 @dataclass(frozen=True)
 class GatedMLP(Operation):
-    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
+    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up. `fused`: one HF tensor."""
 
+    fused: bool = False
     axis: ClassVar[int] = 0
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        return list(param.chunk(2))
-
-
-@dataclass(frozen=True)
-class FusedGatedMLP(Operation):
-    """Megatron's linear_fc1 from one HF tensor, all rows of gate and then all rows of up."""
-
-    axis: ClassVar[int] = 0
-    blocks: ClassVar[int] = 2
+    @property
+    def blocks(self) -> int:
+        return 2 if self.fused else 1
 
     def views(self, param: Tensor) -> list[Tensor]:
-        return [param.unflatten(0, (self.blocks, -1))]
+        return [param.unflatten(0, (2, -1))] if self.fused else list(param.chunk(2))
 
 
 @dataclass(frozen=True)
