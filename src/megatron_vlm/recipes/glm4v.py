@@ -30,7 +30,8 @@ def _glm4v(name: str, hf_path: str, changes: RecipeArgs) -> RunConfig:
     defaults = {
         "name": name,
         "hf_path": hf_path,
-        "tp": 4,
+        "tp": 2,  # its attention has two key/value heads
+        "pp": 2,
         "max_pixels": 1280 * 28**2,  # at most 1280 tokens an image
         "warmup_steps": 50,
         "global_batch_size": 64,
