@@ -99,7 +99,7 @@ def all_counts(jobs: dict[str, tuple[str, bool]]) -> dict[str, dict]:
 def counts(names: tuple[str, ...]) -> dict[str, dict]:
     """Computed in a process of its own, as pretending changes Megatron's state."""
     jobs = {name: (str(CONFIGS / f"{name}.json"), name in UNTIED) for name in names}
-    return run_distributed(1, all_counts, jobs)[0]
+    return run_distributed(1, all_counts, jobs, timeout=900)[0]
 
 
 @pytest.mark.parametrize(("recipe", "group"), RECIPES)

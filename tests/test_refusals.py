@@ -197,7 +197,7 @@ def test_a_name_of_the_hub_is_read_and_refused_by_its_config_json(hub):
     hub("me/other", REFUSED["sibling"][0])
     for look in (refuse, resolve):
         with pytest.raises(
-            ConfigError, match=r"^checkpoint me/other: model type 'qwen2_vl' is not supported"
+            ConfigError, match=r"^checkpoint me/other: model type 'qwen2_5_omni' is not supported"
         ):
             look("me/other")
 
