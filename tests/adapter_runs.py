@@ -226,6 +226,27 @@ def dora(path: str, cases: str, root: str) -> dict[str, Any]:
     return found
 
 
+def fused(path: str, cases: str, root: str) -> bool:
+    """Train with TP2, save, go on with PP2, export from both; whether a continued run is bit-equal."""
+    from megatron_vlm.models.adapters import save_adapters
+    from megatron_vlm.parallel import setup
+
+    folder, case = Path(root), torch.load(cases, weights_only=False)
+    tensor, stages = ParallelConfig(tp=2), ParallelConfig(pp=2)
+    setup.init_distributed(tensor, seed=1)
+    settings = config(path, tensor, DORA, folder / "run")
+    whole = Run(settings)
+    whole.train(case, HALF)
+    whole.save(HALF)
+    save_adapters(whole.chunks, folder / "TP2", DORA, path)
+    whole.train(case, 1)
+    continued = Run(settings)
+    continued.train(case, 1)
+    elsewhere = Run(config(path, stages, DORA, folder / "run"))
+    save_adapters(elsewhere.chunks, folder / "PP2", DORA, path)
+    return continued.digests() == whole.digests()
+
+
 def experts(path: str, cases: str, root: str) -> dict[str, Any]:
     """Train adapters of experts with EP2, save, continue, go on in other layouts, export in three ways."""
     from megatron_vlm.models.adapters import merge, save_adapters

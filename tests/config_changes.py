@@ -80,6 +80,21 @@ QWEN2_5 = {  # heads are as wide as hidden_size says, and M-RoPE's sections with
     T + "num_attention_heads": [{T + "num_attention_heads": 8, ROPE + "mrope_section": [1, 1, 2]}],
     T + "head_dim": [{T + "head_dim": 32}],
 }
+WIDER = {T + "hidden_size": 96, V + "hidden_size": 96, ROPE + "mrope_section": [4, 4, 4]}
+QWEN2 = QWEN2_5 | {  # its tower's own width is embed_dim, and hidden_size that of the language model
+    **{key: [WIDER] for key in (T + "hidden_size", V + "hidden_size")},
+    V + "embed_dim": [{V + "embed_dim": 96}],
+    V + "mlp_ratio": [{V + "mlp_ratio": 3}],
+    V + "depth": [{V + "depth": n} for n in (1, 2)],
+}
+GLM_DENSE = {  # heads are as wide as hidden_size says, and half of each head is rotated
+    T + "hidden_size": [
+        {T + "hidden_size": 96, V + "out_hidden_size": 96, ROPE + "mrope_section": [2, 2, 2]}
+    ],
+    T + "num_attention_heads": [{T + "num_attention_heads": 2, ROPE + "mrope_section": [2, 3, 3]}],
+    T + "head_dim": [{T + "head_dim": 32}, {T + "head_dim": 8}],
+    V + "depth": [{V + "depth": n} for n in (1, 3)],
+}
 MISTRAL3 = {  # its tiny config says how wide the tower's heads are
     V + "hidden_size": [{V + "hidden_size": 96, V + "head_dim": 48}],
     V + "num_attention_heads": [{V + "num_attention_heads": 1, V + "head_dim": 48}],
@@ -92,6 +107,8 @@ GLM = {
         {T + "num_experts_per_tok": 3, T + "topk_group": 2},
     ],
 }
+OWN_PARTNERS = {"qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
+OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -139,7 +156,22 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0},
         {V + "vision_use_head": REMOVED},
     ],
+    **dict.fromkeys(
+        ("glm4v", "glm46v"),
+        [
+            {T + "head_dim": 16},  # what it is anyway
+            {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
+            {T + "attention_bias": False},  # no field: attention has biases in any case
+            {T + "num_key_value_heads": None},
+        ],
+    ),
     "glm4v_moe": [{ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5}],
+    "qwen2_vl": [
+        {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        {T + "use_sliding_window": True, T + "sliding_window": 5, T + "layer_types": REMOVED}
+        | {T + "max_window_layers": 2},
+        {V + "in_chans": 1},  # of older checkpoints, which no version reads
+    ],
     "qwen2_5_vl": [
         {T + "head_dim": 16},  # what it is anyway
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
@@ -228,7 +260,7 @@ def rows_of(family: str, change: dict[str, Any]) -> tuple[str, ...]:
 
 def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
     """Key -> its changes."""
-    partners = PARTNERS | {"qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}.get(family, {})
+    partners = PARTNERS | OWN_PARTNERS.get(family, {})
     found = {}
     for name, section in sections_of(family, config).items():
         prefix = f"{name}." if name else ""

@@ -71,8 +71,13 @@ INPUTS: dict[str, list[str]] = {
 }
 
 
+RENAMED = ("glm46v",)  # another family's model under a name of its own, with another processor
+
+
 def marks(family: str) -> list:
-    """Tests of the further families belong to `make test-long`."""
+    """Tests of the further families belong to `make test-long`, those of renamed ones to `make test-soak`."""
+    if family in RENAMED:
+        return [pytest.mark.soak]
     return [] if family == "gemma3" else [pytest.mark.long]
 
 
@@ -91,12 +96,14 @@ def cells(
     every_layout: Container[str] = EVERY_LAYOUT,
 ) -> list:
     """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
-    families of `every_layout` in all and the others in those of `of_each`, `make test-soak` the rest."""
+    families of `every_layout` in all and the others in those of `of_each`, `make test-soak` the rest, and all
+    of those that are `RENAMED`."""
 
     def mark(family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        return [pytest.mark.long if family in every_layout or layout in of_each else pytest.mark.soak]
+        each = layout in of_each and family not in RENAMED
+        return [pytest.mark.long if family in every_layout or each else pytest.mark.soak]
 
     return [
         pytest.param(family, layout, marks=mark(family, layout))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import adapter_runs
 import parity
@@ -27,11 +28,7 @@ FAMILY = "gemma3"
 def parts(tmp_path_factory):
     """(checkpoint, file of a case, folder)"""
     folder = tmp_path_factory.mktemp("adapters")
-    path = build_tiny_checkpoint(FAMILY, folder / "checkpoint")
-    source = open_source(path)
-    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, folder / "case.pt")
-    return path, folder / "case.pt", folder
+    return *written_case(FAMILY, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -152,18 +149,32 @@ def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     assert (merged - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
+def written_case(family: str, folder: Path) -> tuple[Path, Path]:
+    """(checkpoint, file of a case) of a family, in `folder`."""
+    path, file = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "case.pt"
+    source = open_source(path)
+    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, file)
+    return path, file
+
+
+@pytest.mark.long
+def test_adapters_of_gate_and_up_in_one_tensor_are_the_same_in_another_layout(tmp_path):
+    path, case = written_case("glm4v", tmp_path)
+    assert all(run_distributed(2, adapter_runs.fused, *map(str, (path, case, tmp_path)), timeout=400))
+    assert_equal_adapters(tmp_path / "TP2", tmp_path / "PP2")
+    written = load_file(tmp_path / "TP2/adapter_model.safetensors")
+    of_B = [value for key, value in written.items() if "gate_up_proj.lora_B" in key]
+    assert len(of_B) == 4 and all(value.abs().max() > 0 for value in of_B)
+
+
 @pytest.fixture(scope="module")
 def of_experts(tmp_path_factory):
     """(checkpoint, case, what ranks found, folder) of a run that trains adapters of experts."""
     folder = tmp_path_factory.mktemp("experts")
-    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "checkpoint")
-    source = open_source(path)
-    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, folder / "case.pt")
-    found = run_distributed(
-        2, adapter_runs.experts, *map(str, (path, folder / "case.pt", folder)), timeout=400
-    )
-    return path, torch.load(folder / "case.pt", weights_only=False), found, folder
+    path, case = written_case("qwen3_vl_moe", folder)
+    found = run_distributed(2, adapter_runs.experts, *map(str, (path, case, folder)), timeout=400)
+    return path, torch.load(case, weights_only=False), found, folder
 
 
 def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):

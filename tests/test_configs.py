@@ -24,6 +24,7 @@ from config_changes import (
     without_effect,
 )
 from odd_configs import Cell
+from parity import RENAMED
 from programs import run_anew, run_program
 from test_transformers_versions import OLDEST
 
@@ -107,7 +108,8 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 # ---- every key changed ------------------------------------------------------------------------------------
 
 
-EVERY = [pytest.param((family, False), id=family, marks=pytest.mark.long) for family in TINY_FAMILIES]
+LONG = {family: pytest.mark.soak if family in RENAMED else pytest.mark.long for family in TINY_FAMILIES}
+EVERY = [pytest.param((family, False), id=family, marks=mark) for family, mark in LONG.items()]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(("gemma3", True), id="quick"), *EVERY])

@@ -35,6 +35,8 @@ PUBLISHED = {
     "mistral3": {"image_size": 1540},
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
+    "glm46v": {},  # resizes as glm4v_moe, and so does qwen2_vl as qwen2_5_vl
+    "qwen2_vl": {},
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
@@ -176,6 +178,7 @@ def _videos_and_images(images_or_videos):
         pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == "tiny" else ())
         for name, published in PUBLISHED.items()
         for at, sizes in {"tiny": {}, "published": published}.items()
+        if sizes or at == "tiny"
     ],
 )
 def processor(request):

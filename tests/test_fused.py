@@ -49,6 +49,14 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x, rest), dim=-1)
 
 
+def turned_by_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As complex numbers: a channel is a real part, the next one its imaginary part."""
+    x, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    cos, sin = (table.repeat_interleave(2, dim=-1) for table in (cos, sin))
+    imaginary = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    return torch.cat((x * cos + imaginary * sin, rest), dim=-1)
+
+
 def glu(gate_up: Tensor, activation: Callable, weights: Tensor | None = None) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     inner = activation(gate) * up
@@ -74,6 +82,11 @@ CASES = {  # ours, the same in plain operations, shapes of the inputs
     "rotary of a part": (
         lambda x: rotate(x, *tables(4, x.dtype)),
         lambda x: turned(x, *tables(4, x.dtype)),
+        [QUERY],
+    ),
+    "rotary of neighbours": (
+        lambda x: rotate(x, *tables(4, x.dtype), adjacent=True),
+        lambda x: turned_by_neighbours(x, *tables(4, x.dtype)),
         [QUERY],
     ),
     "SwiGLU": (*pair(gated, glu, silu), [HIDDEN]),

@@ -118,7 +118,11 @@ def test_sections_of_six_take_the_axes_in_turn_and_interleaved_ones_are_clipped(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "parts"), [("qwen2_5_vl", "iitit"), ("qwen3_vl", "iitit"), ("qwen3_vl", "itvtit")]
+    ("model_type", "parts"),
+    [
+        *(("qwen2_5_vl", "iitit"), ("qwen3_vl", "iitit"), ("qwen3_vl", "itvtit")),
+        *((family, parts) for family in ("glm4v", "qwen2_vl") for parts in ("iitit", "tvt")),
+    ],
 )
 def test_equal_to_transformers_where_it_is_right(model_type, parts, tmp_path):
     path = build_tiny_checkpoint(model_type, tmp_path / model_type)

@@ -20,6 +20,11 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "siglip2_llama31_8b": 8_465_209_072,
     "siglip2_qwen3_4b": 4_453_482_224,
     "glm_45v": 107_710_927_360,
+    "glm_41v_9b": 10_292_777_472,
+    "glm_46v_flash": 10_292_777_472,
+    "qwen2_vl_2b": 2_208_985_600,
+    "qwen2_vl_7b": 8_291_375_616,
+    "qwen2_vl_72b": 73_405_560_320,
     "qwen25_vl_3b": 3_754_622_976,
     "qwen25_vl_7b": 8_292_166_656,
     "qwen25_vl_32b": 33_452_718_336,
@@ -104,7 +109,7 @@ def all_counts(jobs: dict[str, tuple[str, bool]]) -> dict[str, dict]:
 def counts(names: tuple[str, ...]) -> dict[str, dict]:
     """Computed in a process of its own, as pretending changes Megatron's state."""
     jobs = {name: (str(CONFIGS / f"{name}.json"), name in UNTIED) for name in names}
-    return run_distributed(1, all_counts, jobs)[0]
+    return run_distributed(1, all_counts, jobs, timeout=900)[0]
 
 
 @pytest.mark.parametrize(("recipe", "group"), RECIPES)

@@ -18,7 +18,7 @@ QWEN = {"model_type": "qwen2_5_vl", "vision_config": {}}
 SUPPORTED_TEXT = f"supported are {', '.join(sorted(SUPPORTED))}, with their vision towers."
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('was_run').touch()\nclass C: ...\n"
 REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
-    "sibling": ({"model_type": "qwen2_vl", "vision_config": {}}, "model type 'qwen2_vl' is not supported; "),
+    "sibling": ({"model_type": "qwen2_5_omni", "thinker_config": {}}, "model type 'qwen2_5_omni' is not"),
     "text only": (
         {"model_type": "gemma3_text"},
         "model type 'gemma3_text' (without a vision tower) is not supported; " + SUPPORTED_TEXT,
@@ -202,7 +202,7 @@ def test_a_name_of_the_hub_is_read_and_refused_by_its_config_json(hub):
     hub("me/other", REFUSED["sibling"][0])
     for look in (refuse, resolve):
         with pytest.raises(
-            ConfigError, match=r"^checkpoint me/other: model type 'qwen2_vl' is not supported"
+            ConfigError, match=r"^checkpoint me/other: model type 'qwen2_5_omni' is not supported"
         ):
             look("me/other")
 

@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parent / "hf_configs"
 REAL = {module.rpartition(".")[2]: name for name, module in reversed(RECIPES.items()) if DEMO not in name}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=list(REAL))
 def family_and_config(request):
     return load(request.param), AutoConfig.from_pretrained(CONFIGS / f"{REAL[request.param]}.json")
 

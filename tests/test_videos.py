@@ -36,6 +36,7 @@ from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.long) for name in ("qwen2_vl", "glm46v")]
 EVERY = VideoRules(fps=100)  # all frames
 SHADE = 8  # frame i is grey 8 i
 
@@ -333,6 +334,13 @@ def test_ids_grids_and_pixels_are_the_processors_of_the_chosen_frames(arguments)
         assert len(encoded.visual_inputs.pixel_values_videos) == grids.prod(-1).sum()
 
 
+def first_times(encoded, encoder):
+    """The steps of time of the first video, from its first."""
+    times = encoded.position_ids[0][encoded.input_ids == encoder.processor.video_token_id]
+    first = times[: int(encoded.visual_inputs.video_grid_thw[0].prod()) // 4]
+    return (first - first[0]).unique().tolist()
+
+
 def test_times_by_hand(family, arguments):
     """Frames of 0, 0.5, 1.0, ... seconds, taken in pairs; a video at uneven times; one frame alone."""
     encoder = encoder_of(arguments)
@@ -349,12 +357,15 @@ def test_times_by_hand(family, arguments):
         assert re.findall(r"<([0-9.]+) seconds>", text) == expected
     elif name == "glm4v_moe":  # whole seconds of the first of a pair
         assert re.findall(r"<\|end_of_image\|>(\d+)", text) == ["0", "1", "2", "0", "1", "0"]
+    elif name == "glm46v":
+        expected = ["0.0", "1.0", "2.0", "0.0", "1.4", "0.0"]
+        assert re.findall(r"<\|end_of_image\|>([0-9.]+) seconds", text) == expected
+    elif name == "qwen2_vl":  # moments, whenever they are
+        assert first_times(encoded, encoder) == [0, 1, 2]
     else:  # seconds from pair to pair: 2 x 0.5, 2 x 4.2 / 3, and of a single frame 2 / fps
         seconds = encoded.visual_inputs.second_per_grid_ts
         torch.testing.assert_close(seconds, torch.tensor([1.0, 2.8, 1.0]))
-        times = encoded.position_ids[0][encoded.input_ids == encoder.processor.video_token_id]
-        first = times[: int(encoded.visual_inputs.video_grid_thw[0].prod()) // 4]
-        assert (first - first[0]).unique().tolist() == [0, 2, 4]  # 2 ids a second
+        assert first_times(encoded, encoder) == [0, 2, 4]  # 2 ids a second
 
 
 def test_only_the_reply_is_trained(arguments):

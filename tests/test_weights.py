@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import RENAMED
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -20,7 +21,12 @@ from tiny.distributed import run_distributed
 
 LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
 LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
-EXACT = [(layout, family) for family in TINY_FAMILIES for layout in LAYOUTS]
+EXACT = [
+    (layout, family)
+    for family in TINY_FAMILIES
+    for layout in LAYOUTS
+    if layout == "TP2" or family not in RENAMED
+]
 EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied mistral3")] + [("PP2", "untied")]
 IN_MEMORY = [
     "gemma3",
@@ -364,9 +370,7 @@ def test_export_has_everything_but_weights_as_it_was(exports, sources):
         assert (exported / name).read_bytes() == (source / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"), often([(layout, family) for layout in LAYOUTS for family in TINY_FAMILIES])
-)
+@pytest.mark.parametrize(("layout", "kind"), often([cell for cell in EXACT if cell[1] in TINY_FAMILIES]))
 def test_transformers_loads_the_export_without_a_missing_key(exports, layout, kind):
 
     loaded_by_transformers(exports[layout, kind])
@@ -523,7 +527,12 @@ BROKEN_VALUES = {  # Transformers loads each of them
     ("gemma3", spoil): MLP + " holds values that are not finite; .*: download it again",
 }
 CASES = (
-    {(family, change): text for family in TINY_FAMILIES for change, text in BROKEN.items()}
+    {
+        (family, change): text
+        for family in TINY_FAMILIES
+        for change, text in BROKEN.items()
+        if family not in RENAMED and (family != "glm4v" or change != shift_gate_and_up)  # one tensor there
+    }
     | BROKEN_EXPERTS
     | BROKEN_VALUES
 )

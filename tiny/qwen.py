@@ -1,4 +1,4 @@
-"""The tiny Qwen2.5-VL and Qwen3-VL: one tokenizer and template, their own processors and configs."""
+"""The tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one tokenizer and template; processors and configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
+    Qwen2VLConfig,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -97,11 +99,15 @@ def tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> Qwen2Tokenizer:
 
 
 def qwen2_5_processor(
-    corpus: Iterable[str], template: str, image_size: int = 112, vocab_size: int = 512
-) -> Qwen2_5_VLProcessor:
+    corpus: Iterable[str],
+    template: str,
+    image_size: int = 112,
+    vocab_size: int = 512,
+    kind: type[Qwen2_5_VLProcessor | Qwen2VLProcessor] = Qwen2_5_VLProcessor,
+) -> Qwen2_5_VLProcessor | Qwen2VLProcessor:
     patches = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     pixels = {"shortest_edge": 56**2, "longest_edge": image_size**2}
-    return Qwen2_5_VLProcessor(
+    return kind(
         image_processor=Qwen2VLImageProcessor(size=dict(pixels), **patches),
         video_processor=Qwen2VLVideoProcessor(size=dict(pixels), **patches),
         tokenizer=tokenizer(corpus, vocab_size),
@@ -124,12 +130,24 @@ def qwen3_processor(
     )
 
 
+def qwen2_config(processor: Qwen2VLProcessor, text: dict, vision: dict) -> Qwen2VLConfig:
+    """`text` and `vision` override the toy sizes."""
+    vision_config = {
+        "depth": 3,
+        "embed_dim": 48,
+        "mlp_ratio": 2,
+        "num_heads": 4,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "hidden_size": text.get("hidden_size", 64),
+    }
+    text_config = _qwen2_text(processor) | {"bos_token_id": None} | text  # else one of the real vocabulary
+    return _config(Qwen2VLConfig, processor, text_config, vision_config | vision)
+
+
 def qwen2_5_config(processor: Qwen2_5_VLProcessor, text: dict, vision: dict) -> Qwen2_5_VLConfig:
     """`text` and `vision` override the toy sizes."""
-    text_config = _text(processor) | {
-        "num_hidden_layers": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-    }
     vision_config = {
         "depth": 4,
         "hidden_size": 48,
@@ -143,7 +161,7 @@ def qwen2_5_config(processor: Qwen2_5_VLProcessor, text: dict, vision: dict) -> 
         "out_hidden_size": text.get("hidden_size", 64),
         "fullatt_block_indexes": [1, 3],
     }
-    return _config(Qwen2_5_VLConfig, processor, text_config | text, vision_config | vision)
+    return _config(Qwen2_5_VLConfig, processor, _qwen2_text(processor) | text, vision_config | vision)
 
 
 def qwen3_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3VLConfig:
@@ -161,6 +179,11 @@ def qwen3_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Q
     }
     text_config = _qwen3_text(processor) | experts | text
     return _config(Qwen3VLMoeConfig, processor, text_config, _qwen3_vision(text) | vision, tied=False)
+
+
+def _qwen2_text(processor: Qwen2_5_VLProcessor | Qwen2VLProcessor) -> dict:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    return _text(processor) | {"num_hidden_layers": 4, "rope_parameters": rope}
 
 
 def _qwen3_text(processor: Qwen3VLProcessor) -> dict:

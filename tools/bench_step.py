@@ -51,8 +51,10 @@ REPLY_WORDS = (200, 60, 120, 30, 160, 40, 80, 100)
 VOCABULARY = 32_768
 ROUNDS = 3
 ROPE = {  # of heads of 64 channels
-    "qwen2_5_vl": {"mrope_section": [8, 12, 12]},
-    "glm4v_moe": {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"mrope_section": [8, 12, 12]}),
+    **dict.fromkeys(
+        ("glm4v", "glm46v", "glm4v_moe"), {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}
+    ),
 }
 
 

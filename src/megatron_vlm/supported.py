@@ -39,7 +39,10 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
         text_types=("llama", "mistral", "qwen2", "qwen3"),
         other_texts=dict.fromkeys(("lfm2", "lfm2_moe", None), _CONVOLUTIONS),  # None is LFM2, too
     ),
+    "glm4v": Supported("Glm4vForConditionalGeneration"),
+    "glm46v": Supported("Glm46VForConditionalGeneration"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
+    "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),

@@ -45,9 +45,9 @@ def mrope_positions(
     width p + column in merged patches; time is p in an image, and grows in a video. What follows starts one
     after the largest position so far on any axis.
 
-    With `tokens_per_second` (Qwen2.5-VL) a video is one run of placeholders, and its time grows with
-    `second_per_grid_ts` (one second if absent). Without it, the prompt tells the time in text, and each frame
-    is a run of its own, with the positions of an image.
+    With `tokens_per_second` (Qwen2-VL, Qwen2.5-VL) a video is one run of placeholders, and its time grows
+    with `second_per_grid_ts` (one second if absent). Without it, the prompt tells the time in text, and each
+    frame is a run of its own, with the positions of an image.
 
     Raises ValueError if placeholders and grids do not match.
     """

@@ -231,6 +231,7 @@ def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
 
 
 _GRID = ("shortest_edge", "longest_edge")
+_GLM = (_GRID, _glm_size, _grid_ids, _image_patches)
 _QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _image_patches)
 KNOWN = {  # processor class of transformers → what it does
     "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
@@ -238,9 +239,8 @@ KNOWN = {  # processor class of transformers → what it does
         "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
     ),
     "Lfm2VlProcessor": Known("Lfm2VlImageProcessor", (), naflex.resized, naflex.image_ids, naflex.patches),
-    "Glm4vProcessor": Known(
-        "Glm4vImageProcessor", _GRID, _glm_size, _grid_ids, _image_patches, "Glm4vVideoProcessor"
-    ),
+    "Glm4vProcessor": Known("Glm4vImageProcessor", *_GLM, "Glm4vVideoProcessor"),
+    "Glm46VProcessor": Known("Glm46VImageProcessor", *_GLM, "Glm46VVideoProcessor"),
     "Qwen2VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor"),
     "Qwen2_5_VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor", _seconds_per_grid),
     "Qwen3VLProcessor": Known(*_QWEN, "Qwen3VLVideoProcessor"),

@@ -42,7 +42,8 @@ class ExpertLora(Lora):
     def group(self) -> dist.ProcessGroup:
         return parallel_state.get_expert_model_parallel_group()
 
-    def as_in_peft(self, name: str, whole: Tensor) -> Tensor:
+    def as_in_peft(self, name: str, shards: list[Tensor]) -> Tensor:
+        whole = torch.cat(shards)
         return whole.flatten(0, 1) if name == "lora_A" else whole.permute(1, 2, 0).flatten(1)
 
     def part(self, name: str, values: Any) -> Tensor:

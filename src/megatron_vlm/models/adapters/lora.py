@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
@@ -71,25 +72,29 @@ class Lora(nn.Module):
         """The ranks that have the other parts of what is cut."""
         return parallel_state.get_tensor_model_parallel_group()
 
-    def as_in_peft(self, name: str, whole: Tensor) -> Tensor:
-        return whole
+    def as_in_peft(self, name: str, shards: list[Tensor]) -> Tensor:
+        """Peft's whole parameter `name` from all ranks' parts, or from one that is whole."""
+        axis = self.axes[name]
+        if axis is None:
+            return shards[0]
+        blocks = self.target.rule.operation.blocks
+        parts = [shard.unflatten(axis, (blocks, -1)) for shard in shards]
+        return torch.cat(parts, dim=axis + 1).flatten(axis, axis + 1)
 
     def part(self, name: str, values: Any) -> Tensor:
         """This rank's part of parameter `name`, read from peft's whole one."""
-        axis, size = self.axes[name], self.group.size()
-        if axis is None:
+        if self.axes[name] is None:
             return values[:]
-        step = self.whole[name][axis] // size
-        return values[
-            (slice(None),) * axis + (slice(self.group.rank() * step, (self.group.rank() + 1) * step),)
-        ]
+        return self.target.rule.operation.part(values, self.whole[name], self.group.rank(), self.group.size())
 
-    def sharded(self, key: str, name: str) -> ShardedTensor:
+    def sharded(self, key: str, name: str) -> ShardedTensor | ShardedTensorFactory:
         """Parameter `name` for a checkpoint."""
         tensor, axis = getattr(self, name), self.axes[name]
         if axis is None:
             return make_sharded_tensor_for_checkpoint(tensor, key)
-        return make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
+        one = make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
+        two_blocks = self.target.rule.operation.blocks == 2
+        return apply_swiglu_sharded_factory(one, ()) if two_blocks else one
 
 
 def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:

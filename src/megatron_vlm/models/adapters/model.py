@@ -104,7 +104,7 @@ def adapter_tensors(
                 if axis is not None and lora.group.size() > 1:
                     shards = [torch.empty_like(local) for _ in range(lora.group.size())]
                     dist.all_gather(shards, local, group=lora.group)
-                yield peft_key(lora.target, name), lora.as_in_peft(name, torch.cat(shards, dim=axis or 0))
+                yield peft_key(lora.target, name), lora.as_in_peft(name, shards)
     yield from saved_tensors(chunks, value)
 
 

@@ -13,7 +13,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llama, llava_keys
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights import Rule
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -106,17 +106,13 @@ def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
 
 def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
-    norms_after = {"self_attn_bda": "post_attention_layernorm", "mlp_bda": "post_feedforward_layernorm"}
+    biases = {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias}
+    after = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
     return [
         *llava_keys.outer_rules(hf_config),
-        *llama.attention_rules(
-            text, llava_keys.LAYER, text.attention_bias, text.attention_bias, qk_norm=True
-        ),
+        *llama.attention_rules(text, llava_keys.LAYER, **biases, qk_norm=True),
         *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
-        *[
-            llama.layer_rule(llava_keys.LAYER, f"{ours}.norm.weight", (f"{theirs}.weight",), Whole())
-            for ours, theirs in norms_after.items()
-        ],
+        *llama.norm_rules(llava_keys.LAYER, after),
     ]
 
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers
-from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
+from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules, patch_towers
 from megatron_vlm.models.weights import Rule, Whole
-
-HF_MODEL = "model.language_model."
-MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
 
 
 def _chosen(count: Any, text: Any) -> bool:
@@ -28,12 +20,8 @@ def _groups(count: Any, text: Any) -> bool:
     return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
 
 
-SECTIONS = keys.sections(
-    keys.Section(
-        ("glm4v_moe",),
-        patch_towers.TOP | keys.any_of("video_start_token_id", "video_end_token_id"),
-        no_effect=("image_start_token_id", "image_end_token_id"),
-    ),
+SECTIONS = glm4v.sections(
+    "glm4v_moe",
     keys.Section(
         ("glm4v_moe_text",),
         keys.text()
@@ -49,11 +37,9 @@ SECTIONS = keys.sections(
             "num_experts_per_tok": keys.Values("2 to n_routed_experts", _chosen),
             "n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups),
         },
-        rope=MROPE.keys(),
+        rope=glm4v.MROPE.keys(),
     ),
-    keys.Section(
-        ("glm4v_moe_vision", "glm4v_moe"), patch_towers.VISION | keys.any_of("attention_bias", "rms_norm_eps")
-    ),
+    *("glm4v_moe_vision", "glm4v_moe"),
 )
 
 
@@ -83,52 +69,12 @@ def _group_limit(text: Any) -> dict:
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
 
 
-class Glm4vMoeVision(patch_towers.GridVision):
-    """The HF visual module; it treats every frame of a video as an image."""
-
-    def __init__(self, hf_config: Any):
-        super().__init__(hf_config)
-        self.visual.embeddings.register_forward_pre_hook(_lengths_to_device)
-
-    def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
-        if video_grid_thw is not None:
-            video_grid_thw = torch.repeat_interleave(video_grid_thw, video_grid_thw[:, 0], dim=0)
-            video_grid_thw = torch.nn.functional.pad(video_grid_thw[:, 1:], (1, 0), value=1)
-        return super().forward(video_grid_thw=video_grid_thw, **visual)
-
-
-def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
-    """Moves images' lengths to the device: the position embeddings read them there, attention on the CPU."""
-    hidden_states, lengths, *others = arguments
-    return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
-
-
-def visual_kinds(hf_config: Any) -> Kinds:
-    """A placeholder belongs to a video frame if a begin-of-video token before it is not yet closed."""
-    return partial(
-        _kinds,
-        image=hf_config.image_token_id,
-        begin=hf_config.video_start_token_id,
-        end=hf_config.video_end_token_id,
-    )
-
-
-def _kinds(input_ids: Any, image: int, begin: int, end: int) -> Any:
-    opened = (input_ids == begin).cumsum(-1) > (input_ids == end).cumsum(-1)
-    return (input_ids == image) * (IMAGE + (VIDEO - IMAGE) * opened)
-
-
-def position_ids(hf_config: Any) -> partial:
-    merge_size = hf_config.vision_config.spatial_merge_size
-    return partial(mrope_positions, kinds=visual_kinds(hf_config), merge_size=merge_size)
-
-
 def weights(hf_config: Any) -> list[Rule]:
     text = hf_config.text_config
-    layer = HF_MODEL + "layers.*."
+    layer = glm4v.HF_MODEL + "layers.*."
     return [
-        Rule("vision.visual.**", ("model.visual.**",), Whole()),
-        *llama.outer_rules(hf_config, HF_MODEL),
+        glm4v.VISION_RULE,
+        *llama.outer_rules(hf_config, glm4v.HF_MODEL),
         *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
         *llama.mlp_rules(layer),
         *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
@@ -139,7 +85,7 @@ def weights(hf_config: Any) -> list[Rule]:
 
 def ignored_keys(hf_config: Any) -> dict[str, str]:
     """The keys of the layer after the last, with the reason why they are not imported."""
-    layer = f"{HF_MODEL}layers.{hf_config.text_config.num_hidden_layers}."
+    layer = f"{glm4v.HF_MODEL}layers.{hf_config.text_config.num_hidden_layers}."
     return {layer + "**": "multi-token prediction, which Transformers leaves out too"}
 
 
@@ -148,24 +94,17 @@ FAMILY = Family(
     sections=SECTIONS,
     visual_keys=patch_towers.VISUAL_KEYS,
     architecture=architecture,
-    rotary=MROPE.rotary,
-    build_vision=Glm4vMoeVision,
+    rotary=glm4v.MROPE.rotary,
+    build_vision=glm4v.Glm4vVision,
     blank_image=patch_towers.blank_image,
     visual_tokens=patch_towers.visual_tokens,
     tower_pairs=patch_towers.tower_pairs,
     weights=weights,
     ignored_keys=ignored_keys,
-    groups={
-        "tower": (
-            *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
-            *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
-        ),
-        "projector": ("vision.visual.downsample.", "vision.visual.merger."),
-        "language_model": ("language_model.",),
-    },
+    groups=glm4v.GROUPS,
     has_experts=True,
     images_or_videos=True,
     peft_experts=("gate_proj", "up_proj", "down_proj", "gate"),
-    position_ids=position_ids,
-    visual_kinds=visual_kinds,
+    position_ids=glm4v.position_ids,
+    visual_kinds=glm4v.visual_kinds,
 )

@@ -13,28 +13,17 @@ from megatron_vlm.models.weights import Rule, Whole
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
 
-def _whole_heads(head_dim: Any, text: Any) -> bool:
-    """Whether attention has this `head_dim`: in Transformers the rotary embedding reads it, attention not."""
-    return head_dim in (None, text.hidden_size // text.num_attention_heads)
-
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("qwen2_5_vl",), patch_towers.TOP, no_effect=("vision_start_token_id", "vision_end_token_id")
-    ),
-    keys.Section(
-        ("qwen2_5_vl_text",),
-        keys.text()
-        | keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
-        | {"head_dim": keys.Values("hidden_size / num_attention_heads", _whole_heads)}
-        | {"layer_types": keys.LAYER_TYPES},
-        rope=MROPE.keys(),
-    ),
-    keys.Section(
-        ("qwen2_5_vl_vision", "qwen2_5_vl"),
-        patch_towers.VISION | keys.any_of("tokens_per_second", "window_size", "fullatt_block_indexes"),
-    ),
-)
+def sections(model_type: str, *vision_keys: str) -> keys.Sections:
+    """Of a family with this text model; its tower has these keys besides those of all."""
+    text = keys.text() | {"head_dim": keys.WHOLE_HEADS, "layer_types": keys.LAYER_TYPES}
+    text |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
+    no_effect = ("vision_start_token_id", "vision_end_token_id")
+    vision = patch_towers.VISION | keys.any_of(*vision_keys)
+    return keys.sections(
+        keys.Section((model_type,), patch_towers.TOP, no_effect=no_effect),
+        keys.Section((f"{model_type}_text",), text, rope=MROPE.keys()),
+        keys.Section((f"{model_type}_vision", model_type), vision),
+    )
 
 
 def architecture(hf_config: Any) -> dict:
@@ -63,7 +52,7 @@ def weights(hf_config: Any) -> list[Rule]:
 
 FAMILY = Family(
     model_type="qwen2_5_vl",
-    sections=SECTIONS,
+    sections=sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes"),
     visual_keys=(*patch_towers.VISUAL_KEYS, "second_per_grid_ts"),
     architecture=architecture,
     rotary=MROPE.rotary,

@@ -163,7 +163,13 @@ def _whole_head(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor in (None, 1) or rule_and_text[0].get("rope_type") == "default"
 
 
+def _whole_heads(head_dim: Any, text: Any) -> bool:
+    return head_dim in (None, text.hidden_size // text.num_attention_heads)
+
+
 ACTIVATION = Values("the names of Transformers' activations that have no weights", _without_weights)
+# of models whose rotary embedding reads `head_dim` in Transformers, and whose attention does not
+WHOLE_HEADS = Values("hidden_size / num_attention_heads", _whole_heads)
 FULL_ATTENTION = Values('null, or "full_attention" in every layer', _full_attention)
 LAYER_TYPES = Values('"full_attention", and "sliding_attention" where sliding_window is set', _with_window)
 

@@ -73,40 +73,37 @@ def attention_rules(
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
     operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
     rules = [
-        layer_rule(hf_layer, "input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        *norm_rules(hf_layer, {"input_layernorm": "input_layernorm"}),
         layer_rule(
             hf_layer, "self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), operation
         ),
         layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)),
     ]
     if qkv_bias:
-        rules.append(
-            layer_rule(
-                hf_layer, "self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), operation
-            )
-        )
+        biases = tuple(f"{name}.bias" for name in qkv)
+        rules.append(layer_rule(hf_layer, "self_attention.linear_qkv.bias", biases, operation))
     if proj_bias:
-        rules.append(
-            layer_rule(hf_layer, "self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), Whole())
-        )
+        proj = ("self_attn.o_proj.bias",)
+        rules.append(layer_rule(hf_layer, "self_attention.linear_proj.bias", proj, Whole()))
     if qk_norm:
-        rules += [
-            layer_rule(
-                hf_layer, f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()
-            )
-            for x in "qk"
-        ]
+        rules += norm_rules(hf_layer, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
     return rules
 
 
-def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm") -> list[Rule]:
-    """Rules for the dense feed-forward and the norm before it, in every layer that has one."""
-    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm", fused: bool = False) -> list[Rule]:
+    """Rules for the dense feed-forward and the norm before it, in every layer that has one; `fused`: gate and
+    up are one HF tensor."""
+    gate_up = ("mlp.gate_up_proj.weight",) if fused else ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     return [
-        layer_rule(hf_layer, "pre_mlp_layernorm.weight", (f"{norm}.weight",), Whole()),
-        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP()),
+        *norm_rules(hf_layer, {"pre_mlp_layernorm": norm}),
+        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP(fused)),
         layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
     ]
+
+
+def norm_rules(hf_layer: str, norms: dict[str, str]) -> list[Rule]:
+    """Rules for norms of every layer, ours -> theirs."""
+    return [layer_rule(hf_layer, f"{o}.weight", (f"{t}.weight",), Whole()) for o, t in norms.items()]
 
 
 def layer_rule(hf_layer: str, ours: str, theirs: tuple[str, ...], operation: Operation) -> Rule:

@@ -1,4 +1,4 @@
-"""Shared by families whose towers take patches and grids (Qwen2.5-VL, Qwen3-VL, GLM-4.5V)."""
+"""Shared by families whose towers take patches and grids (Qwen's and GLM's)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, vision_utils
+from transformers import AutoModel, PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys, llama
@@ -29,12 +29,13 @@ class GridVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.visual = use_segments(
-            AutoModel.from_config(
-                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-            )
-        )
+        self.visual = use_segments(self.tower(deepcopy(hf_config.vision_config)))
         self.deepstack = deepstack_features(hf_config)
+
+    @staticmethod
+    def tower(vision_config: Any) -> PreTrainedModel:
+        """Transformers' module, with "sdpa" as its attention."""
+        return AutoModel.from_config(vision_config, attn_implementation="sdpa", trust_remote_code=False)
 
     def forward(
         self,

@@ -145,5 +145,6 @@ class RotarySelfAttention(SelfAttention):
     ):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         tables = rotary_pos_emb[self.rotary_index]
-        query, key = rotate(query, *tables[0]), rotate(key, *tables[-1])
+        adjacent = self.config.rotary_interleaved
+        query, key = rotate(query, *tables[0], adjacent), rotate(key, *tables[-1], adjacent)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))

@@ -96,19 +96,23 @@ class Rotate(torch.autograd.Function):
     """`rotate`. Its backward pass needs the tables alone, and turns the other way."""
 
     @staticmethod
-    def forward(ctx, x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x_SBHK, cos, sin)
+        ctx.adjacent = adjacent
+        return _rotate(x_SBHK, cos, sin, adjacent)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, -sin), None, None
+        return _rotate(gradient, cos, -sin, ctx.adjacent), None, None, None
 
 
 @Fused
-def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x_SBHK.tensor_split((half, 2 * half), dim=-1)
-    parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin), rest
-    return torch.cat(parts, dim=-1)
+    turned, rest = x_SBHK.tensor_split((2 * half,), dim=-1)
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if adjacent else turned.chunk(2, dim=-1)
+    parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    if adjacent:
+        return torch.cat((torch.stack(parts, dim=-1).flatten(-2), rest), dim=-1)
+    return torch.cat((*parts, rest), dim=-1)

@@ -212,6 +212,10 @@ def fused_cases(
             [(tokens, 1, width), (width,), (tokens, 1, width)],
         ),
         "rotary embedding": (lambda x: rotate(x, cos, sin), [(tokens, 1, 4, head)] * 2),
+        "rotary embedding of neighbours": (
+            lambda x: rotate(x, cos, sin, adjacent=True),
+            [(tokens, 1, 4, head)] * 2,
+        ),
         "gate": (lambda x: gated(x, activation), [(tokens, 1, 2 * ffn), (tokens, 1, ffn)]),
         "gate with weights": (
             lambda x, weights: gated(x, activation, weights),

@@ -81,9 +81,10 @@ class Rotary(nn.Module):
         return torch.cat((table * scale_SB11, table), dim=1)
 
 
-def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first R of K channels, halves paired as in GPT-NeoX; the rest is unchanged.
+def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
+    """Rotary embedding of the first R of K channels; the rest is unchanged.
 
-    cos and sin are (S, B, 1, R/2).
+    cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
+    second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
     """
-    return Rotate.apply(x_SBHK, cos, sin)
+    return Rotate.apply(x_SBHK, cos, sin, adjacent)

@@ -30,6 +30,7 @@ class Operation:
     """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
+    blocks: int = 1  # of which an HF tensor consists along `axis`: each rank holds an equal part of each
 
     def views(self, param: Tensor) -> list[Tensor]:
         """This rank's part of each HF tensor, as views of its parameter.
@@ -53,7 +54,7 @@ class Operation:
         """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
         shapes = self.hf_shapes(param, size)
         for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
-            part = source[self._index(shape, rank, size)]
+            part = self.part(source, shape, rank, size)
             view.copy_(part.to(view.device).reshape(view.shape))  # a transposed one is turned on the device
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
@@ -63,15 +64,19 @@ class Operation:
         size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
         whole = [shards[0].new_empty(shape) for shape in shapes]
         for rank, shard in enumerate(shards):
-            for view, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
-                tensor[self._index(shape, rank, size)].view(view.shape).copy_(view)
+            for view, tensor in zip(self.views(shard), whole, strict=True):
+                parts = tensor.unflatten(self.axis, (self.blocks, size, -1)).select(self.axis + 1, rank)
+                parts.view(view.shape).copy_(view)
         return whole
 
-    def _index(self, shape: list[int], rank: int, size: int) -> Any:
+    def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
+        """What a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
-            return ...
-        step = shape[self.axis] // size
-        return (slice(None),) * self.axis + (slice(rank * step, (rank + 1) * step),)
+            return source[...]
+        block, before = shape[self.axis] // self.blocks, (slice(None),) * self.axis
+        starts = range(rank * (block // size), shape[self.axis], block)
+        parts = [source[(*before, slice(start, start + block // size))] for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,17 @@ class Twice(Cut):
 
 @dataclass(frozen=True)
 class GatedMLP(Operation):
-    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up."""
+    """Megatron's linear_fc1: on each rank its rows of gate, then its rows of up. `fused`: one HF tensor."""
 
+    fused: bool = False
     axis: ClassVar[int] = 0
 
+    @property
+    def blocks(self) -> int:
+        return 2 if self.fused else 1
+
     def views(self, param: Tensor) -> list[Tensor]:
-        return list(param.chunk(2))
+        return [param.unflatten(0, (2, -1))] if self.fused else list(param.chunk(2))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,17 @@
+"""GLM-4.6V as Transformers names it: the model of `glm4v` under another name, with a processor of its own.
+
+The published GLM-4.6V-Flash names itself `glm4v`, and GLM-4.6V `glm4v_moe`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_vlm.models.families import glm4v as dense
+from megatron_vlm.models.family_parts import glm4v
+
+FAMILY = replace(
+    dense.FAMILY,
+    model_type="glm46v",
+    sections=glm4v.sections("glm46v", dense.TEXT, *dense.VISION_TYPES),
+)
