@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,10 @@ def modules_to_save(hf_config: Any, family: Any) -> list[str]:
     return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
-def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Adapter -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
+def cases(
+    path: Path | str, folder: Path, wanted: Sequence[str] = ()
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Adapter (all, or those `wanted`) -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
     adapters are in `folder`."""
     from transformers import AutoConfig, AutoProcessor
 
@@ -162,6 +165,8 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
     family = family_for(hf_config)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for adapter, settings in (ADAPTERS | (OF_EXPERTS if family.has_experts else {})).items():
+        if wanted and adapter not in wanted:
+            continue
         if adapter == WITH_MODULES:
             settings = settings | {"modules_to_save": modules_to_save(hf_config, family)}
         model = peft_model(path, named_for_peft(settings, hf_config, family))
@@ -194,7 +199,7 @@ def measure(names: list[str], path: str, references: str) -> list[dict]:
     """Every named layout on every input: rows for reports/parity.json."""
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+    parity.join(LAYOUTS[names[0]][1])
     cases = torch.load(references, weights_only=False)
     rows = []
     for name in names:

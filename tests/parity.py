@@ -278,11 +278,19 @@ def case_for(
     }
 
 
+def join(layout: ParallelConfig) -> None:
+    """Joins the processes of this launch, unless that is done."""
+    from megatron_vlm.parallel import setup
+
+    if not dist.is_initialized():
+        setup.init_distributed(layout, seed=1)
+
+
 def measure(names: list[str], path: str, references: str) -> list[dict]:
     """Every named layout on every input: rows for reports/parity.json, complete on rank 0."""
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+    join(LAYOUTS[names[0]][1])
     cases = torch.load(references, weights_only=False)
     rows = []
     for name in names:
@@ -367,7 +375,8 @@ def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]
         return hf_tensors(chunks, rules, value=lambda weight: getattr(weight, "main_grad", None))
     trained = [name for chunk in chunks for name, weight in chunk.named_parameters() if weight.requires_grad]
     assert chunks[0].adapters.saved or all(name.startswith("adapters.") for name in trained)
-    return adapter_tensors(chunks, lambda weight: getattr(weight, "main_grad", None))
+    # adapters of what no output depends on are not trained
+    return adapter_tensors(chunks, lambda weight: getattr(weight, "main_grad", torch.zeros_like(weight)))
 
 
 def on_device(batch: dict) -> dict:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import parity
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -76,7 +77,7 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
+    parity.join(ParallelConfig())
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
         setup.reset_layout(layout, seed=1)

@@ -31,6 +31,8 @@ class Supported:
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
+    "llava": Supported("LlavaForConditionalGeneration", text_types=("llama", "mistral", "qwen2", "qwen3")),
+    "internvl": Supported("InternVLForConditionalGeneration", text_types=("qwen2", "qwen3")),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),

@@ -205,7 +205,8 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
     """Turns off the gradients of all parameters in the named groups."""
     prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
     for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(prefixes))
+        if name.startswith(prefixes):
+            param.requires_grad_(False)
 
 
 def check_divisible(megatron_config: LanguageModelConfig) -> None:
