@@ -152,11 +152,9 @@ def modules_to_save(hf_config: Any, family: Any) -> list[str]:
     return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
-def cases(
-    path: Path | str, folder: Path, wanted: Sequence[str] = ()
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Adapter (all, or those `wanted`) -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
-    adapters are in `folder`."""
+def cases(path: Path | str, folder: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str, dict[str, Any]]]:
+    """Adapter (all, or those `wanted`) -> input -> peft's logits, loss and gradients (by its keys), as
+    `parity.case_for` has HF's; the adapters are in `folder`."""
     from transformers import AutoConfig, AutoProcessor
 
     from megatron_vlm.models.families import family_for

@@ -79,6 +79,19 @@ QWEN2_5 = {  # heads are as wide as hidden_size says, and M-RoPE's sections with
     T + "num_attention_heads": [{T + "num_attention_heads": 8, ROPE + "mrope_section": [1, 1, 2]}],
     T + "head_dim": [{T + "head_dim": 32}],
 }
+LLAVA = {
+    T + "num_attention_heads": [{T + "num_attention_heads": 8}],
+    "vision_feature_layer": [
+        {"vision_feature_layer": layers} for layers in (-1, 0, 3, -4, -5, 4, [-2], [1, -1, 1], [])
+    ],
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "other"}],
+}
+INTERNVL = {
+    "vision_feature_layer": [{"vision_feature_layer": layers} for layers in (-2, 0, 2, 3, -4, [-1])],
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
+    "downsample_ratio": [{"downsample_ratio": ratio} for ratio in (0.25, 1.0, 0.3, 2.0, 0.0)],
+    V + "norm_type": [{V + "norm_type": "rms_norm"}],
+}
 MISTRAL3 = {  # its tiny config says how wide the tower's heads are
     V + "hidden_size": [{V + "hidden_size": 96, V + "head_dim": 48}],
     V + "num_attention_heads": [{V + "num_attention_heads": 1, V + "head_dim": 48}],
@@ -133,6 +146,19 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0, T + "rope_local_base_freq": 50.0},
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}],
+    "llava": [
+        {"vision_feature_layer": -2, "vision_feature_select_strategy": "full"},
+        {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {T + "attention_bias": True, "tie_word_embeddings": True},
+        {T + "mlp_bias": True},
+    ],
+    "internvl": [
+        {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
+        {V + "image_size": 56, V + "patch_size": 14},
+        {V + "image_size": [56, 28]},
+        {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
+        | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
+    ],
     "glm4v_moe": [{ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5}],
     "qwen2_5_vl": [
         {T + "head_dim": 16},  # what it is anyway
@@ -190,6 +216,10 @@ WITHOUT_A_TRACE = {
 }
 
 
+OF_FAMILY = {"qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
+OF_FAMILY |= {"llava": LLAVA, "internvl": INTERNVL}
+
+
 def sections_of(family: str, config: dict) -> dict[str, Section]:
     """Name of a section of config.json -> what the family makes of it."""
     return {
@@ -204,6 +234,7 @@ def without_effect(family: str, config: dict) -> dict[str, Any]:
         (f"{name}." if name else "") + key: NOTHING.get(key, 9)
         for name, section in sections_of(family, config).items()
         for key in (*NO_EFFECT, *section.no_effect)
+        if key not in section.reads
     }
 
 
@@ -216,7 +247,7 @@ def rows_of(family: str, change: dict[str, Any]) -> tuple[str, ...]:
 
 def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
     """Key -> its changes."""
-    partners = PARTNERS | {"qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}.get(family, {})
+    partners = PARTNERS | OF_FAMILY.get(family, {})
     found = {}
     for name, section in sections_of(family, config).items():
         prefix = f"{name}." if name else ""

@@ -90,5 +90,7 @@ def test_every_text_model_and_tower_is_in_some_checkpoint(family):
     seen = [types(family, variant) for variant in ("", *TINY_FAMILIES[family].variants)]
     for place, found in zip((1, 2), zip(*seen, strict=True), strict=True):
         choices = load(family).sections[place]
-        assert {section_for(choices, each).model_types for each in found} == {each.model_types for each in choices}
+        assert {section_for(choices, each).model_types for each in found} == {
+            each.model_types for each in choices
+        }
     assert set(SUPPORTED[family].text_types) <= {text for text, _ in seen}

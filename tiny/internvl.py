@@ -1,4 +1,4 @@
-"""The tiny InternVL 3.5: Qwen's tokenizer, tiles and a thumbnail, the tower with its class token, at toy size."""
+"""The tiny InternVL 3.5: Qwen's tokenizer, tiles and a thumbnail, the tower with its class token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def processor(
 
 
 def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLConfig:
-    """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model."""
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
     text_config = texts.text_config(vocab, "qwen3", text)
     side = processor.image_processor.size["height"]

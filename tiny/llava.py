@@ -105,7 +105,7 @@ def processor(
 
 
 def config(processor: ProcessorMixin, text: dict, vision: dict) -> LlavaConfig:
-    """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model.
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model.
 
     Which layers' states are features is an entry `vision_feature_layer` of `vision`.
     """

@@ -1,4 +1,4 @@
-"""The tiny Ministral 3 and Mistral Small 3: tokenizer, processor and config with everything the real one has, at toy size."""
+"""The tiny Ministral 3 and Mistral Small 3: everything the real ones have, at toy size."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def processor(
 
 
 def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Config:
-    """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model."""
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
     text_config = texts.text_config(vocab, "ministral3", text)
     vision_config = {

@@ -64,12 +64,20 @@ def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
     return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
 
 
+def one_size(images: Any) -> Mapping[str, int] | None:
+    """The `height` and `width` to which an image processor brings all images, or all tiles of images."""
+    for size in (getattr(images, "do_center_crop", None) and images.crop_size, images.size):
+        if size and size.get("height"):
+            return size
+    return None
+
+
 def pixels_within(
     own: dict, most: int | None, least: int | None, processor: Any
 ) -> tuple[int | None, int | None]:
     """The most and fewest pixels of an image: the run's, or its own, moved to lie within the run's. Raises
     BadSample if its processor makes all images one size."""
-    if own and processor.image_processor.size.get("height"):
+    if own and one_size(processor.image_processor):
         name, said = type(processor).__name__, ", ".join(own)
         detail = f"{name} makes all images one size: {said} of an image has no effect; remove it"
         raise BadSample("processor_error", detail)

@@ -1,7 +1,7 @@
-"""Ministral 3 and Mistral Small 3, full fine-tuning in bf16 with fp32 gradients and Adam, sized for 80 GB GPUs.
+"""Ministral 3 and Mistral Small 3, full fine-tuning in bf16 with fp32 gradients and Adam, sized for 80 GB.
 
-The Instruct checkpoints of Ministral 3 are FP8; they are trained and exported in bf16. docs/recipes.md holds the memory
-arithmetic behind the layouts.
+The Instruct checkpoints of Ministral 3 are FP8; they are trained and exported in bf16. docs/recipes.md holds
+the memory arithmetic behind the layouts.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media_limits import one_size
 
 # Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
@@ -40,7 +41,7 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not hasattr(processor, "_get_num_multimodal_tokens"):
+        if not _counts(processor):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
@@ -53,6 +54,7 @@ class SizeEncoder:
         self._processor, self._encode_text = processor, encode_text
         sides = (getattr(part, "patch_size", None) for part in (processor, processor.image_processor))
         self.patch_size = next(filter(None, sides), PATCH_SIZE)
+        self._one_size = one_size(processor.image_processor)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -100,7 +102,7 @@ class SizeEncoder:
 
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and how many tokens of that text the
-        processor counts; the first of these is the image token."""
+        processor counts: the image token and what follows, or all."""
         prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
@@ -127,6 +129,7 @@ class SizeEncoder:
 
     def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
+        first = min(first, len(short_ids) - self._counted)  # InternVL counts begin and end tokens, too
         return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
 
     def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
@@ -164,20 +167,30 @@ class SizeEncoder:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
         has_grids = hasattr(self._processor.image_processor, "merge_size")
-        if not has_grids and height in (1, 3):
+        if not has_grids and not self._one_size and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         try:
             told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        # without grids an image counts as one patch
-        patches = told["num_image_patches"][0] if has_grids else self._patches(width, height)
+        patches = told["num_image_patches"][0]
+        if not has_grids:  # they are tiles, or the image as a whole
+            patches *= self._patches(width, height)
         return told["num_image_tokens"][0], patches
 
     def _patches(self, width: int, height: int) -> int:
-        resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
+        resized = fixed_size if self._one_size else pixtral_size
         height, width = resized(self._processor, height, width)
         return (height // self.patch_size) * (width // self.patch_size)
+
+
+def _counts(processor: ProcessorMixin) -> bool:
+    """Whether it counts the tokens of an image. LLaVA's fails with image processors that do not crop."""
+    try:
+        processor._get_num_multimodal_tokens([PROBE_SIZE])
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _grown(
@@ -197,8 +210,8 @@ def _grown(
 
 
 def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is resized to one size for all images, as for Gemma3."""
-    size = processor.image_processor.size
+    """(height, width) of an image that is resized or cut to one size for all images, as for Gemma3."""
+    size = one_size(processor.image_processor)
     return size["height"], size["width"]
 
 

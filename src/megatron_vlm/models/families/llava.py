@@ -95,7 +95,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Patches, and with "full" of CLIP's tower the class token too, or of SigLIP's with "default" one less."""
+    """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
     if _any_size(hf_config):
         return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
     tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
