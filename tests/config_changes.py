@@ -84,7 +84,7 @@ LLAVA = {
     "vision_feature_layer": [
         {"vision_feature_layer": layers} for layers in (-1, 0, 3, -4, -5, 4, [-2], [1, -1, 1], [])
     ],
-    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "other"}],
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
 }
 INTERNVL = {
     "vision_feature_layer": [{"vision_feature_layer": layers} for layers in (-2, 0, 2, 3, -4, [-1])],
@@ -147,7 +147,6 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}],
     "llava": [
-        {"vision_feature_layer": -2, "vision_feature_select_strategy": "full"},
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
         {T + "attention_bias": True, "tie_word_embeddings": True},
         {T + "mlp_bias": True},
@@ -195,6 +194,7 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
     **{"output_hidden_states": True, "use_cache": False, "gradient_checkpointing": True},
     **{"initializer_range": 0.5, "initializer_factor": 3.0, "init_std": 0.5, "name_or_path": "other"},
     **{"vision_aspect_ratio": "pad", "vision_feature_select_strategy": "full"},
+    **{"layer_scale_init_value": 0.5},
 }
 
 
@@ -203,7 +203,7 @@ NOT_ALONE = {
     *("vision_config.patch_size", "vision_config.temporal_patch_size", "vision_config.spatial_merge_size"),
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
-    "image_token_id",
+    *("image_token_id", "vision_feature_select_strategy", "downsample_ratio"),
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {

@@ -77,11 +77,13 @@ def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLCo
         "image_size": [side, side],
         "patch_size": [14, 14],
     }
+    patches = (vision_config | vision)["image_size"][0] // (vision_config | vision)["patch_size"][0]
     return InternVLConfig(
         text_config=text_config,
         vision_config=vision_config | vision,
         image_token_id=processor.image_token_id,
         image_seq_length=processor.image_seq_length,
+        downsample_ratio=processor.image_seq_length**0.5 / patches,
         tie_word_embeddings=text_config["tie_word_embeddings"],
         eos_token_id=vocab.eos_token_id,
         pad_token_id=vocab.pad_token_id,
@@ -101,6 +103,7 @@ FAMILY = TinyFamily(
     variants={
         "qwen2": {
             "text": {"model_type": "qwen2"},
+            "image_tokens": 1,
             "vision": {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
         }
     },

@@ -80,8 +80,10 @@ def processor(
     image_size: int = 56,
     vocab_size: int = 768,
     tower: str = "clip_vision_model",
+    strategy: str = "default",
 ) -> ProcessorMixin:
-    """`tower` is the HF model type of the tower; Pixtral's has Mistral's tokenizer and template."""
+    """`tower` is the HF model type of the tower; Pixtral's has Mistral's tokenizer and template. `strategy` says
+    whether CLIP's class token is among the features ("full")."""
     if tower == "pixtral":
         pixtral = mistral3.processor(corpus, mistral3.TEMPLATE, image_size=image_size)
         pixtral.spatial_merge_size = 1
@@ -90,17 +92,16 @@ def processor(
     square = {"height": image_size, "width": image_size}
     if tower == "clip_vision_model":
         images = CLIPImageProcessor(size={"shortest_edge": image_size}, crop_size=square)
-        of_tower = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     else:
         images = SiglipImageProcessor(size=square)
-        of_tower = {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer(corpus, vocab_size),
         patch_size=14,
         chat_template=template,
         image_token=IMAGE,
-        **of_tower,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=int(tower == "clip_vision_model"),
     )
 
 
@@ -130,7 +131,7 @@ def config(processor: ProcessorMixin, text: dict, vision: dict) -> LlavaConfig:
         vision_config=vision_config | top,
         image_token_index=processor.image_token_id,
         vision_feature_layer=layers,
-        vision_feature_select_strategy="default" if kind == "clip_vision_model" else "full",
+        vision_feature_select_strategy=getattr(processor, "vision_feature_select_strategy", "full"),
         tie_word_embeddings=text_config["tie_word_embeddings"],
         eos_token_id=vocab.eos_token_id,
         pad_token_id=vocab.pad_token_id,
@@ -147,8 +148,16 @@ FAMILY = TinyFamily(
     },
     published={"image_size": 336},
     variants={
-        "mistral": {"text": {"model_type": "mistral"}, "vision": {"vision_feature_layer": [-2, 1]}},
-        "qwen2, siglip": {"text": {"model_type": "qwen2"}, "tower": "siglip_vision_model"},
+        "mistral, full": {
+            "text": {"model_type": "mistral"},
+            "vision": {"vision_feature_layer": [-2, 1]},
+            "strategy": "full",
+        },
+        "qwen2, siglip": {
+            "text": {"model_type": "qwen2"},
+            "tower": "siglip_vision_model",
+            "strategy": "full",
+        },
         "qwen3, pixtral": {"text": {"model_type": "qwen3"}, "tower": "pixtral", "image_size": 112},
     },
 )

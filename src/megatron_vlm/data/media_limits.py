@@ -72,6 +72,12 @@ def one_size(images: Any) -> Mapping[str, int] | None:
     return None
 
 
+def fixed_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized or cut to one size for all images, as for Gemma3."""
+    size = one_size(processor.image_processor)
+    return size["height"], size["width"]
+
+
 def pixels_within(
     own: dict, most: int | None, least: int | None, processor: Any
 ) -> tuple[int | None, int | None]:

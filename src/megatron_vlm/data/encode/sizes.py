@@ -22,7 +22,7 @@ from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
-from megatron_vlm.data.media_limits import one_size
+from megatron_vlm.data.media_limits import fixed_size, one_size
 
 # Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
@@ -173,10 +173,8 @@ class SizeEncoder:
             told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        patches = told["num_image_patches"][0]
-        if not has_grids:  # they are tiles, or the image as a whole
-            patches *= self._patches(width, height)
-        return told["num_image_tokens"][0], patches
+        of_one = 1 if has_grids else self._patches(width, height)  # of a tile, or of the image as a whole
+        return told["num_image_tokens"][0], of_one * told["num_image_patches"][0]
 
     def _patches(self, width: int, height: int) -> int:
         resized = fixed_size if self._one_size else pixtral_size
@@ -207,12 +205,6 @@ def _grown(
         read, written = stop, first + len(media)
         new_spans[index] = (first, written)
     return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
-
-
-def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is resized or cut to one size for all images, as for Gemma3."""
-    size = one_size(processor.image_processor)
-    return size["height"], size["width"]
 
 
 def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ SECTIONS = keys.sections(
     texts.sections(SUPPORTED["internvl"].text_types),
     keys.Section(
         ("internvl_vision",),
-        towers.FIXED_SIZE
+        towers.TOWER
         | keys.any_of("layer_norm_eps", "norm_type", "use_qk_norm", "attention_bias", "use_mask_token")
         | keys.any_of("use_absolute_position_embeddings", "use_mean_pooling")
         | {"image_size": SQUARE, "patch_size": SQUARE},

@@ -43,14 +43,12 @@ SECTIONS = keys.sections(
     ),
     texts.sections(SUPPORTED["llava"].text_types),
     [
-        keys.Section(
-            (CLIP,), towers.FIXED_SIZE | keys.any_of("layer_norm_eps"), no_effect=("projection_dim",)
-        ),
+        keys.Section((CLIP,), towers.TOWER | keys.any_of("layer_norm_eps"), no_effect=("projection_dim",)),
         keys.Section(
             ("siglip_vision_model",),
-            towers.FIXED_SIZE | keys.any_of("layer_norm_eps", "vision_use_head"),
+            towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
         ),
-        keys.Section((PIXTRAL,), towers.PIXTRAL),
+        keys.Section((PIXTRAL,), towers.TOWER),
     ],
 )
 

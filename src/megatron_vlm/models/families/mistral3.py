@@ -37,7 +37,7 @@ SECTIONS = keys.sections(
         | {"vision_feature_layer": keys.Values("one layer, alone or in a list", _one_layer)},
     ),
     texts.sections(TEXT_TYPES),
-    keys.Section(("pixtral",), towers.PIXTRAL),
+    keys.Section(("pixtral",), towers.TOWER),
 )
 
 

@@ -12,8 +12,9 @@ from torch.func import functional_call
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys
 
-FIXED_SIZE = keys.VISION | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels")
-PIXTRAL = FIXED_SIZE | keys.any_of("rope_parameters", "tie_last_hidden_states")
+TOWER = keys.VISION | {
+    **keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "tie_last_hidden_states"),
+}
 
 
 def layers_exist(layers: Any, hf_config: Any) -> bool:
@@ -30,18 +31,28 @@ def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> None:
     They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
     Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
     """
-    state = chain(vision.named_parameters(), vision.named_buffers())
+    both = _Backward(vision)
     shapes = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
-        for name, tensor in state
+        for name, tensor in chain(both.named_parameters(), both.named_buffers())
     }
     with torch.enable_grad():
-        inputs = GenericVisualInputs(**image).to("meta").as_model_kwargs()
-        functional_call(vision, shapes, (), inputs).sum().backward()
-    for name, parameter in vision.named_parameters():
+        functional_call(both, shapes, (), GenericVisualInputs(**image).to("meta").as_model_kwargs())
+    for name, parameter in both.named_parameters():
         if shapes[name].grad is None:
             parameter.requires_grad_(False)
             parameter.unused = True
+
+
+class _Backward(nn.Module):
+    """Both passes in one call, so that layers which run again in the second have the same parameters."""
+
+    def __init__(self, vision: nn.Module):
+        super().__init__()
+        self.vision = vision
+
+    def forward(self, **inputs: Any) -> None:
+        self.vision(**inputs).sum().backward()
 
 
 def pixtral_sizes(image_sizes: Tensor, patch_size: int) -> dict[str, Any]:
