@@ -82,7 +82,7 @@ def processor(
     tower: str = "clip_vision_model",
     strategy: str = "default",
 ) -> ProcessorMixin:
-    """`tower` is the HF model type of the tower; Pixtral's has Mistral's tokenizer and template. `strategy` says
+    """`tower` is the HF model type of the tower; Pixtral has Mistral's tokenizer and template. `strategy`:
     whether CLIP's class token is among the features ("full")."""
     if tower == "pixtral":
         pixtral = mistral3.processor(corpus, mistral3.TEMPLATE, image_size=image_size)
