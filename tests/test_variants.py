@@ -36,7 +36,7 @@ def of_variants(tmp_path_factory) -> dict[tuple[str, str], dict]:
         cases = {name: parity.case_for(path, rows) for name, rows in INPUTS.items()}
         cases |= {name: parity.packed(parity.case_for(path, rows)) for name, rows in PACKED.items()}
         torch.save(cases, work / "cases.pt")
-        torch.save(adapter_parity.cases(path, work, ["adapter"]), work / "adapter.pt")
+        torch.save(adapter_parity.cases(family, path, ["adapter"]), work / "adapter.pt")
         jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt")))
         trips += [(layout, str(path), str(work / layout)) for layout in CUT]
     measured = run_distributed(2, measure, jobs, trips, timeout=1200)[0]
