@@ -78,6 +78,7 @@ def processor(
     corpus: Iterable[str],
     template: str,
     image_size: int = 56,
+    patch_size: int = 14,
     vocab_size: int = 768,
     tower: str = "clip_vision_model",
     strategy: str = "default",
@@ -97,7 +98,7 @@ def processor(
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer(corpus, vocab_size),
-        patch_size=14,
+        patch_size=patch_size,
         chat_template=template,
         image_token=IMAGE,
         vision_feature_select_strategy=strategy,
@@ -122,7 +123,7 @@ def config(processor: ProcessorMixin, text: dict, vision: dict) -> LlavaConfig:
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "image_size": images.size.get("longest_edge") or (images.crop_size or images.size)["height"],
-        "patch_size": 14,
+        "patch_size": processor.patch_size,
     }
     top = dict(vision)
     layers = top.pop("vision_feature_layer", -1 if kind == "pixtral" else -2)
@@ -143,8 +144,9 @@ FAMILY = TinyFamily(
     processor,
     config,
     demo={
+        "patch_size": 28,
         "text": {**DEMO_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        "vision": {"hidden_size": 96, "intermediate_size": 192, "patch_size": 28, "initializer_range": 0.1},
+        "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
     },
     published={"image_size": 336},
     variants={

@@ -68,7 +68,8 @@ def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tens
     side = multiple * max(1, round(min(pixels**0.5, vision.image_size) / multiple))
     return {
         "pixel_values": torch.zeros(1, vision.num_channels, side, side),
-        "image_sizes": torch.tensor([[side, side]]),
+        # the host reads them, also while a model is built on the meta device
+        "image_sizes": torch.tensor([[side, side]], device="cpu"),
     }
 
 
