@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,9 @@ def modules_to_save(hf_config: Any, family: Any) -> list[str]:
     return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
-def cases(_: str, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Adapter -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
-    adapters are beside the checkpoint."""
+def cases(_: str, path: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str, dict[str, Any]]]:
+    """Adapter (all, or those `wanted`) -> input -> peft's logits, loss and gradients (by its keys), as
+    `parity.case_for` has HF's; the adapters are beside the checkpoint."""
     from transformers import AutoConfig, AutoProcessor
 
     from megatron_vlm.models.families import family_for
@@ -161,6 +162,8 @@ def cases(_: str, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     family = family_for(hf_config)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for adapter, settings in (ADAPTERS | (OF_EXPERTS if family.has_experts else {})).items():
+        if wanted and adapter not in wanted:
+            continue
         if adapter == WITH_MODULES:
             settings = settings | {"modules_to_save": modules_to_save(hf_config, family)}
         model = peft_model(path, named_for_peft(settings, hf_config, family))

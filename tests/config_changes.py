@@ -94,6 +94,18 @@ GLM_DENSE = {  # heads are as wide as hidden_size says, and half of each head is
     T + "num_attention_heads": [{T + "num_attention_heads": 2, ROPE + "mrope_section": [2, 3, 3]}],
     T + "head_dim": [{T + "head_dim": 32}, {T + "head_dim": 8}],
     V + "depth": [{V + "depth": n} for n in (1, 3)],
+LLAVA = {
+    T + "num_attention_heads": [{T + "num_attention_heads": 8}],
+    "vision_feature_layer": [
+        {"vision_feature_layer": layers} for layers in (-1, 0, 3, -4, -5, 4, [-2], [1, -1, 1], [])
+    ],
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
+}
+INTERNVL = {
+    "vision_feature_layer": [{"vision_feature_layer": layers} for layers in (-2, 0, 2, 3, -4, [-1])],
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
+    "downsample_ratio": [{"downsample_ratio": ratio} for ratio in (0.25, 1.0, 0.3, 2.0, 0.0)],
+    V + "norm_type": [{V + "norm_type": "rms_norm"}],
 }
 MISTRAL3 = {  # its tiny config says how wide the tower's heads are
     V + "hidden_size": [{V + "hidden_size": 96, V + "head_dim": 48}],
@@ -108,7 +120,7 @@ GLM = {
     ],
 }
 OWN_PARTNERS = {"qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
-OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE)
+OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -165,6 +177,18 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
             {T + "num_key_value_heads": None},
         ],
     ),
+    "llava": [
+        {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {T + "attention_bias": True, "tie_word_embeddings": True},
+        {T + "mlp_bias": True},
+    ],
+    "internvl": [
+        {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
+        {V + "image_size": 56, V + "patch_size": 14},
+        {V + "image_size": [56, 28]},
+        {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
+        | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
+    ],
     "glm4v_moe": [{ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5}],
     "qwen2_vl": [
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
@@ -207,6 +231,7 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
     **{"output_hidden_states": True, "use_cache": False, "gradient_checkpointing": True},
     **{"initializer_range": 0.5, "initializer_factor": 3.0, "init_std": 0.5, "name_or_path": "other"},
     **{"vision_aspect_ratio": "pad", "vision_feature_select_strategy": "full"},
+    **{"layer_scale_init_value": 0.5},
 }
 
 
@@ -214,14 +239,8 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
 NOT_ALONE = {
     *("vision_config.patch_size", "vision_config.temporal_patch_size", "vision_config.spatial_merge_size"),
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
-    *(
-        "vision_config.image_size",
-        "spatial_merge_size",
-        "downsample_factor",
-        "mm_tokens_per_image",
-        "vision_config.head_dim",
-    ),
-    "image_token_id",
+    *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
+    *("downsample_factor", "image_token_id", "vision_feature_select_strategy", "downsample_ratio"),
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {
@@ -248,6 +267,7 @@ def without_effect(family: str, config: dict) -> dict[str, Any]:
         (f"{name}." if name else "") + key: NOTHING.get(key, 9)
         for name, section in sections_of(family, config).items()
         for key in (*NO_EFFECT, *section.no_effect)
+        if key not in section.reads
     }
 
 

@@ -449,7 +449,8 @@ def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]
         return hf_tensors(chunks, rules, value=lambda weight: getattr(weight, "main_grad", None))
     trained = [name for chunk in chunks for name, weight in chunk.named_parameters() if weight.requires_grad]
     assert chunks[0].adapters.saved or all(name.startswith("adapters.") for name in trained)
-    return adapter_tensors(chunks, lambda weight: getattr(weight, "main_grad", None))
+    # adapters of what no output depends on are not trained
+    return adapter_tensors(chunks, lambda weight: getattr(weight, "main_grad", torch.zeros_like(weight)))
 
 
 def on_device(batch: dict) -> dict:

@@ -34,13 +34,19 @@ from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, s
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
+VARIANTS = [(family, name) for family, parts in TINY_FAMILIES.items() for name in parts.variants]
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """A tiny one of each family that every supported Transformers reads."""
+    """A tiny one of each family that every supported Transformers reads, and of its variants."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {family: build_tiny_checkpoint(family, folder / family) for family in TINY_FAMILIES}
+    for family, name in VARIANTS:
+        sizes = TINY_FAMILIES[family].variants[name]
+        found[f"{family} {name}"] = build_tiny_checkpoint(family, folder / f"{family} {name}", **sizes)
     for family, path in found.items():
+        family = family.split()[0]
         config = path / "config.json"
         config.write_text(json.dumps(load(family).portable_config(json.loads(config.read_text()))))
     return found
@@ -87,7 +93,7 @@ def test_every_field_is_read_without_effect_or_refused_by_name(versions):
 def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
     for version in versions:
         for family, found in version["families"].items():
-            sections = map(section_for, load(family).sections, found["types"])
+            sections = map(section_for, load(family.split()[0]).sections, found["types"])
             for section, asked, has in zip(sections, found["asked"], found["fields"], strict=True):
                 assert len(asked) > 10
                 undeclared = set(asked) - set(has) - section.known()
@@ -99,9 +105,8 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
     found = [each for version in versions for each in version["families"].values()]
     for number in range(len(NAMES)):
         known = {key for each in found for key in (*each["asked"][number], *each["fields"][number])}
-        for family in TINY_FAMILIES:
-            model_type = versions[0]["families"][family]["types"][number]
-            section = section_for(load(family).sections[number], model_type)
+        for family, entry in versions[0]["families"].items():
+            section = section_for(load(family.split()[0]).sections[number], entry["types"][number])
             assert section.known() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
 
 
@@ -110,17 +115,26 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 
 LONG = {family: pytest.mark.soak if family in RENAMED else pytest.mark.long for family in TINY_FAMILIES}
 EVERY = [pytest.param((family, False), id=family, marks=mark) for family, mark in LONG.items()]
+# of these the keys of the text model
+EVERY += [
+    pytest.param((f"{family} {name}", True), id=f"{family} {name}", marks=pytest.mark.soak)
+    for family, name in VARIANTS
+]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(("gemma3", True), id="quick"), *EVERY])
 def tried(request, checkpoints, tmp_path_factory) -> tuple[dict, dict[str, dict]]:
     """(key -> its changes' names, name of a change -> what came of it) of a family."""
-    family, few = request.param
-    source = checkpoints[family]
+    checkpoint, few = request.param
+    source, family = checkpoints[checkpoint], checkpoint.split()[0]
     config = json.loads((source / "config.json").read_text())
     changes = changes_of(family, config)
-    changes = quick(changes) if few else changes
-    every = [change for each in changes.values() for change in each] + SPELLINGS[family] + ELSEWHERE
+    if family != checkpoint:
+        changes = {path: each for path, each in changes.items() if path.startswith(T)}
+    elif few:
+        changes = quick(changes)
+    every = [change for each in changes.values() for change in each] + ELSEWHERE
+    every += SPELLINGS[family] if family == checkpoint else []
     cells = {cell.name: cell for cell in (Cell(change, rows_of(family, change)) for change in every)}
     nothing = without_effect(family, config)
     cells["nothing"] = Cell(nothing, rows_of(family, nothing), same_weights=True, name="nothing")

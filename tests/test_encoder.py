@@ -236,14 +236,20 @@ def test_truncation_keeps_whole_images_at_every_length(processor):
 def test_patch_layouts_are_cut_by_their_grids():
     grid = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 2]])
     visual = GenericVisualInputs(pixel_values=torch.arange(44.0)[:, None], image_grid_thw=grid)
-    first = first_images(visual, 2, 3)
+    first = first_images(visual, 2, [4, 4, 4])
     assert first.image_grid_thw.equal(grid[:2]) and first.pixel_values.equal(visual.pixel_values[:28])
 
 
 def test_a_layout_that_cannot_be_cut_is_a_drop():
     crops = GenericVisualInputs(pixel_values=torch.zeros(7, 3, 2, 2))
     with pytest.raises(BadSample, match="over_length"):
-        first_images(crops, 1, 2)
+        first_images(crops, 1, [4, 8])
+
+
+def test_tiles_are_cut_by_the_tokens_of_their_images():
+    tiles = GenericVisualInputs(pixel_values=torch.arange(9.0)[:, None])
+    first = first_images(tiles, 2, [4, 20, 12])  # 1, 5 and 3 tiles of 4 tokens
+    assert first.pixel_values.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # ------------------------------------------------------------------------------------------------ drops

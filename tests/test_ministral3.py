@@ -124,6 +124,7 @@ def test_the_towers_rotary_frequencies_stay_fp32_in_bf16(tiny):
 
 
 def test_another_text_model_is_refused_by_name():
-    other = AutoConfig.for_model("mistral3", text_config={"model_type": "mistral"})
-    with pytest.raises(ValueError, match='text_config.model_type is "mistral"; supported: "ministral3"'):
+    other = AutoConfig.for_model("mistral3", text_config={"model_type": "llama"})
+    supported = 'text_config.model_type is "llama"; supported: "ministral3" or "mistral"'
+    with pytest.raises(ValueError, match=supported):
         family_for(other)

@@ -19,6 +19,13 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "ministral3_14b": 13_945_031_680,
     "siglip2_llama31_8b": 8_465_209_072,
     "siglip2_qwen3_4b": 4_453_482_224,
+    "mistral_small_3_24b": 24_011_361_280,
+    "llava15_7b": 7_063_427_072,
+    "llava15_13b": 13_351_494_656,
+    "internvl35_1b": 1_060_897_792,
+    "internvl35_4b": 4_732_489_216,
+    "internvl35_8b": 8_528_318_464,
+    "internvl35_14b": 15_119_523_840,
     "glm_45v": 107_710_927_360,
     "glm_41v_9b": 10_292_777_472,
     "glm_46v_flash": 10_292_777_472,
@@ -37,7 +44,7 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "qwen3_vl_235b_a22b": 235_670_022_896,
 }
 # the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`
-UNTIED = ("ministral3_8b", "ministral3_14b")
+UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
 # one of each family; those of a group are counted by one process
 OFTEN = (
     "gemma3_vl_4b",
@@ -47,6 +54,8 @@ OFTEN = (
     "qwen25_vl_3b",
     "qwen3_vl_2b",
     "qwen3_vl_30b_a3b",
+    "llava15_7b",
+    "internvl35_1b",
 )
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
 RECIPES = [pytest.param(name, names, marks=pytest.mark.long) for names in (OFTEN, OTHERS) for name in names]

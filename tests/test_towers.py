@@ -69,7 +69,8 @@ def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs)
     return [features.detach(), *(p.grad for p in vision.parameters() if p.grad is not None)]
 
 
-SEGMENTED = [name for name in FAMILIES if name != "gemma3"]  # its images are all of one size
+ONE_SIZE = ("gemma3", "llava", "internvl")  # are their images or tiles, so a batch of them needs no segments
+SEGMENTED = [name for name in FAMILIES if name not in ONE_SIZE]
 
 
 @pytest.mark.parametrize("name", SEGMENTED)
@@ -129,4 +130,7 @@ def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_pat
         }
         windows = {None, *model.config.layer_windows}
         model(model.layout(batch).stream(0, tokens, windows, torch.device("meta"))).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    without = {name for name, param in model.named_parameters() if param.grad is None}
+    assert without == {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert not without or name == "llava", "it looks at the states before the last layer"
+    assert len(without) < 20

@@ -82,7 +82,8 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
+    if not torch.distributed.is_initialized():
+        setup.init_distributed(ParallelConfig(), seed=1)
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
         setup.reset_layout(layout, seed=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig, ProcessorMixin
 
@@ -21,3 +21,5 @@ class TinyFamily:
     config: Callable[[ProcessorMixin, dict, dict], PretrainedConfig]  # (processor, text, vision)
     demo: dict  # arguments of `build_tiny_checkpoint` for `make demo`
     published: dict | None = None  # sizes of the published processor, for benches; None: as another family's
+    # name -> arguments of `build_tiny_checkpoint`: text models and towers that the plain one does not have
+    variants: dict[str, dict] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The tiny Ministral3: tokenizer, processor and config with everything the real one has, at toy size."""
+"""The tiny Ministral 3 and Mistral Small 3: everything the real ones have, at toy size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from tokenizers import processors
 from transformers import Mistral3Config, PixtralImageProcessor, PixtralProcessor, PreTrainedTokenizerFast
 
+from tiny import texts
 from tiny.byte_level import byte_level_bpe
 from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
@@ -80,37 +81,9 @@ def processor(
 
 
 def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Config:
-    """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model.
-
-    Positions above 64 are beyond those that the rotary rule was "trained" on, so queries are scaled there.
-    """
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
-    text_config = {
-        "vocab_size": -(-len(vocab) // 64) * 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 64,
-            "max_position_embeddings": 1024,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,  # unlike mscale, so that the factor on cos and sin is not 1
-            "llama_4_scaling_beta": 0.1,
-        },
-        "tie_word_embeddings": True,
-        "pad_token_id": vocab.pad_token_id,
-        "bos_token_id": vocab.bos_token_id,
-        "eos_token_id": vocab.eos_token_id,
-    }
+    text_config = texts.text_config(vocab, "ministral3", text)
     vision_config = {
         "model_type": "pixtral",
         "hidden_size": 48,
@@ -122,9 +95,8 @@ def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Con
         "hidden_act": "silu",
         "rope_parameters": {"rope_theta": 1e4},
     }
-    text_config |= text
     return Mistral3Config(
-        text_config={"model_type": "ministral3", **text_config},
+        text_config=text_config,
         vision_config=vision_config | vision,
         image_token_index=processor.image_token_id,
         spatial_merge_size=processor.spatial_merge_size,
@@ -143,4 +115,5 @@ FAMILY = TinyFamily(
     config,
     demo={"image_size": 56, "text": DEMO_TEXT, "vision": DEMO_TOWER},
     published={"image_size": 1540},
+    variants={"mistral": {"text": {"model_type": "mistral"}}},
 )

@@ -66,8 +66,11 @@ QWEN2_5_TEMPLATE = (
 DEMO_TOWER = {**family.DEMO_TOWER, "depth": 2, "deepstack_visual_indexes": [0]}  # of Qwen3-VL
 
 
-def tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> Qwen2Tokenizer:
-    """A byte-level BPE in which digits are pieces of their own, as in Qwen."""
+def tokenizer(
+    corpus: Iterable[str], vocab_size: int = 512, named: dict[str, str] | None = None
+) -> Qwen2Tokenizer:
+    """A byte-level BPE in which digits are pieces of their own, as in Qwen; with `named` special tokens that
+    are its attributes, in the place of those of Qwen's media."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -92,8 +95,11 @@ def tokenizer(corpus: Iterable[str], vocab_size: int = 512) -> Qwen2Tokenizer:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         padding_side="right",
-        extra_special_tokens=[marker for marker in SPECIALS if marker not in ("<|im_end|>", "<|endoftext|>")],
+        extra_special_tokens=named
+        or [marker for marker in SPECIALS if marker not in ("<|im_end|>", "<|endoftext|>")],
     )
+    if named:
+        result.add_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
     result.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in PLAIN_MARKERS])
     return result
 

@@ -14,7 +14,7 @@ from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
 # the weights have their own output layer, which config.json does not say: see `models.weights.ties`
-UNTIED = ("ministral3_8b", "ministral3_14b")
+UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "tests" / "hf_configs"  # the configs of the published models, one for each recipe
 

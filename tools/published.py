@@ -37,7 +37,7 @@ def published() -> Iterator[tuple[dict, dict[str, Any]]]:
 def over(config: dict, changes: dict) -> dict:
     """`config` with the changes merged into it, level by level."""
     nested = {
-        key: over(config.get(key, {}), value) if isinstance(value, dict) else value
+        key: over(config.get(key) or {}, value) if isinstance(value, dict) else value
         for key, value in changes.items()
     }
     return config | nested
@@ -53,7 +53,7 @@ def outcome(config: dict[str, Any]) -> str:
             family = family_for(hf_config)
             family.architecture(hf_config), family.weights(hf_config)
         except ValueError as refused:
-            return str(refused).removeprefix(f"checkpoint {folder}: ")
+            return " ".join(str(refused).removeprefix(f"checkpoint {folder}: ").split())
     return TRAINS
 
 

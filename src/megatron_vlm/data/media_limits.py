@@ -64,16 +64,28 @@ def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
     return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
 
 
+def one_size(images: Any) -> Mapping[str, int] | None:
+    """The `height` and `width` to which an image processor brings all images, or all tiles of images."""
+    if hasattr(images, "max_image_tokens"):  # LFM2-VL's size is that of tiles, and images have their own
+        return None
+    for size in (getattr(images, "do_center_crop", None) and images.crop_size, images.size):
+        if size and size.get("height"):
+            return size
+    return None
+
+
+def fixed_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is resized or cut to one size for all images, as for Gemma3."""
+    size = one_size(processor.image_processor)
+    return size["height"], size["width"]
+
+
 def pixels_within(
     own: dict, most: int | None, least: int | None, processor: Any
 ) -> tuple[int | None, int | None]:
     """The most and fewest pixels of an image: the run's, or its own, moved to lie within the run's. Raises
     BadSample if its processor makes all images one size."""
-    images = processor.image_processor
-    one_size = images.size.get("height") and not hasattr(
-        images, "max_image_tokens"
-    )  # LFM2-VL's is that of tiles
-    if own and one_size:
+    if own and one_size(processor.image_processor):
         name, said = type(processor).__name__, ", ".join(own)
         detail = f"{name} makes all images one size: {said} of an image has no effect; remove it"
         raise BadSample("processor_error", detail)

@@ -188,7 +188,7 @@ def tower_of_shapes(
         for prefix in family.groups[group]
     )
     for name, parameter in vision.named_parameters(prefix="vision"):
-        parameter.requires_grad_(not name.startswith(frozen))
+        parameter.requires_grad_(parameter.requires_grad and not name.startswith(frozen))
     return image, vision, image.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to("meta")
 
 

@@ -207,7 +207,7 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
     """Turns off the gradients of all parameters in the named groups."""
     prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
     for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(prefixes))
+        param.requires_grad_(param.requires_grad and not name.startswith(prefixes))
 
 
 def check_divisible(megatron_config: LanguageModelConfig) -> None:

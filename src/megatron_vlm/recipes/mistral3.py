@@ -1,7 +1,7 @@
-"""Ministral3, full fine-tuning in bf16 with fp32 gradients and Adam, sized for 80 GB GPUs.
+"""Ministral 3 and Mistral Small 3, full fine-tuning in bf16 with fp32 gradients and Adam, sized for 80 GB.
 
-The Instruct checkpoints are FP8; they are trained and exported in bf16. docs/recipes.md holds the memory
-arithmetic behind the layouts.
+The Instruct checkpoints of Ministral 3 are FP8; they are trained and exported in bf16. docs/recipes.md holds
+the memory arithmetic behind the layouts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ def ministral3_8b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 def ministral3_14b(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """Ministral3 14B, for one node of eight 80 GB GPUs."""
     return _ministral3("14b", {"tp": 4}, changes)
+
+
+def mistral_small_3_24b(**changes: Unpack[RecipeArgs]) -> RunConfig:
+    """Mistral Small 3.2 24B, for one node of eight 80 GB GPUs with recompute=full, or two."""
+    own = {"name": "mistral_small_3_24b", "hf_path": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"}
+    return _ministral3("24b", {"tp": 8, **own}, changes)
 
 
 def mistral3_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:

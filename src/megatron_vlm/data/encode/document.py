@@ -105,7 +105,8 @@ class DocumentEncoder:
         visual = self._visual_inputs(outputs)
         length, *kept = self._kept(text)
         if length < len(text):
-            text, visual = truncated(text, visual, length, *kept)
+            token = getattr(self._processor, "image_token_id", None)
+            text, visual = truncated(text, visual, length, *kept, token)
         labels, loss_mask = np.full(length, IGNORE_INDEX), np.zeros(length, np.float32)
         loss_mask[:-1] = text.weights[1:]  # the last position predicts nothing
         np.copyto(labels[:-1], text.input_ids[1:], where=text.reply_mask[1:])

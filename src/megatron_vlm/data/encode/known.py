@@ -27,10 +27,11 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data import naflex
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import RenderedChat
-from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, fixed_size, pixtral_size
+from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
 from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media_limits import fixed_size
 
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
 NEEDED = ("do_resize", "do_rescale", "do_normalize")

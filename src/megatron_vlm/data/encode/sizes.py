@@ -23,6 +23,7 @@ from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media_limits import fixed_size, one_size
 
 # Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
@@ -42,7 +43,7 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not (hasattr(processor, "_get_num_multimodal_tokens") or naflex.is_naflex(processor)):
+        if not (_counts(processor) or naflex.is_naflex(processor)):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
@@ -56,6 +57,7 @@ class SizeEncoder:
         self._processor, self._encode_text = processor, encode_text
         named = (processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size")
         self.patch_size = next(filter(None, (getattr(*name, None) for name in named)), PATCH_SIZE)
+        self._one_size = one_size(images)
         self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -103,7 +105,7 @@ class SizeEncoder:
 
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and how many tokens of that text the
-        processor counts; the first of these is the image token."""
+        processor counts: the image token and what follows, or all."""
         prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
@@ -128,6 +130,7 @@ class SizeEncoder:
 
     def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
+        first = min(first, len(short_ids) - self._counted)  # InternVL counts begin and end tokens, too
         return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
 
     def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
@@ -167,20 +170,28 @@ class SizeEncoder:
         if naflex.is_naflex(self._processor):
             return naflex.count(self._processor, height, width)
         has_grids = hasattr(self._processor.image_processor, "merge_size")
-        if not has_grids and height in (1, 3):
+        if not has_grids and not self._one_size and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         try:
             told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        # without grids an image counts as one patch
-        patches = told["num_image_patches"][0] if has_grids else self._patches(width, height)
-        return told["num_image_tokens"][0], patches
+        of_one = 1 if has_grids else self._patches(width, height)  # of a tile, or of the image as a whole
+        return told["num_image_tokens"][0], of_one * told["num_image_patches"][0]
 
     def _patches(self, width: int, height: int) -> int:
-        resized = fixed_size if self._processor.image_processor.size.get("height") else pixtral_size
+        resized = fixed_size if self._one_size else pixtral_size
         height, width = resized(self._processor, height, width)
         return (height // self.patch_size) * (width // self.patch_size)
+
+
+def _counts(processor: ProcessorMixin) -> bool:
+    """Whether it counts the tokens of an image. LLaVA's fails with image processors that do not crop."""
+    try:
+        processor._get_num_multimodal_tokens([PROBE_SIZE])
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _grown(
@@ -197,12 +208,6 @@ def _grown(
         read, written = stop, first + len(media)
         new_spans[index] = (first, written)
     return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
-
-
-def fixed_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is resized to one size for all images, as for Gemma3."""
-    size = processor.image_processor.size
-    return size["height"], size["width"]
 
 
 def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:

@@ -9,14 +9,20 @@ from megatron_vlm.data.encode.text import EncodedText
 
 
 def truncated(
-    text: EncodedText, visual: GenericVisualInputs | None, length: int, images: int, videos: int
+    text: EncodedText,
+    visual: GenericVisualInputs | None,
+    length: int,
+    images: int,
+    videos: int,
+    image_token: int | None = None,
 ) -> tuple[EncodedText, GenericVisualInputs | None]:
     """Text and visual inputs cut to the first `length` tokens, `images` and `videos` (see `cut`)."""
     kept_text = EncodedText(
         text.input_ids[:length], text.weights[:length], text.images[:images], text.videos[:videos]
     )
     if not text.videos:
-        return kept_text, first_images(visual, images, len(text.images))
+        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in text.images]
+        return kept_text, first_images(visual, images, counts)
     items = visual.items()
     return kept_text, GenericVisualInputs.cat([*items[:images], *items[len(text.images) :][:videos]])
 
@@ -29,12 +35,15 @@ def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, 
     return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
 
 
-def first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> GenericVisualInputs | None:
-    """The tensors of the first `keep` of `images` images.
+def first_images(
+    visual: GenericVisualInputs | None, keep: int, tokens: list[int]
+) -> GenericVisualInputs | None:
+    """The tensors of the first `keep` images; `tokens` is how many image tokens each of them has.
 
-    Every tensor must have one entry per image, or hold the patches that `image_grid_thw` counts. Raises
-    BadSample `over_length` for any other layout (such as crops of images).
+    Every tensor must have one entry per image, or hold the patches that `image_grid_thw` counts, or the tiles
+    of images, which have equally many tokens. Raises BadSample `over_length` for any other layout.
     """
+    images = len(tokens)
     if visual is None or keep == 0:
         return None
     if keep == images:
@@ -45,6 +54,16 @@ def first_images(visual: GenericVisualInputs | None, keep: int, images: int) -> 
             tensors[name] = tensor[:keep]
         elif name == "pixel_values" and visual.image_grid_thw is not None:
             tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
+        elif (tiles := _tiles(len(tensor), tokens)) is not None:
+            tensors[name] = tensor[: sum(tiles[:keep])]
         else:
             raise BadSample("over_length", f"cannot divide {name} {tuple(tensor.shape)} into {images} images")
     return GenericVisualInputs(**tensors)
+
+
+def _tiles(rows: int, tokens: list[int]) -> list[int] | None:
+    """How many of all `rows` tiles each image has, if tiles have equally many tokens; else None."""
+    every = sum(tokens)
+    if not every or any(rows * count % every for count in tokens):
+        return None
+    return [rows * count // every for count in tokens]

@@ -67,7 +67,7 @@ def add_adapters(
     }
     chunk.adapters = Adapters(targets, saved)
     for _, weight in saved_weights(chunk):
-        weight.requires_grad_(isinstance(weight, nn.Parameter))
+        weight.requires_grad_(isinstance(weight, nn.Parameter) and not hasattr(weight, "unused"))
     by_weight: dict[str, list[Target]] = {}
     for target in targets:
         by_weight.setdefault(target.weight, []).append(target)
@@ -78,6 +78,8 @@ def add_adapters(
             loras = {target.place: kind(target, weight, seed) for target in mine}
             for target in mine:
                 chunk.adapters.place(target.module, loras[target.place])
+                if hasattr(weight, "unused"):  # no feature depends on it, see `family_parts.towers`
+                    loras[target.place].requires_grad_(False)
             module, own_name = owners[id(weight)]
             if mine[0].experts:
                 module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.models.family_parts import llama
+from megatron_vlm.models.family_parts import llama, texts
 from megatron_vlm.models.weights import Rule, Whole
 
 MODEL = "language_model.model."
@@ -26,3 +26,8 @@ def outer_rules(hf_config: Any) -> list[Rule]:
         Rule("vision.multi_modal_projector.**", ("multi_modal_projector.**",), Whole()),
         *llama.outer_rules(hf_config, MODEL, "language_model.lm_head.weight"),
     ]
+
+
+def rules(hf_config: Any) -> list[Rule]:
+    """Rules for all of a model whose text model is one of `texts`."""
+    return [*outer_rules(hf_config), *texts.layer_rules(hf_config, LAYER)]

@@ -1,0 +1,117 @@
+"""InternVL 3 and 3.5 in the format of Transformers: tiles of one size, pixel shuffle, two linears.
+
+The processor cuts an image into tiles and adds a thumbnail; a tile is an item of its own.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.supported import SUPPORTED
+
+
+def _square(size: Any, vision: Any) -> bool:
+    return len(size) == 2 and size[0] == size[1] and size[0] > 0
+
+
+def _shuffles(ratio: Any, hf_config: Any) -> bool:
+    """Whether squares of whole patches become one feature."""
+    merged = round(1 / ratio) if ratio else 0
+    return merged > 0 and ratio * merged == 1 and _patches_a_side(hf_config) % merged == 0
+
+
+def _one_layer(layer: Any, hf_config: Any) -> bool:
+    return isinstance(layer, int) and towers.layers_exist(layer, hf_config)
+
+
+SQUARE = keys.Values("two equal numbers", _square)
+SECTIONS = keys.sections(
+    keys.Section(
+        ("internvl",),
+        keys.TOP
+        | keys.any_of("image_token_id", "projector_hidden_act")
+        | {
+            "downsample_ratio": keys.Values("1 / n, where n divides the patches of a side", _shuffles),
+            "vision_feature_layer": keys.Values("a layer of the tower", _one_layer),
+            "vision_feature_select_strategy": keys.only("default"),
+        },
+        no_effect=("image_seq_length",),
+    ),
+    texts.sections(SUPPORTED["internvl"].text_types),
+    keys.Section(
+        ("internvl_vision",),
+        towers.TOWER
+        | keys.any_of("layer_norm_eps", "norm_type", "use_qk_norm", "attention_bias", "use_mask_token")
+        | keys.any_of("use_absolute_position_embeddings", "use_mean_pooling")
+        | {"image_size": SQUARE, "patch_size": SQUARE},
+        no_effect=("layer_scale_init_value",),
+    ),
+)
+
+
+def _patches_a_side(hf_config: Any) -> int:
+    vision = hf_config.vision_config
+    return vision.image_size[0] // vision.patch_size[0]
+
+
+class InternVLVision(nn.Module):
+    """The HF tower and projector: tiles as pixel_values (N, 3, H, W) -> features (M, D)."""
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(
+            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
+        )
+        self.multi_modal_projector = InternVLMultiModalProjector(hf_config)
+        self.feature_layer, self.ratio = hf_config.vision_feature_layer, hf_config.downsample_ratio
+        self.side = _patches_a_side(hf_config)
+        towers.train_what_is_used(self, blank_image(hf_config, 0))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        pixels = pixel_values.to(self.multi_modal_projector.linear_1.weight.dtype)
+        output = self.vision_tower(pixels, output_hidden_states=self.feature_layer != -1)
+        last = self.feature_layer == -1  # after the tower's last norm, if it has one
+        states_NPE = output.last_hidden_state if last else output.hidden_states[self.feature_layer]
+        grid = states_NPE[:, 1:].unflatten(1, (self.side, self.side))  # without the class token
+        shuffled = InternVLModel.pixel_shuffle(self, grid, self.ratio)  # it uses nothing of the model
+        return self.multi_modal_projector(shuffled.flatten(1, 2)).flatten(0, 1)
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """Black tiles of the only size that the tower takes, as many as have about that area."""
+    vision = hf_config.vision_config
+    side = vision.image_size[0]
+    return {"pixel_values": torch.zeros(max(1, round(pixels / side**2)), vision.num_channels, side, side)}
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Those of each tile."""
+    return [round(_patches_a_side(hf_config) * hf_config.downsample_ratio) ** 2] * len(visual.pixel_values)
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    return len(visual.pixel_values) * (_patches_a_side(hf_config) ** 2 + 1) ** 2
+
+
+FAMILY = Family(
+    model_type="internvl",
+    sections=SECTIONS,
+    visual_keys=("pixel_values",),
+    architecture=texts.architecture,
+    rotary=texts.rotary,
+    build_vision=InternVLVision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
+    weights=llava_keys.rules,
+    renames=llava_keys.RENAMES,
+)

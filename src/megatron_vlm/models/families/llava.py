@@ -1,0 +1,128 @@
+"""LLaVA 1.5 and what is built like it: a tower, the hidden states of some of its layers, two linears.
+
+The tower is CLIP's or SigLIP's, for images of one size, or Pixtral's, for images of any size.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.layers.tower_attention import use_segments
+from megatron_vlm.supported import SUPPORTED
+
+PIXTRAL, CLIP = "pixtral", "clip_vision_model"
+
+
+def _strategy_fits(strategy: Any, hf_config: Any) -> bool:
+    """Whether each image has as many features as Transformers takes for it."""
+    return strategy == "full" or (strategy == "default" and hf_config.vision_config.model_type != PIXTRAL)
+
+
+SECTIONS = keys.sections(
+    keys.Section(
+        ("llava",),
+        keys.TOP
+        | keys.any_of("image_token_index", "image_token_id", "projector_hidden_act")
+        | keys.any_of("multimodal_projector_bias")
+        | {
+            "vision_feature_layer": keys.Values("layers of the tower", towers.layers_exist),
+            "vision_feature_select_strategy": keys.Values(
+                '"full", or "default" if the tower is not Pixtral\'s', _strategy_fits
+            ),
+        },
+        no_effect=("image_seq_length",),
+    ),
+    texts.sections(SUPPORTED["llava"].text_types),
+    [
+        keys.Section((CLIP,), towers.TOWER | keys.any_of("layer_norm_eps"), no_effect=("projection_dim",)),
+        keys.Section(
+            ("siglip_vision_model",),
+            towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
+        ),
+        keys.Section((PIXTRAL,), towers.TOWER),
+    ],
+)
+
+
+class LlavaVision(nn.Module):
+    """The HF tower and projector: pixel_values (N, 3, H, W), with image_sizes (N, 2) for Pixtral, -> (M, D).
+
+    Several layers' hidden states stand side by side; "default" leaves out the first of an image.
+    """
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        tower = AutoModel.from_config(
+            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
+        )
+        self.vision_tower = use_segments(tower) if _any_size(hf_config) else tower
+        self.multi_modal_projector = LlavaMultiModalProjector(hf_config)
+        layers = hf_config.vision_feature_layer
+        self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
+        self.first = int(hf_config.vision_feature_select_strategy == "default")
+        towers.train_what_is_used(self, blank_image(hf_config, 0))
+
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> Tensor:
+        more = {}
+        if image_sizes is not None:
+            more = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
+        pixels = pixel_values.to(self.multi_modal_projector.linear_1.weight.dtype)
+        states = self.vision_tower(pixels, output_hidden_states=True, **more).hidden_states
+        chosen_NPE = torch.cat([states[layer] for layer in self.feature_layers], dim=-1)[:, self.first :]
+        return self.multi_modal_projector(chosen_NPE).flatten(0, 1)
+
+
+def _any_size(hf_config: Any) -> bool:
+    return hf_config.vision_config.model_type == PIXTRAL
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    vision = hf_config.vision_config
+    if _any_size(hf_config):
+        return towers.blank_of_any_size(vision, vision.patch_size, pixels)
+    return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
+    if _any_size(hf_config):
+        return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
+    tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
+    return [tokens] * len(visual.pixel_values)
+
+
+def _tower_tokens(hf_config: Any) -> int:
+    """Patches of an image of the tower's size, and CLIP's class token."""
+    vision = hf_config.vision_config
+    return (vision.image_size // vision.patch_size) ** 2 + (vision.model_type == CLIP)
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    if _any_size(hf_config):
+        return towers.pixtral_pairs(hf_config, visual)
+    return len(visual.pixel_values) * _tower_tokens(hf_config) ** 2
+
+
+FAMILY = Family(
+    model_type="llava",
+    sections=SECTIONS,
+    visual_keys=("pixel_values", "image_sizes"),
+    architecture=texts.architecture,
+    rotary=texts.rotary,
+    build_vision=LlavaVision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
+    weights=llava_keys.rules,
+    renames=llava_keys.RENAMES,
+    portable_config=towers.portable_config,
+)

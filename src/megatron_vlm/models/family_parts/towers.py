@@ -1,0 +1,88 @@
+"""Towers that several families hold: CLIP's and SigLIP's for images of one size, Pixtral's for any size."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.family_parts import keys
+
+TOWER = keys.VISION | {
+    **keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "tie_last_hidden_states"),
+}
+
+
+def layers_exist(layers: Any, hf_config: Any) -> bool:
+    """Whether the tower has these hidden states, one or several: what goes into its layers, and what comes
+    out of the last."""
+    count = hf_config.vision_config.num_hidden_layers + 1
+    layers = [layers] if isinstance(layers, int) else layers
+    return len(layers) > 0 and all(-count <= layer < count for layer in layers)
+
+
+def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> None:
+    """Turns off the gradients of what no feature depends on, such as layers after the last that is looked at.
+
+    They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
+    Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
+    """
+    both = _Backward(vision)
+    shapes = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
+        for name, tensor in chain(both.named_parameters(), both.named_buffers())
+    }
+    with torch.enable_grad():
+        functional_call(both, shapes, (), GenericVisualInputs(**image).to("meta").as_model_kwargs())
+    for name, parameter in both.named_parameters():
+        if shapes[name].grad is None:
+            parameter.requires_grad_(False)
+            parameter.unused = True
+
+
+class _Backward(nn.Module):
+    """Both passes in one call, so that layers which run again in the second have the same parameters."""
+
+    def __init__(self, vision: nn.Module):
+        super().__init__()
+        self.vision = vision
+
+    def forward(self, **inputs: Any) -> None:
+        self.vision(**inputs).sum().backward()
+
+
+def pixtral_sizes(image_sizes: Tensor, patch_size: int) -> dict[str, Any]:
+    """Arguments of Pixtral's tower, whose attention is `tower_attention.attend`, for images (N, 2) in pixels:
+    they stay on the host, see `batch.HOST_FIELDS`."""
+    patches = (image_sizes // patch_size).prod(-1)
+    bounds = nn.functional.pad(patches.cumsum(0), (1, 0))
+    return {"image_sizes": image_sizes.tolist(), "host_bounds": bounds}
+
+
+def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tensor]:
+    """A black square for Pixtral's tower whose sides are multiples of so many pixels."""
+    side = multiple * max(1, round(min(pixels**0.5, vision.image_size) / multiple))
+    return {
+        "pixel_values": torch.zeros(1, vision.num_channels, side, side),
+        # the host reads them, also while a model is built on the meta device
+        "image_sizes": torch.tensor([[side, side]], device="cpu"),
+    }
+
+
+def pixtral_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    patches_N = (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1)
+    return int((patches_N**2).sum())
+
+
+def portable_config(config: dict) -> dict:
+    """The config without the name of Pixtral's only rotary rule: no version of Transformers needs it, and
+    versions up to 5.12 refuse it."""
+    vision = dict(config["vision_config"])
+    rule = vision.get("rope_parameters") or {}
+    if rule.get("rope_type") == "axial":
+        vision["rope_parameters"] = {key: value for key, value in rule.items() if key != "rope_type"}
+    return config | {"vision_config": vision}

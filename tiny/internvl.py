@@ -1,0 +1,110 @@
+"""The tiny InternVL 3.5: Qwen's tokenizer, tiles and a thumbnail, the tower with its class token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLProcessor, InternVLVideoProcessor
+
+from tiny import qwen, texts
+from tiny.family import DEMO_TEXT, TinyFamily
+
+MARKERS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+
+# Renders as the published template does; the generation block ends with the end-of-turn token.
+TEMPLATE = """{%- macro body(content) -%}
+    {%- if content is string -%}{{ content }}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part['type'] == 'image' -%}{{ '<IMG_CONTEXT>\\n' }}
+            {%- elif part['type'] == 'video' -%}{{ '<video>\\n' }}
+            {%- elif part['type'] == 'text' -%}{{ part['text'] }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+    {{ '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{ body(message['content']) + '<|im_end|>' }}{%- endgeneration -%}
+    {%- else -%}
+        {{ body(message['content']) + '<|im_end|>' }}
+    {%- endif -%}
+    {{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+
+def processor(
+    corpus: Iterable[str],
+    template: str,
+    image_size: int = 56,
+    image_tokens: int = 4,
+    max_patches: int = 4,
+    vocab_size: int = 512,
+) -> InternVLProcessor:
+    """`image_size` is a tile's side, of which an image has up to `max_patches` and, if several, one more that
+    shows it whole; each has `image_tokens`."""
+    size = {"height": image_size, "width": image_size}
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=max_patches
+        ),
+        video_processor=InternVLVideoProcessor(size=size),
+        tokenizer=qwen.tokenizer(corpus, vocab_size, MARKERS),
+        image_seq_length=image_tokens,
+        chat_template=template,
+    )
+
+
+def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLConfig:
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
+    vocab = processor.tokenizer
+    text_config = texts.text_config(vocab, "qwen3", text)
+    side = processor.image_processor.size["height"]
+    vision_config = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "attention_bias": True,
+        "image_size": [side, side],
+        "patch_size": [14, 14],
+    }
+    patches = (vision_config | vision)["image_size"][0] // (vision_config | vision)["patch_size"][0]
+    return InternVLConfig(
+        text_config=text_config,
+        vision_config=vision_config | vision,
+        image_token_id=processor.image_token_id,
+        image_seq_length=processor.image_seq_length,
+        downsample_ratio=processor.image_seq_length**0.5 / patches,
+        tie_word_embeddings=text_config["tie_word_embeddings"],
+        eos_token_id=vocab.eos_token_id,
+        pad_token_id=vocab.pad_token_id,
+    )
+
+
+FAMILY = TinyFamily(
+    TEMPLATE,
+    processor,
+    config,
+    demo={
+        "max_patches": 1,
+        "text": DEMO_TEXT,
+        "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
+    },
+    published={"image_size": 448, "image_tokens": 256, "max_patches": 12},
+    variants={
+        "qwen2": {
+            "text": {"model_type": "qwen2"},
+            "image_tokens": 1,
+            "vision": {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
+        }
+    },
+)
