@@ -94,6 +94,7 @@ GLM_DENSE = {  # heads are as wide as hidden_size says, and half of each head is
     T + "num_attention_heads": [{T + "num_attention_heads": 2, ROPE + "mrope_section": [2, 3, 3]}],
     T + "head_dim": [{T + "head_dim": 32}, {T + "head_dim": 8}],
     V + "depth": [{V + "depth": n} for n in (1, 3)],
+}
 LLAVA = {
     T + "num_attention_heads": [{T + "num_attention_heads": 8}],
     "vision_feature_layer": [
