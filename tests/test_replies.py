@@ -101,7 +101,7 @@ SHAPES = {
     + THOUGHTS
     + """{%- if message.role == 'assistant' -%}{{ '<|vision_end|>' }}
         {%- generation -%}
-        {{ '\\n<think>' + (thoughts.strip() if loop.index0 > ns.last else '') + '</think>\\n' }}
+        {{ '\\n<think>' + (thoughts.strip() if loop.index0 > ns.last else '') + '</think>\\n' -}}
         {{ content.strip() }}"""
     + CALLS
     + """{%- endgeneration -%}
@@ -145,7 +145,8 @@ def talk(random_):
         while random_.random() < 0.3:
             calls = [{"name": name} for name in "fg"[: random_.randint(1, 2)]]
             text = random_.choice(["", "the cat"])
-            turns.append({"role": "assistant", "content": text, "tool_calls": calls})
+            thoughts = {"reasoning_content": "why"} if random_.random() < 0.5 else {}
+            turns.append({"role": "assistant", "content": text, "tool_calls": calls, **thoughts})
             turns += [{"role": "tool", "content": random_.choice(["12", "", "the cat"])} for _ in calls]
         turns.append({"role": "assistant", "content": random_.choice(SAID)})
         # a typed <think> may be what the generation prompt ends with; then it is not trained
