@@ -110,6 +110,8 @@ SHAPES = {
 {%- endfor -%}{%- if add_generation_prompt -%}{{ '<|vision_end|>' }}{%- endif -%}
 """,
 }
+# No beginning of the conversation is a beginning of the text, so that marks alone find replies.
+SHAPES["counted"] = "{{ messages | length }}" + SHAPES["qwen3_vl_thinking"]
 SAID = [
     "the cat",
     "the cat",
@@ -175,6 +177,7 @@ EXPECTED = {
     "first_and_last": ["b<|endoftext|>", "<think>x</think>d<|endoftext|>", " f<|im_end|>"],
     "ended_by_the_next": [f"\n<think></think>\n{said}<|vision_start|>" for said in "bdf"],
 }
+EXPECTED["counted"] = EXPECTED["qwen3_vl_thinking"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -242,9 +245,11 @@ def test_renderings_are_few(processor):
     assert counted(thinking, last) == 1 + 2
 
 
-REFUSED = {
+CHANGES = "{{ messages | string | length }}"
+REFUSED = {  # what is before, or at the end of, the conversation
     "a reply twice": "{% for turn in messages[1:2] %}{{ turn.content[0].text }}{% endfor %}",
-    "how long all replies are": "{{ messages | map(attribute='content') | list | string | length }}",
+    "how long all turns are": CHANGES,
+    "the end": CHANGES,
     "the end of the last": "{{ 'x' if messages[-1].content[0].text.endswith('b') else 'y' }}",
 }
 
@@ -252,7 +257,8 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_template_whose_replies_change_the_rest_is_refused(processor, what):
     """When the encoder is built, with what to do about it."""
-    template = REFUSED[what] + without_generation_tags(SHAPES["qwen3"])
+    template = without_generation_tags(SHAPES["qwen3"])
+    template = template + CHANGES if what == "the end" else REFUSED[what] + template
     with pytest.raises(ValueError, match="(not in the prompt once|differs around it).*endgeneration"):
         ChatTemplate(processor, template)
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 
-from megatron_vlm.data.turns import THINKING_KEYS, BadSample, is_trained
+from megatron_vlm.data.turns import BadSample, is_trained
 
 Span = tuple[int, int]
 # Reserved: no record has them. One marks the end of the turn before a reply, one stands for the reply's text.
@@ -63,8 +63,7 @@ class UntaggedReplies:
         second when the conversation ends with the reply. What is neither common to `header` and `prompted`
         nor follows the common part of `later` and `end` is the reply.
         """
-        said = {key: value for key, value in messages[index].items() if key not in THINKING_KEYS} | SAID
-        before, after = messages[:index], messages[index + 1 :]
+        before, said, after = messages[:index], messages[index] | SAID, messages[index + 1 :]
         before = [*before[:-1], *map(_with_mark, before[-1:])]
         earlier, header, later = self._around([*before, said, *after], index)
         _, _, end = self._around([*before, said], index) if after else (earlier, header, later)
