@@ -151,13 +151,9 @@ class ChatTemplate:
 
     def _token_that_ends_replies(self) -> str | None:
         """The control token after a reply that has none of its own, such as GLM's <|user|>; else None."""
-        conversation = [
-            _text_message("user", "a"),
-            _text_message("assistant", "b"),
-            _text_message("user", "c"),
-        ]
+        turns = [_text_message(*turn) for turn in (("user", "a"), ("assistant", "b"), ("user", "c"))]
         try:
-            prompt, ((start, stop), *_), _ = self.render(conversation)
+            prompt, ((start, stop), *_), _ = self.render(turns)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
             return None
         follows = self._control_tokens.match(prompt, stop)
