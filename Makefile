@@ -25,7 +25,7 @@ test: compiled
 test-long: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m long
 
-# Nothing new, but over many more samples, kills and interruptions, and all combinations: about an hour.
+# Nothing new, but all families in all layouts, and many more samples, kills and interruptions: hours.
 test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 

@@ -95,10 +95,9 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
 # in `make test`, of Gemma3
 OFTEN = ("1 process, adapter", "1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "CP2, adapter")
 OFTEN += ("PP2, adapter on late layers", "DP2 dist. optimizer, adapter", f"TP2+SP, {WITH_MODULES}")
-# of other families in `make test-soak` alone: what differs between families is seen in the others
-RARE = [name for name in LAYOUTS if "DoRA" in name and not name.startswith(("1 process", "TP2+SP"))]
-RARE += [name for name in LAYOUTS if "late layers" in name or "on each rank" in name]
-RARE += [f"PP2, {WITH_MODULES}, recomputed", "EP2, adapter of experts, recomputed"]
+# of each further family in `make test-long`
+OF_EACH = ("1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "PP2, adapter", "CP2, adapter")
+OF_EACH += (f"TP2+SP, {WITH_MODULES}", "EP2, adapter of experts", "TP2+SP·EP2, adapter of experts")
 
 
 def layouts_of(family: str) -> list[str]:
@@ -151,9 +150,9 @@ def modules_to_save(hf_config: Any, family: Any) -> list[str]:
     return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
-def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def cases(_: str, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Adapter -> input -> peft's logits, loss and gradients (by its keys), as `parity.case_for` has HF's; the
-    adapters are in `folder`."""
+    adapters are beside the checkpoint."""
     from transformers import AutoConfig, AutoProcessor
 
     from megatron_vlm.models.families import family_for
@@ -165,7 +164,7 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
         if adapter == WITH_MODULES:
             settings = settings | {"modules_to_save": modules_to_save(hf_config, family)}
         model = peft_model(path, named_for_peft(settings, hf_config, family))
-        model.save_pretrained(folder / adapter)
+        model.save_pretrained(path.parent / adapter)
         for name in (*INPUTS, *PACKED):
             rows = parity.INPUTS.get(name) or parity.PACKED[name]
             hf, batch, single = parity.encode(processor, family, hf_config, rows)
@@ -184,7 +183,7 @@ def cases(path: Path | str, folder: Path) -> dict[str, dict[str, dict[str, Any]]
                     else p.grad.clone()
                     for n, p in trained.items()
                 },
-                "adapter": str(folder / adapter),
+                "adapter": str(path.parent / adapter),
             }
             found.setdefault(adapter, {})[name] = parity.packed(case) if name in PACKED else case
     return found
@@ -194,7 +193,8 @@ def measure(names: list[str], path: str, references: str) -> list[dict]:
     """Every named layout on every input: rows for reports/parity.json."""
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+    if not torch.distributed.is_initialized():
+        setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
     cases = torch.load(references, weights_only=False)
     rows = []
     for name in names:

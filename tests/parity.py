@@ -5,7 +5,10 @@ Runs inside the processes that `test_parity.py` starts; one launch goes through 
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,10 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from tiny.checkpoints import TINY_FAMILIES
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
 
 # Worst cases measured over all families, layouts and inputs are in reports/parity.json.
 MAX_ABS_LOGITS, MAX_ABS_LOSS, MAX_REL_GRAD = 1e-4, 1e-5, 1e-4
@@ -71,16 +77,25 @@ def marks(family: str) -> list:
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
+# one without experts, one with experts, M-RoPE and deepstack
+EVERY_LAYOUT = ("gemma3", "qwen3_vl_moe")
+# What differs between families meets tensor, pipeline, context and expert parallelism here
+OF_EACH = ("1 process", "TP2+SP", "PP2·VPP2", "CP2", "EP2")
 
 
-def cells(of_family: Callable[[str], list[str]], often: Container[str], rare: Container[str] = ()) -> list:
-    """Every family in each of its layouts; all but Gemma3 in those of `often` belong to `make test-long`, and
-    further families in those of `rare` to `make test-soak`."""
+def cells(
+    of_family: Callable[[str], list[str]],
+    often: Container[str],
+    of_each: Container[str],
+    every_layout: Container[str] = EVERY_LAYOUT,
+) -> list:
+    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
+    families of `every_layout` in all and the others in those of `of_each`, `make test-soak` the rest."""
 
     def mark(family: str, layout: str) -> list:
-        if family != "gemma3" and layout in rare:
-            return [pytest.mark.soak]
-        return marks(family) if layout in often else [pytest.mark.long]
+        if family == "gemma3" and layout in often:
+            return []
+        return [pytest.mark.long if family in every_layout or layout in of_each else pytest.mark.soak]
 
     return [
         pytest.param(family, layout, marks=mark(family, layout))
@@ -89,12 +104,61 @@ def cells(of_family: Callable[[str], list[str]], often: Container[str], rare: Co
     ]
 
 
-def asked_for(request: pytest.FixtureRequest, family: str, processes: int, layouts: dict) -> list[str]:
-    """The layouts of so many processes in which a family is tested now."""
+def measured(
+    request: pytest.FixtureRequest,
+    folders: pytest.TempPathFactory,
+    layouts: dict[str, tuple],
+    cases: Callable[[str, Path], dict],
+    measure_one: Callable[[list[str], str, str], list[dict]],
+) -> Callable[[int], list[dict]]:
+    """A function (processes) -> the rows of all families in their layouts of so many processes, as far as
+    this session tests them. One launch serves them all; WRITE_REPORTS=1 puts them into reports/parity.json.
+    """
+
+    @cache
+    def prepared(family: str) -> tuple[str, str]:
+        folder = folders.mktemp(family)
+        path, held = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt"
+        torch.save(cases(family, path), held)
+        return str(path), str(held)
+
+    @cache
+    def rows(processes: int) -> list[dict]:
+        asked = {
+            family: (names, *prepared(family))
+            for family, names in _asked_for(request, processes, layouts).items()
+        }
+        found = run_distributed(processes, _measure_all, measure_one, asked, timeout=1800)[0]
+        if os.environ.get("WRITE_REPORTS"):
+            _write_report(found)
+        return found
+
+    return rows
+
+
+def _asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
+    """Family -> the layouts of so many processes in which it is tested now."""
     here = [item for item in request.session.items if item.path == request.path]
     given = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    names = {cell["layout"] for cell in given if cell.get("family") == family}
-    return [name for name in layouts if name in names and layouts[name][0] == processes]
+    tested = {(cell.get("family"), cell.get("layout")) for cell in given}
+    mine = [name for name in layouts if layouts[name][0] == processes]
+    found = {family: [name for name in mine if (family, name) in tested] for family in TINY_FAMILIES}
+    return {family: names for family, names in found.items() if names}
+
+
+def _measure_all(measure_one: Callable[..., list[dict]], asked: dict[str, tuple]) -> list[dict]:
+    """The rows of all families, one after another in the same processes."""
+    return [
+        {"family": family} | row for family, arguments in asked.items() for row in measure_one(*arguments)
+    ]
+
+
+def _write_report(found: list[dict]) -> None:
+    """Puts the measurements in the place of earlier ones of the same families and layouts."""
+    rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
+    new = {(row["family"], row["layout"]) for row in found}
+    others = [row for row in rows if (row["family"], row["layout"]) not in new]
+    REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
 
 
 # the rows of one packed row; a number is a text cut to so many tokens
@@ -282,7 +346,8 @@ def measure(names: list[str], path: str, references: str) -> list[dict]:
     """Every named layout on every input: rows for reports/parity.json, complete on rank 0."""
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+    if not dist.is_initialized():
+        setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
     cases = torch.load(references, weights_only=False)
     rows = []
     for name in names:

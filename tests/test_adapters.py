@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import adapter_parity
 import parity
 import pytest
 import torch
-from test_parity import write_report
 
 from megatron_vlm.models.adapters.lora import Lora, adapt
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights import Rule, Whole
-from tiny.checkpoints import build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")
 def rows_of(request, tmp_path_factory):
-    """The measurements of a family; WRITE_REPORTS=1 puts them into reports/parity.json."""
-
-    @functools.cache
-    def rows(family: str) -> list[dict]:
-        folder, found = tmp_path_factory.mktemp(family), []
-        path, cases = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "cases.pt"
-        torch.save(adapter_parity.cases(path, folder), cases)
-        for processes in (1, 2):
-            names = parity.asked_for(request, family, processes, adapter_parity.LAYOUTS)
-            arguments = names, str(path), str(cases)
-            measured = run_distributed(processes, adapter_parity.measure, *arguments, timeout=900)
-            found += [{"family": family} | row for row in measured[0]]
-        write_report(family, found)
-        return found
-
-    return rows
+    return parity.measured(
+        request, tmp_path_factory, adapter_parity.LAYOUTS, adapter_parity.cases, adapter_parity.measure
+    )
 
 
 def test_dora_with_dropout_is_that_of_peft():
@@ -70,10 +53,11 @@ def test_dora_with_dropout_is_that_of_peft():
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    parity.cells(adapter_parity.layouts_of, adapter_parity.OFTEN, adapter_parity.RARE),
+    parity.cells(adapter_parity.layouts_of, adapter_parity.OFTEN, adapter_parity.OF_EACH, ("gemma3",)),
 )
 def test_equals_peft(rows_of, family, layout):
-    mine = [row for row in rows_of(family) if row["layout"] == layout]
+    rows = rows_of(adapter_parity.LAYOUTS[layout][0])
+    mine = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
     assert [row["input"] for row in mine] == [*adapter_parity.INPUTS, *adapter_parity.PACKED]
     for row in mine:
         assert row["passed"], row

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_vlm.job.failures import named
 from megatron_vlm.job.last_words import last_words
 
 TESTS = Path(__file__).parent
+AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
 FROM_CHECKPOINT = "Start again to go on from the last checkpoint."
 STACKS = r"The stacks of all ranks and workers are in .*/errors; "
@@ -103,24 +106,39 @@ def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.fixture(scope="module")
+def jobs(request, tmp_path_factory) -> Iterator[dict[tuple[str, int], tuple[Path, Future]]]:
+    """(fault, ranks) -> its run folder and `end` of it. They mostly wait: several run beside each other."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = {}
+        for item in request.session.items:
+            case = getattr(item, "callspec", None)
+            if item.path == request.path and case and "lines" in case.params:
+                fault, ranks = case.params["fault"], case.params["ranks"]
+                run_dir = tmp_path_factory.mktemp(fault)
+                found[fault, ranks] = run_dir, pool.submit(end, run_dir, fault, ranks)
+        yield found
+
+
 @pytest.mark.parametrize(
     ("fault", "ranks", "code", "lines"),
     [(*case[:3], case[3:]) for case in CASES]
     + [pytest.param(*case[:3], case[3:], marks=LONG) for case in LONG_CASES],
 )
-def test_the_last_lines_are_the_reason(fault, ranks, code, lines, tmp_path):
-    ended, output = end(tmp_path, fault, ranks)
+def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
+    run_dir, job = jobs[fault, ranks]
+    ended, output = job.result()
     assert ended == code, output
     printed = output.splitlines()
     assert printed[-len(lines)].startswith("megatron-vlm: "), output
     for pattern, line in zip(lines, printed[-len(lines) :], strict=True):
         assert re.search(pattern, line), output
     assert "Traceback" not in output and len(printed) == len(lines)
-    assert not still_running(tmp_path)
+    assert not still_running(run_dir)
     if fault == "data":
-        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (tmp_path / "errors/rank1.txt").read_text())
+        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (run_dir / "errors/rank1.txt").read_text())
     if fault == "hang":
-        stacks = (tmp_path / f"errors/rank{ranks - 1}.txt").read_text()
+        stacks = (run_dir / f"errors/rank{ranks - 1}.txt").read_text()
         assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)
 
 

@@ -37,7 +37,6 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.generate import generate
 
-    setup.init_distributed(ParallelConfig(), seed=1)
     parts, hf_config = load(family), AutoConfig.from_pretrained(source)
     content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
     answers = []
@@ -58,6 +57,20 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     return answers
 
 
+def all_answers_of_megatron(folder: str, picture: str) -> dict[str, list[list[int]]]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    return {
+        family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family), picture)
+        for family in TINY_FAMILIES
+    }
+
+
+def exports(folder: Path | str, family: str) -> list[str]:
+    return [f"{folder}/{family} {layout}" for layout in layouts_of(family)]
+
+
 def answers_of_transformers(picture: str, folders: list[str], overlay: Path | None = None) -> dict:
     environment = {"PYTHONPATH": str(overlay) if overlay else "", "HF_HUB_OFFLINE": "1"}
     program = run_program if overlay is None else run_anew
@@ -72,19 +85,30 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_exports_answer_alike_in_the_oldest_and_newest_transformers(family, tmp_path):
-    # small random weights only repeat the last token
-    text = {} if family == "gemma3" else {"initializer_range": 0.2}
-    source = str(build_tiny_checkpoint(family, tmp_path / "source", text=text))
-    folders = [str(tmp_path / name) for name in layouts_of(family)]
-    picture = str(tmp_path / "picture.png")
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
+    """Who answered -> family -> the answers of its exports. All families share the processes."""
+    folder = tmp_path_factory.mktemp("exports")
+    for family in TINY_FAMILIES:
+        # small random weights only repeat the last token
+        text = {} if family == "gemma3" else {"initializer_range": 0.2}
+        build_tiny_checkpoint(family, folder / family, text=text)
+    picture = str(folder / "picture.png")
     Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
-    mine = run_distributed(2, answers_of_megatron, family, source, folders, picture)[0]
-    newest = answers_of_transformers(picture, folders)
-    oldest = answers_of_transformers(picture, folders, OLDEST)
-    assert oldest["version"] == "5.12.1" < newest["version"]
-    assert mine == newest["answers"] == oldest["answers"]
+    found = {"megatron": run_distributed(2, all_answers_of_megatron, str(folder), picture, timeout=900)[0]}
+    folders = [path for family in TINY_FAMILIES for path in exports(folder, family)]
+    for name, overlay in (("newest", None), ("oldest", OLDEST)):
+        said = answers_of_transformers(picture, folders, overlay)
+        assert (said["version"] == "5.12.1") == (name == "oldest")
+        left = iter(said["answers"])
+        found[name] = {family: [next(left) for _ in layouts_of(family)] for family in TINY_FAMILIES}
+    return found
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, family):
+    mine = answers["megatron"][family]
+    assert mine == answers["newest"][family] == answers["oldest"][family]
     assert len({token for answer in mine for token in answer}) > 1
 
 
