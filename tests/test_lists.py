@@ -237,7 +237,8 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
         tokens = [row[f"valid_trained_tokens/{name}"] for name in names]
         losses = [row[f"valid_loss/{name}"] for name in names]
         mean = sum(map(operator.mul, tokens, losses)) / sum(tokens)
-        assert row["valid_loss"] == pytest.approx(mean, rel=1e-9)
+        # a micro batch adds its losses in fp32, those of a source are added in fp64
+        assert row["valid_loss"] == pytest.approx(mean, rel=1e-6)
     for row in (row for row in rows if "loss" in row):
         batches = read_step(tmp_path / "run", row["step"])
         step = Counter(key.rpartition("-")[0] for one in batches for keys in one["keys"] for key in keys)
