@@ -20,7 +20,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.naflex import without_padding
+from megatron_vlm.data.media.naflex import without_padding
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -272,7 +272,7 @@ def encode(
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches, of all rows; see
-    `megatron_vlm.data.naflex`."""
+    `megatron_vlm.data.media.naflex`."""
     keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
     found = [out for out in outputs if "spatial_shapes" in out]
     return {key: torch.cat([out[key] for out in found]) for key in keys} if found else {}

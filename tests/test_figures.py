@@ -114,10 +114,12 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
         ddp = gradients.data_parallel(chunks, run)
         figures = StepFigures(run, family, hf_config, ddp, SOURCES)
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
-        left = iter(2 * mine[:1])
-        evaluate.validation_loss(ddp, lambda count, left=left: list(islice(left, count)))  # is not counted
+        left = iter(mine)
+        take = lambda count, left=left: list(islice(left, count))  # noqa: E731
+        _, valid = evaluate.validation_loss(ddp, take, sources=SOURCES)  # not counted in the step
         step.train_step(ddp, *build_optimizer(ddp, run), mine, figures)
         found[name] = figures.of_step(seconds=2.0, data_seconds=0.5)
+        found[name] |= {f"valid_{figure}": number for figure, number in valid.items()}
     return found
 
 
@@ -215,6 +217,7 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
         expected[f"loss/{name}"] = ((losses * weights).sum() / weights.sum()).item()
         expected[f"trained_tokens/{name}"] = int((weights > 0).sum())
         expected[f"samples/{name}"] = len(its_rows)
+        expected |= {f"valid_{figure}": of for figure, of in expected.items() if figure.endswith(f"/{name}")}
     ranks = run_distributed(2, figures_of_a_step, str(path), str(folder / "rows.pt"))
     assert ranks[0] == ranks[1]
     return ranks[0], expected
@@ -224,7 +227,7 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
 def test_figures_are_the_same_in_every_layout(steps, layout):
     found, expected = steps
     gigabytes = found[layout].pop("peak_memory_gb")
-    losses = {name: number for name, number in expected.items() if name.startswith("loss/")}
+    losses = {name: number for name, number in expected.items() if "loss/" in name}
     assert {name: found[layout].pop(name) for name in losses} == pytest.approx(
         losses, abs=parity.MAX_ABS_LOSS
     )
@@ -239,7 +242,7 @@ def test_the_tokens_of_packed_documents_are_of_their_sources():
     documents = torch.tensor([[1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 0, 0]], dtype=torch.int32)
     batch = {"labels": labels, "attention_mask": documents, "loss_mask": (labels == 7) * 0.5}
     batch["__key__"] = [["b-1", "a-1", "a-b-2"], ["b-2", "b-3"]]
-    samples, tokens, weights = BySource(["a", "b", "a-b"], counts=True).sources_of(batch)
+    samples, tokens, weights = BySource(["a", "b", "a-b"]).sources_of(batch)
     assert samples.tolist() == [1, 0, 2, 1, 1] and tokens.tolist() == [1, 0, 2, 1]
     assert weights.tolist() == [0.5] * 4
 

@@ -19,7 +19,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.naflex import without_padding
+from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.models.families.lfm2_vl import FAMILY
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed

@@ -1,6 +1,7 @@
 """Lists of data paths: an epoch has the samples of each as often as is said, from either source."""
 
 import json
+import operator
 from collections import Counter
 
 import pytest
@@ -214,7 +215,8 @@ def train_list(steps: int, root: str, checkpoint: str, paths: list[str]) -> None
 
     settings = [f"train.steps={steps}", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
     settings += ["data.dataset_type=hf", "data.packing=stream", "data.packing_buffer_size=6"]
-    settings += ["train.eval_every=0", "train.save_every=2", "data.seq_length=256"]
+    settings += ["train.eval_every=2", "train.save_every=2", "data.seq_length=256"]
+    settings += ["data.validation_share=0.3"]
     arguments = {"run_dir": f"{root}/run", "hf_path": checkpoint, "train_data_path": paths}
     train(compose("gemma3_tiny_digits", settings=settings, arguments=arguments))
 
@@ -225,7 +227,19 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
     for steps in (2, 4):
         run_distributed(1, train_list, steps, str(tmp_path), str(tiny_gemma3), sources["hf"])
     names, trained = path_names(sources["hf"]), Counter()
-    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    held = (tmp_path / "run" / "held_out.jsonl").read_text().splitlines()
+    held = Counter(json.loads(line)["key"].rpartition("-")[0] for line in held)
+    validations = [row for row in rows if "valid_loss" in row]
+    assert [row["step"] for row in validations] == [2, 4] and set(held) == set(names)
+    for row in validations:
+        assert {name: row[f"valid_samples/{name}"] for name in names} == held
+        tokens = [row[f"valid_trained_tokens/{name}"] for name in names]
+        losses = [row[f"valid_loss/{name}"] for name in names]
+        mean = sum(map(operator.mul, tokens, losses)) / sum(tokens)
+        # a micro batch adds its losses in fp32, those of a source are added in fp64
+        assert row["valid_loss"] == pytest.approx(mean, rel=1e-6)
+    for row in (row for row in rows if "loss" in row):
         batches = read_step(tmp_path / "run", row["step"])
         step = Counter(key.rpartition("-")[0] for one in batches for keys in one["keys"] for key in keys)
         trained += step

@@ -248,9 +248,9 @@ def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor
 
 
 def test_a_template_without_findable_replies_is_refused_at_construction(processor):
-    shows_length = "{{ messages | length }}" + TEMPLATES["untagged"]
-    with pytest.raises(ValueError, match="rendered differently once others follow.*endgeneration"):
-        TextEncoder(processor, chat_template=shows_length)
+    shows_text = "{{ messages | string | length }}" + TEMPLATES["untagged"]
+    with pytest.raises(ValueError, match="the prompt differs around it.*endgeneration"):
+        TextEncoder(processor, chat_template=shows_text)
 
 
 def test_a_template_that_forgets_an_image_is_noticed(processor):

@@ -6,7 +6,7 @@ While a step is trained, a thread on every rank reads the micro batches of the n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -58,8 +58,8 @@ class Feed:
             self._started(partial(self._open, source))()
         self._epochs = self._known_epochs()
         self.milestones: Milestones = setup.on_first_rank(self._milestones)
-        # of which the log says what was trained; none unless there are several
-        self.sources: Sequence[str] = setup.on_first_rank(lambda: self._data.train_loader.sources)
+        # of which the log says what was trained, and validated; none unless there are several
+        self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
 
     def _open(self, source: Source) -> None:
         place = setup.data_parallel_place()

@@ -19,7 +19,6 @@ from megatron_vlm.models.weights import import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.checkpoint import CheckpointState
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
@@ -78,8 +77,9 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             extra = {**log.totals, "rows": feed.rows_after(step)}
             if milestones.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
-                extra["valid_loss"] = validation_loss(model, feed.valid(), config.train.eval_steps)
-                log.log_eval(step, extra["valid_loss"])
+                given = feed.valid(), config.train.eval_steps, feed.valid_sources
+                extra["valid_loss"], by_source = validation_loss(model, *given)
+                log.log_eval(step, extra["valid_loss"], by_source)
             if milestones.saves_after(step):
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 kept = feed.state(), config.train.keep_checkpoints, extra, config.train.keep_best
@@ -108,7 +108,7 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
 
 
 def opening_words(
-    config: RunConfig, source: Source, feed: Feed, resumed: CheckpointState | None
+    config: RunConfig, source: Source, feed: Feed, resumed: checkpoint.CheckpointState | None
 ) -> Iterator[str]:
     """What a user should know before the first step."""
     if resumed:

@@ -9,7 +9,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.naflex import without_padding
+from megatron_vlm.data.media.naflex import without_padding
 
 
 def encode_prompt(

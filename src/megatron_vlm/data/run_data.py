@@ -54,6 +54,8 @@ class RunData:
         self.why_hf_processor = train.documents.why_hf_processor
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **reader)
         self.valid_loader = provider.valid_loader(valid, **reader)
+        # of each loader, what the keys of its samples begin with; none unless it reads several sources
+        self.sources = [getattr(loader, "sources", ()) for loader in (self.train_loader, self.valid_loader)]
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -38,7 +38,7 @@ def saved_by_layer(
         return saved + channels * megatron_config.ffn_hidden_size / tp
     saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
     routed = channels * megatron_config.moe_ffn_hidden_size
-    routed += 2 * feed_forward * value * megatron_config.hidden_size
+    routed += feed_forward * value * megatron_config.hidden_size
     return saved + megatron_config.moe_router_topk * routed / cut
 
 

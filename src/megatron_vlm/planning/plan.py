@@ -313,8 +313,8 @@ def _activations(
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
     if recompute:
         besides += max(per_layer)
-        if any(has_experts(megatron_config, i) for i in numbers):  # gradients of what travels
-            besides += 2 * hidden / cut * megatron_config.moe_router_topk
+        if any(has_experts(megatron_config, i) for i in numbers):  # gradients on their way
+            besides += (2 + trained) * hidden / cut * megatron_config.moe_router_topk
     if stage == config.parallel.pp - 1:
         besides = max(besides, saved_by_output_layer(config, megatron_config, tokens, trained))
     if stage == 0:

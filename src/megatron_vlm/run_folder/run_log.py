@@ -106,13 +106,16 @@ class RunLogger:
         words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
         self._show(step, " · ".join([*words, *_in_words(figures)]))
 
-    def log_eval(self, step: int, loss: float | None) -> None:
-        """Log the validation loss after `step`, the last logged step; None if there is no validation data."""
+    def log_eval(self, step: int, loss: float | None, by_source: Mapping[str, float] | None = None) -> None:
+        """Log the validation loss after `step`, the last logged step, and the figures of each source; None
+        if there is no validation data."""
         if loss is None or not self.is_writer:
             return
         self._valid_loss = loss
-        self._write(step, {"valid_loss": loss})
-        self.message(f"step {step}: validation loss {loss:.4f}")
+        figures = {f"valid_{name}": number for name, number in (by_source or {}).items()}
+        self._write(step, {"valid_loss": loss, **figures})
+        words = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]
+        self.message(" · ".join([f"step {step}: validation loss {loss:.4f}", *words]))
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""

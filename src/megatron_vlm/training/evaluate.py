@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
+from torch import distributed as dist
 
 from megatron_vlm.batch import fully_masked
+from megatron_vlm.training.figures import BySource
 from megatron_vlm.training.step import forward_backward, mean_loss
 
 
 @torch.no_grad()
 def validation_loss(
-    chunks: list[torch.nn.Module], take: Callable[[int], list[dict]], limit: int = 0
-) -> float | None:
-    """Loss over the micro batches that `take(count)` gives (the first `limit` of them; 0: all); None if it
-    gives none. Collective: `take` gives every rank equally many.
+    chunks: list[torch.nn.Module],
+    take: Callable[[int], list[dict]],
+    limit: int = 0,
+    sources: Sequence[str] = (),
+) -> tuple[float | None, dict[str, float]]:
+    """Loss over the micro batches that `take(count)` gives (the first `limit` of them; 0: all), None if it
+    gives none; and loss, trained tokens and samples of each of `sources` that keys of samples begin with.
+    Collective: `take` gives every rank equally many.
     """
+    by_source = BySource(sources)
     for chunk in chunks:
         chunk.eval()
     at_once = parallel_state.get_pipeline_model_parallel_world_size()  # keeps the pipeline busy
@@ -30,7 +37,13 @@ def validation_loss(
         while len(micro_batches) < at_once:  # the interleaved schedule needs a multiple of the stages
             micro_batches.append(fully_masked(micro_batches[-1]))
         found = forward_backward(chunks, micro_batches, forward_only=True)
+        by_source.count(micro_batches, found)
         reports += [{"sums": report["sums"]} for report in found]  # not the losses of all validation tokens
     for chunk in chunks:
         chunk.train()
-    return mean_loss(reports)[0] if seen else None
+    if not seen:
+        return None, {}
+    sums = by_source.sums()
+    if sources:
+        dist.all_reduce(sums)
+    return mean_loss(reports)[0], by_source.figures(sums.cpu().numpy())

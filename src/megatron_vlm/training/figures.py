@@ -61,11 +61,8 @@ class StepFigures:
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
     ):
-        first = parallel_state.get_pipeline_model_parallel_rank() == 0
-        first &= parallel_state.get_tensor_and_context_parallel_rank() == 0
-        # one of the ranks that share data
-        self._work = StepWork(config, family, hf_config) if first else None
-        self._by_source = BySource(sources, counts=first)
+        self._work = StepWork(config, family, hf_config) if counts_data() else None
+        self._by_source = BySource(sources)
         self._done = Work(0, 0, 0, 0)
         self._sums: list[float] = []
         on_gpu = setup.device().type == "cuda"
@@ -119,12 +116,18 @@ class StepFigures:
         return {name: value for name, value in figures.items() if value is not None}
 
 
-class BySource:
-    """Mean loss, trained tokens and samples of a step for each of `names`, of which at most one, the longest,
-    begins a sample's key. Ranks that share data count once: the one that `counts`."""
+def counts_data() -> bool:
+    """Whether this is the one rank of those that share data that counts it."""
+    first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    return first and parallel_state.get_tensor_and_context_parallel_rank() == 0
 
-    def __init__(self, names: Sequence[str], counts: bool):
-        self._names, self._counts = list(names), counts
+
+class BySource:
+    """Mean loss, trained tokens and samples of a step, or of a validation, for each of `names`, of which at
+    most one, the longest, begins a sample's key."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = list(names)
         self._prefixes = sorted(((f"{name}-", n) for n, name in enumerate(names)), key=lambda p: -len(p[0]))
         self._clear()
 
@@ -133,15 +136,15 @@ class BySource:
         self._others = np.zeros((3, len(self._names)))  # weights, trained tokens, samples
 
     def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
+        """Adds these micro batches to what `sums` will return."""
         if not self._names:
             return
-        self._clear()
         device, number = self._losses.device, len(self._names)
         each = torch.arange(number, device=device)[:, None]
         losses = reports if parallel_state.get_tensor_model_parallel_rank() == 0 else []
         for index, batch in enumerate(micro_batches):
             samples, tokens, weights = self.sources_of(batch)
-            if self._counts:
+            if counts_data():
                 counted = ((tokens, weights), (tokens, None), (samples, None))
                 self._others += [np.bincount(of, by, minlength=number) for of, by in counted]
             for report in losses[index : index + 1]:
@@ -161,12 +164,14 @@ class BySource:
         return next(number for prefix, number in self._prefixes if key.startswith(prefix))
 
     def sums(self) -> Tensor:
-        """What to add over all ranks, fp64 on the device."""
+        """What to add over all ranks, fp64 on the device; from then on, counting begins at 0 again."""
         others = torch.from_numpy(self._others.ravel()).to(self._losses.device, non_blocking=True)
-        return torch.cat((self._losses, others))
+        sums = torch.cat((self._losses, others))
+        self._clear()
+        return sums
 
     def figures(self, sums: np.ndarray) -> dict[str, float]:
-        """By the sums over all ranks, of sources that the step had."""
+        """By the sums over all ranks, of sources that were there."""
         found: dict[str, float] = {}
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
             if samples:

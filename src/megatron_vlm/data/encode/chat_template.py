@@ -1,7 +1,7 @@
 """Renders a conversation with its chat template and tells where replies, images and videos lie in the text.
 
-The template's `{% generation %}` blocks say where replies lie. For a template without them, the lengths of
-the rendered beginnings of the conversation do.
+The template's `{% generation %}` blocks say where replies lie; for a template without them, `data.replies`
+finds them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.encode.interleaved import DocumentText
-from megatron_vlm.data.encode.marks import RESERVED, RenderedChat, Span
+from megatron_vlm.data.encode.marks import RESERVED, RenderedChat
+from megatron_vlm.data.replies import Span, UntaggedReplies
 from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 
 WORD_JOINER = "\u2060"
@@ -35,8 +36,7 @@ class ChatTemplate:
     If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
     With `mask_thinking`, a reply is what lies outside its thinking blocks.
 
-    Raises ValueError if the template marks no replies and they cannot be found by rendering beginnings of
-    the conversation.
+    Raises ValueError if the template marks no replies and they cannot be found.
     """
 
     def __init__(self, processor: ProcessorMixin, template: str | None = None, mask_thinking: bool = False):
@@ -78,7 +78,7 @@ class ChatTemplate:
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
-                prompt, spans = self._render_beginnings(messages, tools)
+                prompt, spans = self._untagged(tools)(messages)
             prompt.encode()
         except RecursionError as error:
             raise BadSample("bad_conversation", "nested too deeply") from error
@@ -130,14 +130,19 @@ class ChatTemplate:
             prompt, spans, _ = self.render(empty + empty)
         except (BadSample, ValueError):  # a template that refuses an empty reply
             return self._no_content
-        written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans}
-        own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in sorted(written))
+        written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans} - {()}
+        longest_first = sorted(written, reverse=True)  # of two that begin alike
+        own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in longest_first)
         return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
 
     def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
         """Text and replies of a template that ends a reply only with the next turn's marker. The marker is
         trained with the reply, so the model learns to stop; after a final reply it is appended."""
-        if replies and replies[-1][1] == len(prompt):
+        if (
+            replies
+            and replies[-1][1] == len(prompt)
+            and not self._control_tokens.search(prompt, *replies[-1])
+        ):
             prompt += self._next_turn
         ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
         return prompt, [
@@ -146,13 +151,9 @@ class ChatTemplate:
 
     def _token_that_ends_replies(self) -> str | None:
         """The control token after a reply that has none of its own, such as GLM's <|user|>; else None."""
-        conversation = [
-            _text_message("user", "a"),
-            _text_message("assistant", "b"),
-            _text_message("user", "c"),
-        ]
+        turns = [_text_message(*turn) for turn in (("user", "a"), ("assistant", "b"), ("user", "c"))]
         try:
-            prompt, ((start, stop), *_), _ = self.render(conversation)
+            prompt, ((start, stop), *_), _ = self.render(turns)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
             return None
         follows = self._control_tokens.match(prompt, stop)
@@ -167,29 +168,15 @@ class ChatTemplate:
             raise BadSample("template_error", str(error)) from error
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
-    def _render_beginnings(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
-        """The text and its replies. A reply is what the conversation up to it adds to the prompt for it."""
-        prompt, _ = self._render(messages, tools)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:index], tools, add_generation_prompt=True)
-            through, _ = self._render(messages[: index + 1], tools)
-            if not (prompt.startswith(through) and through.startswith(before)):
-                raise BadSample("template_error", f"turn {index} is rendered differently once others follow")
-            spans.append((len(before), len(before) + self._reply_length(through[len(before) :])))
-        return prompt, spans
-
-    def _reply_length(self, reply: str) -> int:
-        """The reply's length without the whitespace that templates put after an end-of-turn token."""
-        ends = [match.end() for match in self._control_tokens.finditer(reply)]
-        return ends[-1] if ends and not reply[ends[-1] :].strip() else len(reply)
+    def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
+        return UntaggedReplies(
+            lambda *said, **how: self._render(*said, tools, **how)[0], self._control_tokens
+        )
 
     def _probe_template(self) -> None:
         turn = [_text_message("user", "a"), _text_message("assistant", "b")]
         try:
-            self._render_beginnings(turn + turn, None)
+            self._untagged(None)(turn + turn)
         except BadSample as error:
             raise ValueError(
                 f"The chat template has no {{% generation %}} blocks, and without, replies cannot be found: "

@@ -24,11 +24,11 @@ from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
 from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.data import naflex
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, pixtral_size
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
+from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size

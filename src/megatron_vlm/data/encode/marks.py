@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from transformers import BatchEncoding
 
+from megatron_vlm.data.replies import REPLY, TURN, Span
+
 REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
     chr, range(0x10FF00, 0x10FF06)
 )
 MARK_PAIRS = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
 MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
 # Our marks, and the two characters with which transformers >= 5.23 marks control tokens.
-RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}\U000f0000\U000f0001]")
-
-Span = tuple[int, int]
+RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}{TURN}{REPLY}\U000f0000\U000f0001]")
 
 
 @dataclass

@@ -11,12 +11,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.data import naflex
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
+from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.videos import VideoPlan
 

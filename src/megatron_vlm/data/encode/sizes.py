@@ -17,11 +17,11 @@ from transformers import ProcessorMixin
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.data import naflex
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
+from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size, one_size
 

@@ -98,9 +98,11 @@ class ValidLoader(ABC):
 
     A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys). So each
     rank yields `len(self)` batches and takes part in all collectives; the copies add nothing to a token mean.
-    A rank without any batch of its own copies the first batch of the whole split.
+    A rank without any batch of its own copies the first batch of the whole split. `sources` are as those of
+    `TrainLoader`.
     """
 
+    sources: Sequence[str] = ()
     name: str  # what is read, for messages
     _mine: Any  # this rank's share, as `_open` takes it
     _all: Any  # the whole split, likewise

@@ -206,6 +206,7 @@ class EnergonValidLoader(ValidLoader):
     def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
         self.name = f"the 'val' split of {', '.join(paths)}"
         self._paths, self._encoder, self._micro_batch_size = paths, encoder, micro_batch_size
+        self.sources = path_names(paths) if len(paths) > 1 else []
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 

@@ -270,6 +270,7 @@ class HFValidLoader(ValidLoader):
     ) -> None:
         self._rows, self._all = rows, np.sort(rows.table.rows_of(0, 0)).tolist()
         self._mine = self._all[rank::world_size]
+        self.sources = sources_of_keys(rows.table)
         self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
         most_rows = -(-len(self._all) // world_size)
         super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.turns import BadSample
+from megatron_vlm.data.chatml import BadSample
 
 
 def is_naflex(processor: ProcessorMixin) -> bool:
