@@ -64,6 +64,16 @@ def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
     return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
 
 
+def counts_tokens(processor: Any, size: tuple[int, int]) -> bool:
+    """Whether a processor counts the tokens of an image. LLaVA's fails with image processors that do not
+    crop."""
+    try:
+        processor._get_num_multimodal_tokens([size])
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
 def one_size(images: Any) -> Mapping[str, int] | None:
     """The `height` and `width` to which an image processor brings all images, or all tiles of images."""
     if hasattr(images, "max_image_tokens"):  # LFM2-VL's size is that of tiles, and images have their own

@@ -20,10 +20,9 @@ def validation_loss(
     limit: int = 0,
     sources: Sequence[str] = (),
 ) -> tuple[float | None, dict[str, float]]:
-    """Loss over the micro batches that `take(count)` gives (the first `limit` of them; 0: all), None if it
-    gives none; and loss, trained tokens and samples of each of `sources` that keys of samples begin with.
-    Collective: `take` gives every rank equally many.
-    """
+    """Loss over the micro batches of `take(count)` (the first `limit`; 0: all), None if it gives none; and
+    loss, trained tokens and samples of each of `sources`, which samples' keys begin with. Collective:
+    `take` gives every rank equally many."""
     by_source = BySource(sources)
     for chunk in chunks:
         chunk.eval()

@@ -23,7 +23,7 @@ from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.videos import VideoPlan
-from megatron_vlm.data.media_limits import fixed_size, one_size
+from megatron_vlm.data.media_limits import counts_tokens, fixed_size, one_size
 
 # Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
@@ -43,7 +43,7 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not (_counts(processor) or naflex.is_naflex(processor)):
+        if not (counts_tokens(processor, PROBE_SIZE) or naflex.is_naflex(processor)):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
@@ -183,15 +183,6 @@ class SizeEncoder:
         resized = fixed_size if self._one_size else pixtral_size
         height, width = resized(self._processor, height, width)
         return (height // self.patch_size) * (width // self.patch_size)
-
-
-def _counts(processor: ProcessorMixin) -> bool:
-    """Whether it counts the tokens of an image. LLaVA's fails with image processors that do not crop."""
-    try:
-        processor._get_num_multimodal_tokens([PROBE_SIZE])
-    except (AttributeError, TypeError):
-        return False
-    return True
 
 
 def _grown(

@@ -98,11 +98,10 @@ class ValidLoader(ABC):
 
     A rank that runs short yields fully masked copies of its last batch (`loss_mask` all 0, no keys). So each
     rank yields `len(self)` batches and takes part in all collectives; the copies add nothing to a token mean.
-    A rank without any batch of its own copies the first batch of the whole split. `sources` are as those of
-    `TrainLoader`.
+    A rank without any batch of its own copies the first batch of the whole split.
     """
 
-    sources: Sequence[str] = ()
+    sources: Sequence[str] = ()  # as those of `TrainLoader`
     name: str  # what is read, for messages
     _mine: Any  # this rank's share, as `_open` takes it
     _all: Any  # the whole split, likewise
