@@ -11,6 +11,7 @@ import parity
 import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.media.naflex import without_padding
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
 OURS = ("loss_mask", "advantage")
@@ -35,7 +36,7 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
     for row in (*ROWS, *(["vt"] if "pixel_values_videos" in parts.visual_keys else [])):
         found = parity.encode_row(processor, parity.conversation(numbers, row))
         ids = found["input_ids"][0]
-        sample = {key: value if key in parts.visual_keys else value[0] for key, value in found.items()}
+        sample = {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
         sample["loss_mask"] = torch.from_numpy(numbers.random(len(ids)) < 0.6)
         samples.append(sample | {"advantage": torch.from_numpy(numbers.normal(size=len(ids))).float()})
     return samples
@@ -54,9 +55,11 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
     for sample in samples:
-        ids, visual = sample["input_ids"], {k: sample[k] for k in family.visual_keys if k in sample}
-        inputs = parity.GenericVisualInputs.from_mapping(visual) if visual else None
-        text = {key: sample[key][None] for key in sample if key not in (*visual, *OURS)}
+        ids, ready = sample["input_ids"], without_padding(sample)
+        seen = {key: ready[key] for key in family.visual_keys if key in ready}
+        inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
+        text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}
+        visual = {key: sample[key] for key in sample if key not in (*text, *OURS)}
         text["position_ids"] = positions(ids, inputs).unsqueeze(-2)
         logits = model(**text, **visual, use_cache=False).logits[0, :-1] / TEMPERATURE
         log_p = logits.log_softmax(-1)

@@ -12,12 +12,12 @@ from megatron_vlm.recipes.base import TP2, RecipeArgs, build, tiny_digits
 
 
 def glm_41v_9b(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """GLM-4.1V-Thinking 9B, for four 80 GB GPUs and up."""
+    """GLM-4.1V-Thinking 9B, for one node of eight 80 GB GPUs."""
     return _glm4v("glm_41v_9b", "zai-org/GLM-4.1V-9B-Thinking", changes)
 
 
 def glm_46v_flash(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """GLM-4.6V-Flash, 9B, for four 80 GB GPUs and up."""
+    """GLM-4.6V-Flash, 9B, for one node of eight 80 GB GPUs."""
     return _glm4v("glm_46v_flash", "zai-org/GLM-4.6V-Flash", changes)
 
 

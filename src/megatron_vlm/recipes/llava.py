@@ -12,7 +12,7 @@ from megatron_vlm.recipes.base import TP2, RecipeArgs, build, tiny_digits
 
 
 def llava15_7b(**changes: Unpack[RecipeArgs]) -> RunConfig:
-    """LLaVA 1.5 7B, for two 80 GB GPUs and up."""
+    """LLaVA 1.5 7B, for four 80 GB GPUs and up."""
     return _llava15("7b", {"tp": 2}, changes)
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.messages import printable
 from megatron_vlm.models.positions import Kinds
-
-RESERVED = ("input_ids", "loss_mask", "position_ids", "attention_mask")
 
 
 @dataclass
@@ -39,7 +38,8 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        given = {key: self.sample[key] for key in self.needs.visual_keys if self.sample.get(key) is not None}
+        made = without_padding(self.sample)
+        given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value for key, value in given.items() if len(value)}
         return GenericVisualInputs.from_mapping(given) if given else None
 
