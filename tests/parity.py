@@ -422,8 +422,11 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
 
     worst_of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(worst_of_all, (logits_error, *worst, seen))
+    trained = {key for row in worst_of_all for key in row[3]}
+    wanted = {key for key, grad in case["grads"].items() if grad is not None and grad.any()}
+    assert wanted <= trained, f"without a gradient here: {sorted(wanted - trained)}"
     if run.adapter.used:
-        assert {key for row in worst_of_all for key in row[3]} == case["grads"].keys()
+        assert trained == case["grads"].keys()
     rel_grad, parameter = max((row[1], row[2]) for row in worst_of_all)
     result = {
         "max_abs_logits": max(row[0] for row in worst_of_all),
