@@ -146,6 +146,7 @@ def test_it_keeps_as_little_as_it_can(dtype):
         "norm of heads": TOKENS * HEADS * (HEAD * size + 4),
         "rotary": 2 * TOKENS * HEAD // 2 * size,
         "rotary of a part": 2 * TOKENS * HEAD // 4 * size,
+        "rotary of neighbours": 2 * TOKENS * HEAD // 4 * size,
         "SwiGLU": numbers * size,
         "GeGLU": numbers * size,
         "another gate": numbers * size,

@@ -1,4 +1,4 @@
-"""What is the composed model's alone: any text model, images of any size without padding, images in tiles."""
+"""What is the composed model's alone: images of any size without padding, images in tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import parity
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs
@@ -25,64 +24,6 @@ from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 SIZES = [(200, 60), (60, 200), (90, 90), (30, 30), (190, 150)]  # width, height
-
-# ---- text models ------------------------------------------------------------------------------------------
-
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
-TEXTS = {
-    "llama": {"model_type": "llama", "attention_bias": True, "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 5},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5}
-    | {"layer_types": ALTERNATING, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "attention_bias": True, "use_sliding_window": True, "sliding_window": 7}
-    | {"layer_types": ALTERNATING},
-}
-LAYOUTS = ("TP2+SP", "PP2", "CP2")
-ROWS = ["t", "it", "ititit"]
-
-
-def measured(checkpoints: dict[str, str], cases: dict[str, str], folder: str) -> list[dict]:
-    """Parity of every text model in every layout; its export under the first goes to `folder`."""
-    from megatron_vlm.config import ModelConfig, RunConfig
-    from megatron_vlm.models import weights
-    from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.vlm import build_model
-    from megatron_vlm.parallel import setup
-
-    rows = []
-    for name, path in checkpoints.items():
-        rows += [{"text": name} | row for row in parity.measure(list(LAYOUTS), path, cases[name])]
-        layout = parity.LAYOUTS[LAYOUTS[0]][1]
-        setup.reset_layout(layout, seed=1)
-        source = open_source(path)
-        run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32"))
-        chunks = build_model(run, source.family, source.hf_config, setup.device())
-        weight_map = source.family.weight_map(source.hf_config)
-        weights.import_hf(chunks, path, weight_map)
-        weights.export_hf(chunks, f"{folder}/{name}", path, weight_map)
-    return rows
-
-
-@pytest.mark.long
-def test_every_text_model_equals_transformers_and_comes_back(tmp_path):
-    checkpoints = {
-        name: build_tiny_checkpoint("lfm2_vl", tmp_path / name, text=t) for name, t in TEXTS.items()
-    }
-    references = {}
-    for name, path in checkpoints.items():
-        case = parity.case_for(path, ROWS)
-        assert AutoConfig.from_pretrained(path).tie_word_embeddings == ("lm_head.weight" not in case["grads"])
-        references[name] = str(tmp_path / f"{name}.pt")
-        torch.save({"rows": case, "packed": parity.packed(case)}, references[name])
-    paths = {name: str(path) for name, path in checkpoints.items()}
-    rows = run_distributed(2, measured, paths, references, str(tmp_path / "out"), timeout=900)[0]
-    assert len(rows) == len(TEXTS) * len(LAYOUTS) * 2
-    assert not [row for row in rows if not row["passed"]]
-    for name, path in checkpoints.items():
-        stored, back = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "out" / name))
-        assert stored.keys() == back.keys() and len(stored) > 60
-        assert all(torch.equal(stored[key], back[key]) for key in stored), name
-
 
 # ---- images of any size -----------------------------------------------------------------------------------
 

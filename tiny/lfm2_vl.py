@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, Lfm2VlConfig, PreTrainedTokenizerFast
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
+from tiny import texts
 from tiny.byte_level import byte_level_bpe
 from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
@@ -104,29 +105,7 @@ def config(processor: Lfm2VlProcessor, text: dict, vision: dict) -> Lfm2VlConfig
     """`text` and `vision` override the toy sizes; a `text` entry `tie_word_embeddings` ties the whole model,
     and `model_type` takes another text model."""
     vocab, images = processor.tokenizer, processor.image_processor
-    text_config = {
-        "model_type": "llama",
-        "vocab_size": -(-len(vocab) // 64) * 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        "tie_word_embeddings": False,
-        "pad_token_id": vocab.pad_token_id,
-        "bos_token_id": vocab.bos_token_id,
-        "eos_token_id": vocab.eos_token_id,
-    }
+    text_config = texts.text_config(vocab, "llama", text)
     vision_config = {
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -136,7 +115,6 @@ def config(processor: Lfm2VlProcessor, text: dict, vision: dict) -> Lfm2VlConfig
         "num_patches": 64,
         "vision_use_head": False,
     }
-    text_config |= text
     return Lfm2VlConfig(
         text_config=CONFIG_MAPPING[text_config["model_type"]](**text_config),
         vision_config=CONFIG_MAPPING["siglip2_vision_model"](**(vision_config | vision)),
@@ -153,5 +131,11 @@ FAMILY = TinyFamily(
     TEMPLATE,
     processor,
     config,
-    demo={"image_tokens": 4, "patch_size": 14, "text": DEMO_TEXT, "vision": DEMO_TOWER},
+    demo={"image_tokens": 4, "patch_size": 14, "text": DEMO_TEXT | {"head_dim": 32}, "vision": DEMO_TOWER},
+    variants={
+        "llama, tied": {"text": {"attention_bias": True, "tie_word_embeddings": True}},
+        "mistral": {"text": {"model_type": "mistral"}},
+        "qwen2": {"text": {"model_type": "qwen2"}},
+        "qwen3, biased": {"text": {"model_type": "qwen3", "attention_bias": True}},
+    },
 )
