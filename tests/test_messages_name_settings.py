@@ -11,7 +11,8 @@ SETTINGS = {key for key, _ in all_settings(RunConfig())}
 GROUPS = {key.split(".")[0] for key in SETTINGS if "." in key}
 NAMED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(GROUPS))})\.[a-z_]\w*)(?![\w/])")
 FILES = {"data.mdb", "data.jsonl", "model.safetensors"}  # names of files that look alike
-OF_WEIGHTS = (
+# folders whose texts name weights, model.layers and the like
+OF_WEIGHTS = ("families", "family_parts", "weights", "compose")
     "families",
     "family_parts",
     "weights",
