@@ -13,11 +13,6 @@ NAMED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(GROUPS))})\.[a-z_]\w*)(?!
 FILES = {"data.mdb", "data.jsonl", "model.safetensors"}  # names of files that look alike
 # folders whose texts name weights, model.layers and the like
 OF_WEIGHTS = ("families", "family_parts", "weights", "compose")
-    "families",
-    "family_parts",
-    "weights",
-    "compose",
-)  # folders whose texts name weights, model.layers and the like
 
 
 def texts_of(source: str) -> list[tuple[int, str]]:
