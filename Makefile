@@ -23,7 +23,7 @@ test: compiled
 
 # Every further family, source and layout.
 test-long: compiled
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m long
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 3 --dist loadfile -m long
 
 # Nothing new, but all families in all layouts, and many more samples, kills and interruptions: hours.
 test-soak: compiled
