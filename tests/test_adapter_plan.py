@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from test_rehearsal import NOT_YET
 
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import RESERVE, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.recipes import compose
 
+# Of these no step was rehearsed: their memory is the plan's alone
+NOT_YET = {"glm_41v_9b", "glm_46v_flash", "internvl35_14b", "internvl35_1b", "internvl35_4b", "internvl35_8b"}
+NOT_YET |= {"llava15_13b", "llava15_7b", "mistral_small_3_24b", "qwen2_vl_2b", "qwen2_vl_72b", "qwen2_vl_7b"}
 WORST = 0.1  # between the planned and the rehearsed
 ROOT = Path(__file__).parent.parent
 LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]
