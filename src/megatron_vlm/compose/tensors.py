@@ -1,4 +1,4 @@
-"""The tensors of a composed model: copied, grown or started anew, and written one after another."""
+"""The tensors of a composed model: copied, grown or newly drawn, and written one after another."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_tied(language: HFCheckpoint, asked: bool) -> bool:
 def sources_of(
     shapes: Mapping[str, tuple[int, ...]], tower: HFCheckpoint, language: HFCheckpoint, tied: bool
 ) -> dict[str, Copied | None]:
-    """Where each tensor of the composed model comes from; None: it starts anew.
+    """Where each tensor of the composed model comes from; None: it is newly drawn.
 
     Raises ConfigError for a tensor that a source lacks, that has another shape or cannot be copied, and for
     one that the composed model has no place for.

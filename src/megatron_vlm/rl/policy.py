@@ -109,17 +109,16 @@ class Policy:
         reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        counts = [sum(int(each.scored.sum()) for each in row.documents) for row in rows]
+        given = [each for row in rows for each in row.documents]
+        counts = [int(each.scored.sum()) for each in given]
         found = torch.zeros(1 + entropy, sum(counts), device=setup.device())
         if reports:
             found = torch.cat([report["scores"] for report in reports], dim=1)
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:
             dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        given = [each for row in rows for each in row.documents]
-        parts = found.split([int(each.scored.sum()) for each in given], dim=1)
         placed: list[Tensor] = [torch.empty(0)] * len(given)
-        for each, part in zip(given, parts, strict=True):
+        for each, part in zip(given, found.split(counts, dim=1), strict=True):
             whole = torch.zeros(1 + entropy, len(each.input_ids) - 1, device=found.device)
             whole[:, each.scored[1:].to(found.device)] = part
             placed[each.number] = whole

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import tee
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch import distributed as dist
@@ -19,7 +17,7 @@ from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.layers.deepstack import extras_between_stages
+from megatron_vlm.models.schedule import run_schedule
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
@@ -64,17 +62,7 @@ def forward_backward(
     """
     streams = _streams(chunks, micro_batches, wanted)
     get_model_config(chunks[0]).step_weight = sum(stream.trained_weight for stream in streams)
-    iterators = list(tee(streams, len(chunks)))
-    ranks = parallel_state.get_context_parallel_world_size()
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=streams[0].input_ids.shape[1] * ranks,  # Megatron divides it by their number
-        micro_batch_size=1 + extras_between_stages(get_model_config(chunks[0])),
-        forward_only=forward_only,
-    )
+    return run_schedule(chunks, streams, forward_step, forward_only)
 
 
 def _streams(
