@@ -114,7 +114,9 @@ class DecodePlan:
         context = scaled_dot_product_attention(
             queries, keys, values, attn_mask=self._mask(layer.window, query.dtype), scale=layer.scale
         )
-        return pad(context.flatten(1, 2), (0, 0, 0, 0, 0, len(query) - cache.rows))
+        padding = len(query) - cache.rows
+        context = context.flatten(1, 2)
+        return pad(context, (0, 0, 0, 0, 0, padding)) if padding else context
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         if (window, dtype) not in self._masks:

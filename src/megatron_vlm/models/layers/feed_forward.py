@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from megatron_vlm.models.layers.fused import Fused, wide
+from megatron_vlm.models.layers.fused import Fused, applied, wide
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -24,7 +24,7 @@ class GatedMLP(MLP):
 def gated(gate_up: Tensor, activation: Activation, weights: Tensor | None = None) -> Tensor:
     """activation(gate) * up, (..., I), from gate, then up, (..., 2 * I); each row times its weight (...)."""
     # without hooks of a module: those of FlopCounterMode want an autograd graph here
-    return Gate.apply(gate_up, getattr(activation, "forward", activation), weights)
+    return applied(Gate, gate_up, getattr(activation, "forward", activation), weights)
 
 
 class Gate(torch.autograd.Function):

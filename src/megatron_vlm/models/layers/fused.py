@@ -52,6 +52,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class _NothingKept:
+    """Stands for the context of an autograd function whose backward pass is not wanted."""
+
+    def save_for_backward(self, *_: Tensor | None) -> None:
+        pass
+
+
+def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """What the function returns; without gradients, nothing else is done."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_NothingKept(), *inputs)
+
+
 class Norm(torch.autograd.Function):
     """The norm of `RMSNorm`. Its backward pass needs the input and 1 / root mean square (fp32)."""
 

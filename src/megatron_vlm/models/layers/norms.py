@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.models.layers.fused import Norm
+from megatron_vlm.models.layers.fused import Norm, applied
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return Norm.apply(x, self.weight, self.eps, self.zero_centered)
+        return applied(Norm, x, self.weight, self.eps, self.zero_centered)
 
 
 class NormThenAdd(nn.Module):
