@@ -53,7 +53,7 @@ class KeyValueCache:
     def read(self, layer: CoreAttention, slots: int) -> Iterable[Tensor]:
         """Keys and values (R, H, slots, K) of the first slots."""
         for held in self._held[layer]:
-            yield held.unflatten(0, (self.rows, -1))[:, :slots].transpose(1, 2)
+            yield held.view(self.rows, -1, *held.shape[1:])[:, :slots].transpose(1, 2)
 
     def select(self, rows: Tensor) -> None:
         """Row i becomes a copy of what was row `rows[i]`."""
