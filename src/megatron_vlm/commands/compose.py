@@ -51,7 +51,7 @@ def compose(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the special tokens and stop.")] = False,
 ) -> None:
     """Make a vision-language model out of a vision tower and a language model: see docs/compose.md."""
-    named = named_tokens(token or ())
+    output, named = output.resolve(), named_tokens(token or ())
     if new_rows not in NEW_ROWS:
         raise ConfigError(f"--new-rows {printable(new_rows)} does not exist{suggestion(new_rows, NEW_ROWS)}")
     check_output(output)
