@@ -229,7 +229,7 @@ def test_a_tower_is_taken_out_of_a_whole_model(parts, tmp_path, model_type):
     assert written[0].keys() == written[1].keys()
     assert all(torch.equal(written[0][key], written[1][key]) for key in written[0])
     of_tower = [key for key in stored if "vision_tower" in key]
-    assert len(of_tower) > 20 and all(torch.equal(written[0][key], stored[key]) for key in of_tower)
+    assert len(of_tower) >= 20 and all(torch.equal(written[0][key], stored[key]) for key in of_tower)
 
 
 def in_two_files(stored: dict[str, torch.Tensor], folder: Path) -> None:
@@ -260,8 +260,8 @@ def test_each_half_keeps_its_own_types(parts, tmp_path):
     assert torch.equal(written[f"language_model.{name}"], text[name]) and text[name].dtype == torch.float32
     assert written["language_model.model.embed_tokens.weight"].dtype == torch.bfloat16
     name = "encoder.layers.0.mlp.fc1.weight"
-    assert written[f"vision_tower.vision_model.{name}"].dtype == torch.float16
-    assert torch.equal(written[f"vision_tower.vision_model.{name}"], tower[f"vision_model.{name}"])
+    assert written[f"vision_tower.{name}"].dtype == torch.float16
+    assert torch.equal(written[f"vision_tower.{name}"], tower[f"vision_model.{name}"])
     config = json.loads((tmp_path / "start/config.json").read_text())
     assert config["dtype"] == config["text_config"]["dtype"] == config["vision_config"]["dtype"] == "bfloat16"
 
