@@ -102,6 +102,11 @@ LLAVA = {
     ],
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
 }
+ONEVISION = LLAVA | {
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "default"}],
+    "vision_aspect_ratio": [{"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_7")],
+    "image_grid_pinpoints": [{"image_grid_pinpoints": each} for each in ([], [[44, 50]], [[0, 44]], [[88]])],
+}
 INTERNVL = {
     "vision_feature_layer": [{"vision_feature_layer": layers} for layers in (-2, 0, 2, 3, -4, [-1])],
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
@@ -122,6 +127,7 @@ GLM = {
 }
 OWN_PARTNERS = {"qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
+OWN_PARTNERS |= {"llava_onevision": ONEVISION}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -183,6 +189,12 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "attention_bias": True, "tie_word_embeddings": True},
         {T + "mlp_bias": True},
     ],
+    "llava_onevision": [
+        {"image_token_index": REMOVED, "image_token_id": 500},
+        {"vision_aspect_ratio": REMOVED},
+        {V + "vision_use_head": True},
+        {T + "attention_bias": True, T + "use_sliding_window": False},
+    ],
     "internvl": [
         {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
         {V + "image_size": 56, V + "patch_size": 14},
@@ -242,6 +254,7 @@ NOT_ALONE = {
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("downsample_factor", "image_token_id", "vision_feature_select_strategy", "downsample_ratio"),
+    *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {

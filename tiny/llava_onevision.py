@@ -40,8 +40,6 @@ TEMPLATE = """{%- macro body(content) -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-# where an image of the tests has 3 x 3 tiles, it has more features than this many tiles have
-MOST_TILES = 4
 
 
 def processor(
@@ -50,11 +48,11 @@ def processor(
     image_size: int = 44,
     patch_size: int = 14,
     most_a_side: int = 3,
-    most_tiles: int = MOST_TILES,
+    most_tiles: int = 4,
     vocab_size: int = 512,
 ) -> LlavaOnevisionProcessor:
     """`image_size` is a tile's side, of which an image has up to `most_a_side` in each direction, and the
-    features of at most about `most_tiles`."""
+    features of at most about `most_tiles`: fewer than 3 x 3, so that features are resized."""
     size = {"height": image_size, "width": image_size}
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     sides = [image_size * count for count in range(1, most_a_side + 1)]
@@ -116,4 +114,13 @@ FAMILY = TinyFamily(
         "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
     },
     published={"image_size": 384, "most_a_side": 6, "most_tiles": 9},
+    variants={
+        "fewer features, two layers": {
+            "image_size": 56,
+            "most_a_side": 4,
+            "most_tiles": 2,
+            "text": {"tie_word_embeddings": False, "use_sliding_window": False},
+            "vision": {"vision_feature_layer": [-2, 1]},
+        }
+    },
 )
