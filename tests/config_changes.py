@@ -104,7 +104,10 @@ LLAVA = {
 }
 ONEVISION = LLAVA | {
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "default"}],
-    "vision_aspect_ratio": [{"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_7")],
+    "vision_aspect_ratio": [
+        {"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_7")
+    ],
+    "video_token_id": [{"video_token_id": 500, "video_token_index": 500}],
     "image_grid_pinpoints": [{"image_grid_pinpoints": each} for each in ([], [[44, 50]], [[0, 44]], [[88]])],
 }
 INTERNVL = {

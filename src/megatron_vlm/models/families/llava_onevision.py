@@ -179,9 +179,14 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
 
 
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+def tower_units(hf_config: Any, visual: GenericVisualInputs) -> int:
+    """Tiles and frames: features are fewer than patches where they are pooled or cut off."""
     held = (visual.pixel_values, visual.pixel_values_videos)
-    return sum(len(pixels) for pixels in held if pixels is not None) * _side(hf_config) ** 4
+    return sum(len(pixels) for pixels in held if pixels is not None)
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    return tower_units(hf_config, visual) * _side(hf_config) ** 4
 
 
 def weights(hf_config: Any) -> list[Rule]:
@@ -198,6 +203,7 @@ FAMILY = Family(
     blank_image=blank_image,
     visual_tokens=visual_tokens,
     tower_pairs=tower_pairs,
+    tower_units=tower_units,
     weights=weights,
     renames=(*llava_keys.RENAMES, (r"^model\.image_newline$", "image_newline")),
     groups={
