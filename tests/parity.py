@@ -279,9 +279,8 @@ def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     `megatron_vlm.data.media.naflex` and `anyres`."""
     ready = ("pixel_values", "pixel_values_videos")
     keys = (*ready, "pixel_attention_mask", "spatial_shapes", "image_sizes", "batch_num_images")
-    if not any(
-        "spatial_shapes" in out or any(out[k].dim() == 5 for k in ready if k in out) for out in outputs
-    ):
+    padded = any(out[key].dim() == 5 for out in outputs for key in ready if key in out)
+    if not (padded or any("spatial_shapes" in out for out in outputs)):
         return {}
     found = {key: [out[key] for out in outputs if key in out] for key in keys}
     return {key: cat_padded(tensors) for key, tensors in found.items() if tensors}

@@ -14,9 +14,8 @@ import pyarrow.parquet
 import pytest
 from pairs import pairs
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder

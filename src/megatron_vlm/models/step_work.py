@@ -78,8 +78,8 @@ class StepWork:
 
 
 def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[float, float]:
-    """Operations that a step has for each of `tower_units` in tower and projector, and for a pair of patches in
-    the tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
+    """Operations that a step has for each of `tower_units` in tower and projector, and for a pair of patches
+    in the tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
     image, vision, visual = costs.tower_of_shapes(config, family, hf_config, 0)
     with (
         torch.device("cpu"),

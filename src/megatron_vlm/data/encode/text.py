@@ -87,8 +87,7 @@ class TextEncoder:
         try:
             outputs = self._processor(
                 text=[with_marks(prompt)],
-                images=arranged(self._processor, images)
-                or None,  # an empty list is an error in every version
+                images=arranged(self._processor, images) or None,  # an empty list is an error
                 return_tensors="pt",
                 add_special_tokens=prompt.add_special_tokens,
                 **options,

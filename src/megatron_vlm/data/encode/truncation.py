@@ -41,7 +41,8 @@ def first_images(
     """The tensors of the first `keep` images; `tokens` is how many image tokens each of them has.
 
     Every tensor must have one entry per image, or hold the patches or tiles that `image_grid_thw` or
-    `image_tiles` counts, or tiles of images, which have equally many tokens. Raises BadSample `over_length` for any other layout.
+    `image_tiles` counts, or tiles of images, which have equally many tokens. Raises BadSample `over_length`
+    for any other layout.
     """
     images = len(tokens)
     if visual is None or keep == 0:

@@ -1,4 +1,4 @@
-"""Images in tiles as LLaVA-OneVision's processor makes them: many of a conversation's only image, else one."""
+"""Images in tiles as LLaVA-OneVision's processor makes them: a conversation's only image has several."""
 
 from __future__ import annotations
 

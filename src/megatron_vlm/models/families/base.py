@@ -59,8 +59,7 @@ class Family:
     position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
     # gives the function that makes the visual keys of a processor's outputs which have another form
     of_processor: Callable[[Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]] = lambda hf_config: dict
-    # (hf_config, visual_inputs) -> what the work of tower and projector grows with, attention aside, if it is not
-    # the number of features
+    # what the work of tower and projector grows with, but for attention; None: the number of features
     tower_units: Callable[[Any, GenericVisualInputs], int] | None = None
     # gives the function (token ids) -> which of them stand for image features, which for video features
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token

@@ -1,7 +1,7 @@
 """LLaVA-OneVision: SigLIP's tower over tiles of an image, whose padding is cut off, and Qwen2's text model.
 
-The only image of a conversation is the whole of it in one tile, then rows of tiles, with a learned feature at
-the end of each row of features. An image among others is one tile, and so is a frame, whose features are pooled.
+The only image of a conversation is one tile with all of it, then rows of tiles, with a learned feature at the
+end of each row of features. An image among others is one tile. So is a frame, whose features are pooled.
 """
 
 from __future__ import annotations
