@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from odd_configs import REMOVED
+from parity import takes_videos
 
 from megatron_vlm.models.families import load
 from megatron_vlm.models.family_parts.keys import NAMES, NO_EFFECT, Section, section_for
@@ -289,7 +290,7 @@ def without_effect(family: str, config: dict) -> dict[str, Any]:
 
 
 def rows_of(family: str, change: dict[str, Any]) -> tuple[str, ...]:
-    takes_video = "pixel_values_videos" in load(family).visual_keys
+    takes_video = takes_videos(load(family))
     if load(family).images_or_videos and any(key.startswith("video_") for key in change):
         return ("vt",)
     return ("it", "vt") if takes_video and not load(family).images_or_videos else ("it", "t")

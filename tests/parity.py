@@ -179,11 +179,15 @@ PACKED: dict[str, list[str]] = {
 }
 
 
+def takes_videos(family: Any) -> bool:
+    return family.frames_as_images or "pixel_values_videos" in family.visual_keys
+
+
 def inputs_of(family: str) -> dict[str, list[str]]:
     """Those that the family takes."""
     from megatron_vlm.models.families import load
 
-    takes_video = "pixel_values_videos" in load(family).visual_keys
+    takes_video = takes_videos(load(family))
     media = ["i", "v", "iv"] if takes_video else ["i"]
     if load(family).images_or_videos:
         media.remove("iv")

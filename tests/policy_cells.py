@@ -33,7 +33,7 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
     parts, processor = family_for(AutoConfig.from_pretrained(path)), AutoProcessor.from_pretrained(path)
     numbers = np.random.default_rng(3)
     samples = []
-    for row in (*ROWS, *(["vt"] if "pixel_values_videos" in parts.visual_keys else [])):
+    for row in (*ROWS, *(["vt"] if parity.takes_videos(parts) else [])):
         found = parity.encode_row(processor, parity.conversation(numbers, row))
         ids = found["input_ids"][0]
         sample = {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}

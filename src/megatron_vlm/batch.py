@@ -223,6 +223,7 @@ class DataNeeds:
     position_ids      computes the positions of a document
     images_or_videos  whether a sample must not hold both
     of_processor      makes them of the processor's outputs if those have another form; else changes nothing
+    frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens those of images
 
     Raises ValueError for an unknown visual key.
     """
@@ -231,13 +232,14 @@ class DataNeeds:
     position_ids: PositionIds = count_up
     images_or_videos: bool = False
     of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    frames_as_images: bool = False
 
     def __post_init__(self) -> None:
         GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))
 
     @property
     def videos(self) -> bool:
-        return "pixel_values_videos" in self.visual_keys
+        return self.frames_as_images or "pixel_values_videos" in self.visual_keys
 
 
 def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:

@@ -134,7 +134,7 @@ class DocumentEncoder:
             fps=data.video_fps,
             max_frames=data.video_max_frames,
             max_pixels=data.video_max_pixels,
-            multiple=getattr(self._processor.video_processor, "temporal_patch_size", 1),
+            multiple=getattr(self._processor.video_processor, "temporal_patch_size", None) or 1,
         )
 
     def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:

@@ -20,9 +20,10 @@ def truncated(
     kept_text = EncodedText(
         text.input_ids[:length], text.weights[:length], text.images[:images], text.videos[:videos]
     )
-    if not text.videos:
-        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in text.images]
-        return kept_text, first_images(visual, images, counts)
+    if visual is None or visual.pixel_values_videos is None:  # frames are among the images, in text order
+        spans = sorted([*text.images, *text.videos])
+        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in spans]
+        return kept_text, first_images(visual, images + videos, counts)
     items = visual.items()
     return kept_text, GenericVisualInputs.cat([*items[:images], *items[len(text.images) :][:videos]])
 

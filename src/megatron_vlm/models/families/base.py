@@ -53,6 +53,8 @@ class Family:
     has_experts: bool = False
     # a sample (in Transformers even a batch) holds either images or videos
     images_or_videos: bool = False
+    # the frames of a video are images to the model, and to its tokens
+    frames_as_images: bool = False
     # tokens of one image see each other in both directions
     bidirectional_images: bool = False
     # gives the function that data workers call on every document
@@ -71,7 +73,7 @@ class Family:
 
     def data_needs(self, hf_config: Any) -> DataNeeds:
         positions, made = self.position_ids(hf_config), self.of_processor(hf_config)
-        return DataNeeds(self.visual_keys, positions, self.images_or_videos, made)
+        return DataNeeds(self.visual_keys, positions, self.images_or_videos, made, self.frames_as_images)
 
     def weight_map(self, hf_config: Any) -> WeightMap:
         return WeightMap(
