@@ -158,7 +158,7 @@ def rope_changes(family: str, config: dict) -> list[dict[str, Any]]:
         if key in rule
     }
     own |= {"original_max_position_embeddings": 64} if family == "mistral3" else {}
-    whole = [{T + "rope_parameters": own | rule} for rule in RULES]
+    whole = [{T + "rope_parameters": own | rule, T + "max_position_embeddings": 4096} for rule in RULES]
     missing = [{ROPE + key: REMOVED} for key in own if key in rule]
     mrope = [[3, 3, 2], [1, 1, 1], [24, 20, 20], [1, 1, 2, 2, 1, 1], [3, 3], [-1, 5, 4]]
     sections = [{ROPE + "mrope_section": each} for each in mrope] if "mrope_section" in rule else []

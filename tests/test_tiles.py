@@ -54,7 +54,7 @@ def check_visual(encoded, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("sizes", [[(200, 60)], [(90, 90), (60, 200)], [(44, 44)]])
 def test_images_are_those_of_apply_chat_template(folder, sizes):
-    """Which hands the processor all images of a conversation together: OneVision's are in tiles only alone."""
+    """It hands the processor all images of a conversation together: OneVision's are in tiles only alone."""
     files = [image(size) for size in sizes]
     words = {"type": "text", "text": "Which?"}
     asked = {"role": "user", "content": [{"type": "image"} for _ in files] + [words]}
