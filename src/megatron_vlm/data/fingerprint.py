@@ -55,5 +55,7 @@ def encoder_settings(encoder: Any) -> dict:
 def _image_settings(processor: Any | None) -> dict:
     """The settings that matter; a later version of Transformers may have more."""
     found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
+    if (tilings := getattr(processor, "image_grid_pinpoints", None)) is not None:
+        found["image_grid_pinpoints"] = tilings
     size = dict(getattr(processor, "size", None) or {})
     return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}
