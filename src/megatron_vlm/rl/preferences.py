@@ -126,14 +126,14 @@ def _loss(beta: float, given, stream: Stream, losses_N: Tensor) -> tuple[Tensor,
         "losses": _weighted(stream, losses_N.detach()),
         "places": stream.output_places,
     }
-    return loss.total, tokens.int(), report
+    return loss.total.float(), tokens.int(), report
 
 
 def _answer_scores(pair: Pairs, stream: Stream, losses_N: Tensor) -> Tensor:
     """(2 pairs,) the log-probability of each answer, on every context-parallel rank; a token's is multiplied
-    by its weight."""
+    by its weight. In fp64, as a margin is the small difference of large sums."""
     answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)[stream.output_places]
-    return _Whole.apply(-document_sums(_weighted(stream, losses_N), answers, 2 * pair.count))
+    return _Whole.apply(-document_sums(_weighted(stream, losses_N).double(), answers, 2 * pair.count))
 
 
 def _weighted(stream: Stream, losses_N: Tensor) -> Tensor:
