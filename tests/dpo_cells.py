@@ -107,8 +107,8 @@ def _conversation(record: dict, images: list, half: str) -> list[dict]:
 
 
 def _ended(inputs: dict, ids: torch.Tensor) -> torch.Tensor:
-    """The `ids` of ours, after a check that they are those of the processor, whose inputs become as long: GLM's
-    reply ends with the token that begins the next turn, which its template writes there alone."""
+    """The `ids` of ours, after a check that they are those of the processor, whose inputs become as long:
+    GLM's reply ends with the token that begins the next turn, which its template writes there alone."""
     theirs = inputs["input_ids"][0]
     more = len(ids) - len(theirs)
     assert more in (0, 1) and ids[: len(theirs)].tolist() == theirs.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems, start_problems
-from megatron_vlm.checks.objective_settings import objective_problems
+from megatron_vlm.checks.objective_settings import objective_problems, pair_problems
 from megatron_vlm.config import (
     EPOCH,
     ConfigError,
@@ -110,7 +110,8 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
 
 def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
-    load_weights = config.model.load_weights and (config.adapter.used or not resumes)
+    needed = config.adapter.used or not resumes or config.train.objective == "dpo"
+    load_weights = config.model.load_weights and needed
     yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
     if config.adapter.start is not None:
         yield from start_problems(config.adapter.start)
@@ -118,6 +119,7 @@ def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
         data = config.data
         yield from data_problems(data, "data.train_data_path", data.train_data_path)
         yield from data_problems(data, "data.valid_data_path", data.valid_data_path)
+        yield from pair_problems(data) if config.train.objective == "dpo" else ()
     yield from run_dir_problems(config.run_dir)
 
 
