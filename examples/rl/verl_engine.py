@@ -44,7 +44,7 @@ class PolicyEngine:
 
     def forward_backward_batch(self, data, loss_function, forward_only=False):
         samples = [{"input_ids": ids} for ids in data["input_ids"].unbind()]
-        for sample, images in zip(samples, data.get("multi_modal_inputs", None) or (), strict=False):
+        for sample, images in zip(samples, data.get("multi_modal_inputs", [{}] * len(samples)), strict=True):
             sample |= getattr(images, "data", images) or {}
         temperature = torch.as_tensor(data["temperature"]).flatten()[0].item()
         ranks, group, metrics = self.get_data_parallel_size(), self.get_data_parallel_group(), {}
