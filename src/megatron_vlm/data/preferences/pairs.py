@@ -85,8 +85,6 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     record = with_pair(record, TURNS, PROMPTS, QUERIES) if isinstance(record, dict) else {}
     if not (rejected := record.pop(REJECTED_TURNS, None)):
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")
-    if record.get("rejected_images"):
-        raise BadSample("bad_preference", "rejected_images: both answers have to be to the same images")
     chosen, tools = cook_chatml_sample(record)
     alike = {"system": record.get("system"), "messages": rejected}
     answers = {CHOSEN: chosen, REJECTED: cook_chatml_sample(alike)[0]}

@@ -26,6 +26,8 @@ def with_pair(
 ) -> dict:
     """The record in the form above; one that is no preference record as it is. The names are those under
     which a record may have turns, prompts, and what follows a prompt."""
+    if record.get("rejected_images"):
+        raise BadSample("bad_preference", "rejected_images: both answers have to be to the same images")
     named = next((name for name in turns if isinstance(record.get(name), list) and record[name]), None)
     if isinstance(record.get(CHOSEN), str | dict | list) and (named is None or _has(record, REJECTED)):
         prompt = _turns(record[named], "user") if named else _prompt(record, prompts, queries)
