@@ -49,6 +49,8 @@ def encoder_settings(encoder: Any) -> dict:
     }
     if encoder.data.thinking != "keep":  # which states have not that were saved before it was there
         found["thinking"] = encoder.data.thinking
+    if encoder.documents.per_sample > 1:
+        found["documents"] = encoder.documents.per_sample
     return found
 
 

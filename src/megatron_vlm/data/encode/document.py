@@ -69,6 +69,7 @@ class DocumentEncoder:
         fast: bool = True,
     ):
         self._processor, self._data, self._needs = processor, data, needs
+        self.per_sample = 1  # documents; a pair of `data.preferences` has two
         text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
         self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
