@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from odd_configs import REMOVED
+from parity import takes_videos
 
 from megatron_vlm.models.families import load
 from megatron_vlm.models.family_parts.keys import NAMES, NO_EFFECT, Section, section_for
@@ -102,6 +103,14 @@ LLAVA = {
     ],
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
 }
+ONEVISION = LLAVA | {
+    "vision_feature_select_strategy": [{"vision_feature_select_strategy": "default"}],
+    "vision_aspect_ratio": [
+        {"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_7")
+    ],
+    "video_token_id": [{"video_token_id": 500, "video_token_index": 500}],
+    "image_grid_pinpoints": [{"image_grid_pinpoints": each} for each in ([], [[44, 50]], [[0, 44]], [[88]])],
+}
 INTERNVL = {
     "vision_feature_layer": [{"vision_feature_layer": layers} for layers in (-2, 0, 2, 3, -4, [-1])],
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "full"}],
@@ -122,6 +131,7 @@ GLM = {
 }
 OWN_PARTNERS = {"qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
+OWN_PARTNERS |= {"llava_onevision": ONEVISION}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -148,7 +158,7 @@ def rope_changes(family: str, config: dict) -> list[dict[str, Any]]:
         if key in rule
     }
     own |= {"original_max_position_embeddings": 64} if family == "mistral3" else {}
-    whole = [{T + "rope_parameters": own | rule} for rule in RULES]
+    whole = [{T + "rope_parameters": own | rule, T + "max_position_embeddings": 4096} for rule in RULES]
     missing = [{ROPE + key: REMOVED} for key in own if key in rule]
     mrope = [[3, 3, 2], [1, 1, 1], [24, 20, 20], [1, 1, 2, 2, 1, 1], [3, 3], [-1, 5, 4]]
     sections = [{ROPE + "mrope_section": each} for each in mrope] if "mrope_section" in rule else []
@@ -182,6 +192,12 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
         {T + "attention_bias": True, "tie_word_embeddings": True},
         {T + "mlp_bias": True},
+    ],
+    "llava_onevision": [
+        {"image_token_index": REMOVED, "image_token_id": 500},
+        {"vision_aspect_ratio": REMOVED},
+        {V + "vision_use_head": True},
+        {T + "attention_bias": True, T + "use_sliding_window": False},
     ],
     "internvl": [
         {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
@@ -242,6 +258,7 @@ NOT_ALONE = {
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("downsample_factor", "image_token_id", "vision_feature_select_strategy", "downsample_ratio"),
+    *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {
@@ -273,7 +290,7 @@ def without_effect(family: str, config: dict) -> dict[str, Any]:
 
 
 def rows_of(family: str, change: dict[str, Any]) -> tuple[str, ...]:
-    takes_video = "pixel_values_videos" in load(family).visual_keys
+    takes_video = takes_videos(load(family))
     if load(family).images_or_videos and any(key.startswith("video_") for key in change):
         return ("vt",)
     return ("it", "vt") if takes_video and not load(family).images_or_videos else ("it", "t")

@@ -70,7 +70,7 @@ def names_asked(folder: str) -> list[list[str]]:
     hf_config = transformers.AutoConfig.from_pretrained(folder)
     family = family_for(hf_config)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    rows = [row for row in ("t", "it", "vt") if "v" not in row or "pixel_values_videos" in family.visual_keys]
+    rows = [row for row in ("t", "it", "vt") if "v" not in row or parity.takes_videos(family)]
     inputs = [parity.encode(processor, family, hf_config, [row])[0] for row in rows]
     transformers.PretrainedConfig.__repr__ = object.__repr__  # a log's; it asks for every key there is
     asked.clear()

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs
+from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.naflex import without_padding
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -178,11 +179,15 @@ PACKED: dict[str, list[str]] = {
 }
 
 
+def takes_videos(family: Any) -> bool:
+    return family.frames_as_images or "pixel_values_videos" in family.visual_keys
+
+
 def inputs_of(family: str) -> dict[str, list[str]]:
     """Those that the family takes."""
     from megatron_vlm.models.families import load
 
-    takes_video = "pixel_values_videos" in load(family).visual_keys
+    takes_video = takes_videos(load(family))
     media = ["i", "v", "iv"] if takes_video else ["i"]
     if load(family).images_or_videos:
         media.remove("iv")
@@ -221,6 +226,8 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
     prompt = processor.apply_chat_template(messages, tokenize=False)
     bos = processor.tokenizer.bos_token
     given = {f"{kind}s": found for kind, found in media.items() if found}
+    if "images" in given:
+        given["images"] = arranged(processor, given["images"])
     if "videos" in given:
         given |= {"fps": 2.0, "do_sample_frames": False}
         given["video_metadata"] = [
@@ -243,9 +250,10 @@ def encode(
     for parts, out in zip(rows, outputs, strict=True):
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
+    made = [family.of_processor(hf_config)(without_padding(out)) for out in outputs]
     visual = [
         GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
-        for out in map(without_padding, outputs)
+        for out in made
     ]
     positions = family.position_ids(hf_config)
     position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
@@ -271,11 +279,15 @@ def encode(
 
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
-    """What a processor gives that pads images to one number of patches, of all rows; see
-    `megatron_vlm.data.media.naflex`."""
-    keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
-    found = [out for out in outputs if "spatial_shapes" in out]
-    return {key: torch.cat([out[key] for out in found]) for key in keys} if found else {}
+    """What a processor gives that pads images to one number of patches or tiles, of all rows; see
+    `megatron_vlm.data.media.naflex` and `anyres`."""
+    ready = ("pixel_values", "pixel_values_videos")
+    keys = (*ready, "pixel_attention_mask", "spatial_shapes", "image_sizes", "batch_num_images")
+    padded = any(out[key].dim() == 5 for out in outputs for key in ready if key in out)
+    if not (padded or any("spatial_shapes" in out for out in outputs)):
+        return {}
+    found = {key: [out[key] for out in outputs if key in out] for key in keys}
+    return {key: cat_padded(tensors) for key, tensors in found.items() if tensors}
 
 
 def _stack(rows: list[torch.Tensor]) -> torch.Tensor:

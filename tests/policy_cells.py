@@ -33,7 +33,7 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
     parts, processor = family_for(AutoConfig.from_pretrained(path)), AutoProcessor.from_pretrained(path)
     numbers = np.random.default_rng(3)
     samples = []
-    for row in (*ROWS, *(["vt"] if "pixel_values_videos" in parts.visual_keys else [])):
+    for row in (*ROWS, *(["vt"] if parity.takes_videos(parts) else [])):
         found = parity.encode_row(processor, parity.conversation(numbers, row))
         ids = found["input_ids"][0]
         sample = {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
@@ -55,7 +55,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
     for sample in samples:
-        ids, ready = sample["input_ids"], without_padding(sample)
+        ids, ready = sample["input_ids"], family.of_processor(hf_config)(without_padding(sample))
         seen = {key: ready[key] for key in family.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}

@@ -136,7 +136,7 @@ def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
     encoded = [parity.encode_row(processor, parity.conversation(rng, parts)[:1]) for parts in kinds]
     prompts = []
     for outputs in encoded:
-        outputs = without_padding(outputs)
+        outputs = needs.of_processor(without_padding(outputs))
         tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
         visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
         input_ids = outputs["input_ids"][0]

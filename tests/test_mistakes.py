@@ -380,6 +380,28 @@ MISTAKES = [
         r"data.media_dir: imgs is not a folder; give",
         "data.media_dir=imgs",
     ),
+    train(
+        "preference pairs without a rejected answer",
+        r"data.train_data_path: rows.jsonl: its first 1 records have no rejected answer \(rejected, .*; give",
+        "objective=dpo",
+    ),
+    train(
+        "preference pairs that are to be cut",
+        r"data.over_length: truncate would cut one answer of a pair .*, raise data.seq_length .*, or drop",
+        "objective=dpo",
+        "data.over_length=truncate",
+    ),
+    train(
+        "preference pairs without weights to compare with",
+        r"train.objective: dpo compares with the weights of model.hf_path, .* is false; set it to true\.",
+        "objective=dpo",
+        "load_weights=false",
+    ),
+    train(
+        "an objective that does not exist",
+        r"train.objective: dpoo does not exist; did you mean dpo\?",
+        "objective=dpoo",
+    ),
     train("a file as run folder", r"run_dir: rows.jsonl is a file; give a folder", run_dir="rows.jsonl"),
     train(
         "a run folder inside a file",

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -20,18 +19,21 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
 SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200), (69, 3), (40, 1)]
 
+ONE_AND_TWO = [[(56, 56)], [(56, 56), (56, 56)]]
+
 
 @pytest.fixture(scope="module", params=TINY_FAMILIES)
 def parts(request, tmp_path_factory):
-    """Processor and visual keys of a family."""
+    """Processor and needs of a family."""
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
-    return AutoProcessor.from_pretrained(path), load(request.param).visual_keys
+    needs = load(request.param).data_needs(AutoConfig.from_pretrained(path))
+    return AutoProcessor.from_pretrained(path), needs
 
 
 def encoders(parts, seq_length=4096, **options):
     """One in halves, one in whole."""
-    processor, visual_keys = parts
-    data, needs = DataConfig(seq_length=seq_length, **options), DataNeeds(visual_keys)
+    processor, needs = parts
+    data = DataConfig(seq_length=seq_length, **options)
     return PackingVLMTaskEncoder(processor, data, needs), HFEncoderVLMTaskEncoder(processor, data, needs)
 
 
@@ -103,13 +105,15 @@ def test_both_encoders_drop_and_cut_the_same_samples(parts, over_length):
 
 
 def test_a_sample_of_too_many_patches_is_dropped(parts):
+    """LLaVA-OneVision's one image has more than two have."""
     halves, _ = encoders(parts)
-    patches = halves.preencode_sample(sample([(56, 56), (56, 56)])).measured.patches
-    assert patches > 0
-    limited, _ = encoders(parts, max_patches=patches - 1)
-    limited.preencode_sample(sample([(56, 56)]))
+    found = [(halves.preencode_sample(each).measured.patches, each) for each in map(sample, ONE_AND_TWO)]
+    (fewer, fits), (more, too_many) = sorted(found, key=lambda pair: pair[0])
+    assert 0 < fewer < more
+    limited, _ = encoders(parts, max_patches=more - 1)
+    limited.preencode_sample(fits)
     with pytest.raises(SkipSample):
-        limited.preencode_sample(sample([(56, 56), (56, 56)]))
+        limited.preencode_sample(too_many)
     assert limited.drops.summary()["reasons"] == {"over_patches": 1}
 
 

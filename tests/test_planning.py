@@ -187,3 +187,20 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
         make_plan(recipe(train_data_path="x", tp=16), hf_config, 16)
     with pytest.raises(ValueError, match="64 stages are more than the model's 36 layers; lower pp or vpp"):
         make_plan(recipe(train_data_path="x", tp=1, pp=32, vpp=2), hf_config, 32)
+
+
+def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.stream import check_positions
+    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.recipes import load_recipe
+
+    hf_config = AutoConfig.from_pretrained(CONFIGS / "internvl35_8b.json")
+    hf_config.text_config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}
+    recipe, most = load_recipe("internvl35_8b"), hf_config.text_config.max_position_embeddings
+    assert make_plan(recipe(train_data_path="x", seq_length=most), hf_config, 4).stages
+    with pytest.raises(ValueError, match=f"data.seq_length has {most + 1} tokens, .* = {most}:"):
+        make_plan(recipe(train_data_path="x", seq_length=most + 1), hf_config, 4)
+    with pytest.raises(ValueError, match="a document has 9 tokens"):
+        check_positions(8, 8)

@@ -22,6 +22,9 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "mistral_small_3_24b": 24_011_361_280,
     "llava15_7b": 7_063_427_072,
     "llava15_13b": 13_351_494_656,
+    "llava_onevision_05b": 893_675_552,
+    "llava_onevision_7b": 8_030_807_584,
+    "llava_onevision_72b": 73_181_570_592,
     "internvl35_1b": 1_060_897_792,
     "internvl35_4b": 4_732_489_216,
     "internvl35_8b": 8_528_318_464,
@@ -56,6 +59,7 @@ OFTEN = (
     "qwen3_vl_30b_a3b",
     "llava15_7b",
     "internvl35_1b",
+    "llava_onevision_05b",
 )
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
 RECIPES = [pytest.param(name, names, marks=pytest.mark.long) for names in (OFTEN, OTHERS) for name in names]

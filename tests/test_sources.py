@@ -14,9 +14,8 @@ import pyarrow.parquet
 import pytest
 from pairs import pairs
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -589,7 +588,8 @@ def test_all_text_of_a_document_is_trained_and_no_image_token(tmp_path, processo
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     """Ends of the text stick to images as they may; the measured lengths are those of the encoding."""
-    processor = AutoProcessor.from_pretrained(build_tiny_checkpoint(family, tmp_path / "tiny"))
+    path = build_tiny_checkpoint(family, tmp_path / "tiny")
+    processor = AutoProcessor.from_pretrained(path)
     (tmp_path / "a.jpg").write_bytes(image_bytes(1))
     texts = ["\nthe cat\n", None, None, " sits on", "", "<image> a table\n"]
     record = RecordLayout()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
@@ -599,9 +599,8 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
         conversation=json.dumps(conversation_of(record)),
         imgs=images_of(record, tmp_path),
     )
-    encoder = PackingVLMTaskEncoder(
-        processor, DataConfig(seq_length=512), DataNeeds(load(family).visual_keys)
-    )
+    needs = load(family).data_needs(AutoConfig.from_pretrained(path))
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ
     trained = encoded.labels[encoded.labels != -100]
     written = processor.tokenizer.decode(trained)

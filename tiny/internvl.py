@@ -90,6 +90,7 @@ def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLCo
     )
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 FAMILY = TinyFamily(
     TEMPLATE,
     processor,
@@ -102,7 +103,8 @@ FAMILY = TinyFamily(
     published={"image_size": 448, "image_tokens": 256, "max_patches": 12},
     variants={
         "qwen2": {
-            "text": {"model_type": "qwen2"},
+            # as InternVL3's; max_position_embeddings are as many as data.seq_length by default
+            "text": {"model_type": "qwen2", "rope_parameters": DYNAMIC, "max_position_embeddings": 4096},
             "image_tokens": 1,
             "vision": {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
         }

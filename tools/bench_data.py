@@ -336,7 +336,7 @@ def measure(family: str, rounds: int, codec: str) -> Iterator[dict]:
                 for name, work in works.items():
                     best[name] = min(best[name], seconds(work, given, 1))
             yield from rows_of(best, family, size, turns)
-    if "pixel_values_videos" in load(family).visual_keys:
+    if "video_grid_thw" in load(family).visual_keys:
         yield from measure_video(family, processor, rounds)
 
 

@@ -41,6 +41,9 @@ patches and merges, which change only together with a processor.
   the layers' own balances; Transformers first adds up all layers by the number of the expert, as if a busy
   expert 3 of one layer were made up for by an idle expert 3 of the next, and no pipeline stage could take a
   gradient before all had counted. `model.load_balancing` goes over both keys, 0 switches it off.
+- `rope_type` "dynamic" is the default rule up to `max_position_embeddings` tokens. A run with a greater
+  `data.seq_length` is refused, and so is a longer document or answer: Transformers' frequencies would depend
+  on the longest row of a batch.
 - `mrope_interleaved` is not read, as in Transformers: Qwen3-VL always interleaves, the other families
   never do.
 

@@ -34,11 +34,13 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 # Visual fields that stay on the CPU: the model reads their values on the host to launch work.
-HOST_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes"})
+HOST_FIELDS = frozenset(
+    ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "image_tiles", "video_frames")
+)
 
-_FIELDS_OF_KIND = (  # pixels; the grid that says how many rows of them each item has; one entry per item
-    ("pixel_values", "image_grid_thw", "image_sizes"),
-    ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+_FIELDS_OF_KIND = (  # pixels; what says how many rows of them each item has, if not 1; one entry per item
+    ("pixel_values", ("image_grid_thw", "image_tiles"), "image_sizes"),
+    ("pixel_values_videos", ("video_grid_thw", "video_frames"), "second_per_grid_ts"),
 )
 
 
@@ -51,6 +53,11 @@ def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
     return torch.arange(len(input_ids_T))
 
 
+def rows_of_items(grid: Tensor) -> Tensor:
+    """(N,): how many rows of pixels each item has, from its grid (N, 3), or from that number itself."""
+    return grid.reshape(len(grid), -1).prod(-1)
+
+
 def is_raw(pixels: Tensor) -> bool:
     """Whether these are colours from 0 to 255, before the HF processor's arithmetic."""
     return pixels.dtype == torch.uint8
@@ -61,7 +68,8 @@ class GenericVisualInputs:
     """The visual tensors of a sample or of a micro batch; a field that is None is absent.
 
     Sizes follow the HF processors: `pixel_values` is (N, C, H, W) for fixed-size and Pixtral towers and
-    (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels.
+    (P, features) for patch towers, grids are (N, 3) in raw patches, `image_sizes` is (N, 2) in pixels. Where
+    an item has several rows of pixels, `image_tiles` and `video_frames` (N,) say how many.
 
     Float pixels are ready for the tower. uint8 pixels are raw, see `is_raw`: images and frames are resized
     and cut as the tower wants them, with colours last; the model's `PixelNormalizer` makes them ready. Raw
@@ -75,6 +83,8 @@ class GenericVisualInputs:
     video_grid_thw: Tensor | None = None
     image_sizes: Tensor | None = None
     second_per_grid_ts: Tensor | None = None
+    image_tiles: Tensor | None = None
+    video_frames: Tensor | None = None
 
     @classmethod
     def from_mapping(cls, tensors: Mapping[str, Tensor]) -> GenericVisualInputs:
@@ -98,7 +108,7 @@ class GenericVisualInputs:
         for field in dataclasses.fields(cls):
             present = [t for item in items if (t := getattr(item, field.name)) is not None]
             if present:
-                merged[field.name] = _cat_padded(present)
+                merged[field.name] = cat_padded(present)
         return cls(**merged) if merged else None
 
     def as_model_kwargs(self) -> dict[str, Tensor]:
@@ -111,12 +121,10 @@ class GenericVisualInputs:
 
         (B, N, C, H, W) pixels become (B*N, C, H, W), (B, N, 3) grids become (B*N, 3), and so on.
         """
-        item_rank = {"image_grid_thw": 2, "video_grid_thw": 2, "image_sizes": 2, "second_per_grid_ts": 1}
+        ranks = dict.fromkeys(HOST_FIELDS, 1) | {"image_sizes": 2, "image_grid_thw": 2, "video_grid_thw": 2}
 
         def flat(name: str, value: Tensor) -> Tensor:
-            has_sample_axis = (
-                value.dim() == item_rank[name] + 1 if name in item_rank else value.dim() in (3, 5)
-            )
+            has_sample_axis = value.dim() == ranks[name] + 1 if name in ranks else value.dim() in (3, 5)
             return value.flatten(0, 1) if has_sample_axis else value
 
         return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}
@@ -124,10 +132,10 @@ class GenericVisualInputs:
     def items(self) -> list[GenericVisualInputs]:
         """Each image alone, then each video alone; `cat` is the inverse."""
         found = []
-        for pixels, grid, other in _FIELDS_OF_KIND:
-            values = {name: v for name in (pixels, grid, other) if (v := getattr(self, name)) is not None}
+        for pixels, grids, other in _FIELDS_OF_KIND:
+            values = {name: v for name in (pixels, *grids, other) if (v := getattr(self, name)) is not None}
             if pixels in values:
-                rows = values[grid].prod(-1).tolist() if grid in values else 1
+                rows = next((rows_of_items(values[name]).tolist() for name in grids if name in values), 1)
                 parts = {name: v.split(rows if name == pixels else 1) for name, v in values.items()}
                 columns = zip(*parts.values(), strict=True)
                 found += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
@@ -214,6 +222,8 @@ class DataNeeds:
     visual_keys       the outputs of the HF processor that it takes; they are fields of `GenericVisualInputs`
     position_ids      computes the positions of a document
     images_or_videos  whether a sample must not hold both
+    of_processor      makes them of the processor's outputs if those have another form; else changes nothing
+    frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens those of images
 
     Raises ValueError for an unknown visual key.
     """
@@ -221,13 +231,15 @@ class DataNeeds:
     visual_keys: tuple[str, ...] = ("pixel_values",)
     position_ids: PositionIds = count_up
     images_or_videos: bool = False
+    of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    frames_as_images: bool = False
 
     def __post_init__(self) -> None:
         GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))
 
     @property
     def videos(self) -> bool:
-        return "pixel_values_videos" in self.visual_keys
+        return self.frames_as_images or "pixel_values_videos" in self.visual_keys
 
 
 def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
@@ -237,18 +249,19 @@ def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
 
 
 def _check_pixels(visual: GenericVisualInputs) -> None:
-    for pixels, grid, other in _FIELDS_OF_KIND:
-        held, grids, others = (getattr(visual, name) for name in (pixels, grid, other))
-        if held is None and (grids is not None or others is not None):
+    for pixels, grids, other in _FIELDS_OF_KIND:
+        grid = next((name for name in grids if getattr(visual, name) is not None), grids[0])
+        held, counts, others = (getattr(visual, name) for name in (pixels, grid, other))
+        if held is None and (counts is not None or others is not None):
             raise ValueError(f"batch: {grid} or {other} without {pixels}.")
-        if grids is not None and int(grids.prod(-1).sum()) != len(held):
-            raise ValueError(f"batch: {pixels} has {len(held)} patches, {grid} {int(grids.prod(-1).sum())}.")
-        items = held if grids is None else grids
+        if counts is not None and (rows := int(rows_of_items(counts).sum())) != len(held):
+            raise ValueError(f"batch: {pixels} has {len(held)} patches, {grid} {rows}.")
+        items = held if counts is None else counts
         if others is not None and len(others) != len(items):
             raise ValueError(f"batch: {other} has {len(others)} entries for {len(items)} items.")
 
 
-def _cat_padded(tensors: list[Tensor]) -> Tensor:
+def cat_padded(tensors: list[Tensor]) -> Tensor:
     if len({t.shape[1:] for t in tensors}) == 1:
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     sizes = [max(t.shape[axis] for t in tensors) for axis in range(1, tensors[0].dim())]

@@ -157,6 +157,8 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
+    objective: str = "tokens"  # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
+    dpo_beta: float = 0.1  # how much a model may leave the starting weights; less leaves them further
     steps: int | None = 1000  # None: as many as `epochs` make
     epochs: float | None = None  # in place of `steps`: how often the training data is passed over
     micro_batch_size: int = 1

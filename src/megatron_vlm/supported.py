@@ -42,6 +42,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "glm4v": Supported("Glm4vForConditionalGeneration"),
     "glm46v": Supported("Glm46VForConditionalGeneration"),
     "llava": Supported("LlavaForConditionalGeneration", text_types=("llama", "mistral", "qwen2", "qwen3")),
+    "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", text_types=("qwen2",)),
     "internvl": Supported("InternVLForConditionalGeneration", text_types=("qwen2", "qwen3")),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),

@@ -17,6 +17,7 @@ from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
+from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
@@ -40,21 +41,20 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     watchdog.beat("opening the data")
     feed = Feed(config, source, saved)
     milestones = feed.milestones
-
     model = starting_model(config, source)
+    objective, logged = objective_of(config, model)
     own = parameters_by_part(model, config.optimizer.by_part, source.family.groups, source.weight_map.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     start = resumed.step if resumed else 0
-    figures = StepFigures(config, source.family, source.hf_config, model, feed.sources)
+    figures = StepFigures(config, source.family, source.hf_config, model, feed.sources, logged)
 
     watchdog.beat("finding the place in the data")
     feed.resume(resumed)
     log = RunLogger(config.run_dir, config, milestones.steps, start + 1, setup.is_first_rank(), saved.extra)
     for message in opening_words(config, source, feed, resumed):
         log.message(message)
-
     profile = Profile(config.run_dir, profile_steps, start + 1, model, log.message)
     with closing(log, feed), profile:
         if start > 0 and milestones.exports_after(start):  # a kill may have come before it was whole
@@ -66,7 +66,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             waited = time.monotonic() - began
             watchdog.beat(f"training step {step}")
             with feed.naming_samples(step, micro_batches):
-                given = micro_batches, figures, milestones.goes_on_after(step)
+                given = micro_batches, figures, milestones.goes_on_after(step), objective
                 loss, tokens, grad_norm = train_step(model, optimizer, scheduler, *given)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
@@ -77,7 +77,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             extra = {**log.totals, "rows": feed.rows_after(step)}
             if milestones.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
-                given = feed.valid(), config.train.eval_steps, feed.valid_sources
+                given = feed.valid(), config.train.eval_steps, feed.valid_sources, objective, logged
                 extra["valid_loss"], by_source = validation_loss(model, *given)
                 log.log_eval(step, extra["valid_loss"], by_source)
             if milestones.saves_after(step):
@@ -95,10 +95,10 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
-    """This rank's chunks, with the source's weights unless a checkpoint of the run will provide them."""
+    """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
     watchdog.beat("building the model")
     chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
-    resumes = checkpoint.exists(config.run_dir)
+    resumes = checkpoint.exists(config.run_dir) and config.train.objective == "tokens"  # dpo needs the start
     if config.model.load_weights and (config.adapter.used or not resumes):
         watchdog.beat(f"importing {source.folder}", files=True)
         import_hf(chunks, source.folder, source.weight_map)

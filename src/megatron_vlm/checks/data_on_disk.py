@@ -148,7 +148,7 @@ def _json_problems(
     if b"\0" in start[:4096]:
         yield f"{shown} is no text, but a binary file; give JSON, JSON Lines, parquet or a folder."
         return
-    records = _first_records(path, start.removeprefix(b"\xef\xbb\xbf"))
+    records = first_records(path, start.removeprefix(b"\xef\xbb\xbf"))
     if not records:
         if len(start) < FIRST_BYTES and not _is_meta(start):
             yield f"{shown} holds no JSON record; write one conversation a line."
@@ -167,7 +167,7 @@ def _json_problems(
         )
 
 
-def _first_records(path: Path, start: bytes) -> list[dict]:
+def first_records(path: Path, start: bytes) -> list[dict]:
     """The JSON mappings at the beginning of the file."""
     text = start.decode(errors="replace").lstrip()
     found: list[Any] = []

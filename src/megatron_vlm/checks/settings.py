@@ -11,6 +11,7 @@ from typing import Any
 from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems, start_problems
+from megatron_vlm.checks.objective_settings import objective_problems, pair_problems
 from megatron_vlm.config import (
     EPOCH,
     ConfigError,
@@ -25,6 +26,7 @@ from megatron_vlm.data.paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
 
 CHOICES = {
+    "train.objective": ("tokens", "dpo"),
     "model.dtype": ("bf16", "fp32"),
     "model.attention": ("auto", "dense", "documents", "varlen"),
     "model.recompute": ("none", "selective", "full"),
@@ -49,7 +51,7 @@ _FROM_ZERO = (
     *(f"data.{name}" for name in ("max_drop_share", "visual_share", "validation_share")),
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
     *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
-    *(f"train.{name}" for name in ("epochs", "seed", "eval_steps")),
+    *(f"train.{name}" for name in ("epochs", "seed", "eval_steps", "dpo_beta")),
     *("model.load_balancing", "adapter.r", "adapter.lora_dropout"),
 )
 EVERY = ("train.eval_every", "train.save_every", "train.export_every")  # a number of steps, or EPOCH
@@ -108,7 +110,8 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
 
 def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
-    load_weights = config.model.load_weights and (config.adapter.used or not resumes)
+    needed = config.adapter.used or not resumes or config.train.objective == "dpo"
+    load_weights = config.model.load_weights and needed
     yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
     if config.adapter.start is not None:
         yield from start_problems(config.adapter.start)
@@ -116,6 +119,7 @@ def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
         data = config.data
         yield from data_problems(data, "data.train_data_path", data.train_data_path)
         yield from data_problems(data, "data.valid_data_path", data.valid_data_path)
+        yield from pair_problems(data) if config.train.objective == "dpo" else ()
     yield from run_dir_problems(config.run_dir)
 
 
@@ -152,6 +156,7 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
     yield from _length_problems(config)
     yield from _part_problems(config)
+    yield from objective_problems(config)
     optimizer, steps = config.optimizer, config.train.steps
     if (steps or 0) >= 1 and not 0 <= (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."

@@ -20,6 +20,8 @@ from megatron_vlm.messages import printable
 REASONS = {
     "bad_json": "the record is not JSON; rebuild the shard from its source",
     "bad_conversation": "write turns of role and content; docs/data.md says which layouts are accepted",
+    "bad_preference": "write one prompt with a chosen and a rejected answer, which differ; docs/data.md says "
+    "in which layouts; train.objective=tokens trains the chosen answers alone",
     "missing_media": "a file that the record names is not there or is none: for dataset_type hf set "
     "data.media_dir to the folder that paths start from; for energon prepare the dataset again, with "
     "--image-root",

@@ -49,11 +49,15 @@ def encoder_settings(encoder: Any) -> dict:
     }
     if encoder.data.thinking != "keep":  # which states have not that were saved before it was there
         found["thinking"] = encoder.data.thinking
+    if encoder.documents.per_sample > 1:
+        found["documents"] = encoder.documents.per_sample
     return found
 
 
 def _image_settings(processor: Any | None) -> dict:
     """The settings that matter; a later version of Transformers may have more."""
     found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
+    if (tilings := getattr(processor, "image_grid_pinpoints", None)) is not None:
+        found["image_grid_pinpoints"] = tilings
     size = dict(getattr(processor, "size", None) or {})
     return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}

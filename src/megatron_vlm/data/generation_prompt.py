@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
+from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.naflex import without_padding
 
@@ -19,7 +20,7 @@ def encode_prompt(
     needs: DataNeeds,
 ) -> Prompt:
     """The conversation as the model's input on the host, with the template's generation prompt at the end."""
-    outputs = without_padding(processor_outputs(processor, messages, images))
+    outputs = needs.of_processor(without_padding(processor_outputs(processor, messages, images)))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
@@ -38,7 +39,7 @@ def processor_outputs(
     bos = processor.tokenizer.bos_token
     return processor(
         text=[text],
-        images=[decode_image(image) for image in images] or None,
+        images=arranged(processor, [decode_image(image) for image in images]) or None,
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
     )

@@ -32,11 +32,14 @@ def lost(keys: Sequence[Any], happened: str) -> LostSample:
 class Ledger:
     """A sampler: the `(place, rows)` of an order. It remembers those that have not come back.
 
-    key    a row's key
+    key          a row's key
+    documents    how many documents a row has
     """
 
-    def __init__(self, order: Iterable[tuple[Any, Sequence]], key: Callable[[Any], str]) -> None:
-        self._order, self._key = order, key
+    def __init__(
+        self, order: Iterable[tuple[Any, Sequence]], key: Callable[[Any], str], documents: int = 1
+    ) -> None:
+        self._order, self._key, self._documents = order, key, documents
         self._out: deque[tuple[Any, list[str]]] = deque()
 
     def __iter__(self) -> Iterator[tuple[Any, Sequence]]:
@@ -49,7 +52,7 @@ class Ledger:
         row is neither in the sample nor dropped, and when entries are missing or out of order."""
         for place, sample, dropped in items:
             asked_at, keys = self._out.popleft() if self._out else (None, [])
-            kept = [key for number, key in enumerate(keys) if number not in dropped]
+            kept = [key for n, key in enumerate(keys) if n not in dropped for _ in range(self._documents)]
             found = [] if sample is None else sample.document_keys
             if (place, found) != (asked_at, kept):
                 wrong = keys if place != asked_at else sorted(set(kept) ^ set(found)) or kept

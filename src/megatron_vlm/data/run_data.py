@@ -15,6 +15,7 @@ from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.preferences.pairs import with_pairs
 
 # dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
@@ -46,8 +47,8 @@ class RunData:
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
         module, name = PROVIDERS[data.dataset_type].split(":")
         provider = getattr(import_module(module), name)(data)
-        train = train_encoder(data, processor, needs, self.drops)
-        valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
+        train = with_pairs(train_encoder(data, processor, needs, self.drops), config)
+        valid = with_pairs(HFEncoderVLMTaskEncoder(processor, data, needs, self.drops), config)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
         # why the HF processor encodes the samples; None: it does not

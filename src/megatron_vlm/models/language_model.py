@@ -27,7 +27,7 @@ from megatron_vlm.models.layers.feed_forward import GatedMLP
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
-from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
 from megatron_vlm.parallel.linears import (
@@ -48,6 +48,7 @@ class LanguageModelConfig(TransformerConfig):
     embedding_scale: float = 1.0  # text embeddings are multiplied by this; visual features are not
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
+    most_positions: int | None = None  # the rotary rule is known for so many
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
     pad_token: int | None = None  # its embedding gets no gradient from its places in the text
     add_proj_bias: bool = False  # the output projection of attention has a bias
@@ -66,6 +67,7 @@ def language_model_config(
         raise ValueError(
             f"parallel: tp = {tp} does not divide the model's {heads} attention heads; change tp."
         )
+    check_positions(config.data.seq_length - 1, architecture.get("most_positions"), "data.seq_length")
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[config.model.dtype]
     recompute = {

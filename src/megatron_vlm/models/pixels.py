@@ -35,7 +35,7 @@ class PixelNormalizer(nn.Module):
                 f"uint8 {' and '.join(unknown)}, but the model was built without the checkpoint's processor, "
                 "which says how to normalize them; pass it to build_model."
             )
-        sizes = visual.get("image_sizes")
+        sizes = None if "image_tiles" in visual else visual.get("image_sizes")  # tiles are whole
         return visual | {name: fields[name](visual[name], dtype, sizes) for name in raw}
 
 

@@ -50,7 +50,7 @@ class StepWork:
         self._per_trained_token = passes * costs.output_flops(architecture)
         self._per_pair = 3 * costs.pair_flops(architecture)
         self._layers_by_window = Counter(architecture.get("layer_windows") or [None] * len(layers))
-        self._per_visual_token, self._per_tower_pair = tower_flops(config, family, hf_config)
+        self._per_unit, self._per_tower_pair = tower_flops(config, family, hf_config)
 
     def of(self, batch: Batch) -> Work:
         """Of a micro batch on the first pipeline stage, which has the images."""
@@ -63,7 +63,7 @@ class StepWork:
             visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
             tokens_N = self._family.visual_tokens(self._hf_config, visual)
             images = len(tokens_N)
-            flops += self._per_visual_token * sum(tokens_N)
+            flops += self._per_unit * tower_units(self._family, self._hf_config, visual)
             flops += self._per_tower_pair * self._family.tower_pairs(self._hf_config, visual)
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
@@ -78,8 +78,8 @@ class StepWork:
 
 
 def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[float, float]:
-    """Operations that a step has for a visual token in tower and projector, and for a pair of patches in the
-    tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
+    """Operations that a step has for each of `tower_units` in tower and projector, and for a pair of patches
+    in the tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
     image, vision, visual = costs.tower_of_shapes(config, family, hf_config, 0)
     with (
         torch.device("cpu"),
@@ -89,5 +89,12 @@ def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[floa
         features = vision(**visual.as_model_kwargs())
         if features.requires_grad:
             features.sum().backward()
-    tokens, pairs = family.visual_tokens(hf_config, image), family.tower_pairs(hf_config, image)
-    return products.get_total_flops() / sum(tokens), attention.flops / pairs
+    units, pairs = tower_units(family, hf_config, image), family.tower_pairs(hf_config, image)
+    return products.get_total_flops() / units, attention.flops / pairs
+
+
+def tower_units(family: Family, hf_config: Any, visual: GenericVisualInputs) -> int:
+    """What the products of tower and projector are in proportion to: features, if the family says nothing."""
+    if family.tower_units is not None:
+        return family.tower_units(hf_config, visual)
+    return sum(family.visual_tokens(hf_config, visual))

@@ -53,6 +53,16 @@ class Stream:
     trained_weight: float
 
 
+def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
+    """Raises ValueError for a position that is not below `most`, see `LanguageModelConfig.most_positions`."""
+    if most is not None and last >= most:
+        raise ValueError(
+            f"{whose} has {last + 1} tokens, the checkpoint max_position_embeddings = {most}: beyond these, "
+            'the frequencies of its rotary rule "dynamic" depend on the longest row of a batch. '
+            f"Use data.seq_length={most} or less."
+        )
+
+
 class StreamLayout:
     """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
 

@@ -146,7 +146,7 @@ def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.I
         frames_TCHW = _unpatched(pixels, grid[0].tolist(), image_processor)
         if item.image_grid_thw is not None:  # repeated over the moments that the tower joins
             frames_TCHW = frames_TCHW[:1]
-    elif item.image_sizes is not None:
+    elif item.image_sizes is not None and item.image_tiles is None:
         height, width = item.image_sizes[0].tolist()
         frames_TCHW = pixels[..., :height, :width]
     else:

@@ -35,6 +35,7 @@ class RecipeArgs(TypedDict, total=False):
     lr: Annotated[float, "optimizer.lr"]
     min_lr: Annotated[float, "optimizer.min_lr"]
     warmup_steps: Annotated[int | None, "optimizer.warmup_steps"]
+    objective: Annotated[str, "train.objective"]
     steps: Annotated[int | None, "train.steps"]
     epochs: Annotated[float | None, "train.epochs"]
     micro_batch_size: Annotated[int, "train.micro_batch_size"]

@@ -38,7 +38,7 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        made = without_padding(self.sample)
+        made = self.needs.of_processor(without_padding(self.sample))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value for key, value in given.items() if len(value)}
         return GenericVisualInputs.from_mapping(given) if given else None

@@ -30,6 +30,8 @@ from megatron_vlm.run_folder.folder import write_whole
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
     "epoch": "epoch {:.2f}",
+    "margin": "margin {:.2f}",
+    "accuracy": "accuracy {:.0%}",
     "mfu": "MFU {:.1%}",
     "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
     "images_per_second_per_device": "{:,.1f} images/s/device",

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import fully_masked
 from megatron_vlm.training.figures import BySource
-from megatron_vlm.training.step import forward_backward, mean_loss
+from megatron_vlm.training.step import Objective, forward_backward, mean_loss
 
 
 @torch.no_grad()
@@ -19,11 +19,13 @@ def validation_loss(
     take: Callable[[int], list[dict]],
     limit: int = 0,
     sources: Sequence[str] = (),
+    objective: Objective = forward_backward,
+    logged: Sequence[str] = (),
 ) -> tuple[float | None, dict[str, float]]:
     """Loss over the micro batches of `take(count)` (the first `limit`; 0: all), None if it gives none; and
-    loss, trained tokens and samples of each of `sources`, which samples' keys begin with. Collective:
-    `take` gives every rank equally many."""
-    by_source = BySource(sources)
+    loss, trained tokens and samples of each of `sources`, which samples' keys begin with, and what the
+    `objective` has `logged`. Collective: `take` gives every rank equally many."""
+    by_source = BySource(sources, logged)
     for chunk in chunks:
         chunk.eval()
     at_once = parallel_state.get_pipeline_model_parallel_world_size()  # keeps the pipeline busy
@@ -35,7 +37,7 @@ def validation_loss(
         seen += len(micro_batches)
         while len(micro_batches) < at_once:  # the interleaved schedule needs a multiple of the stages
             micro_batches.append(fully_masked(micro_batches[-1]))
-        found = forward_backward(chunks, micro_batches, forward_only=True)
+        found = objective(chunks, micro_batches, forward_only=True)
         by_source.count(micro_batches, found)
         reports += [{"sums": report["sums"]} for report in found]  # not the losses of all validation tokens
     for chunk in chunks:
@@ -43,6 +45,6 @@ def validation_loss(
     if not seen:
         return None, {}
     sums = by_source.sums()
-    if sources:
+    if len(sums):
         dist.all_reduce(sums)
     return mean_loss(reports)[0], by_source.figures(sums.cpu().numpy())

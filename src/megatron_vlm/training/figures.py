@@ -60,9 +60,10 @@ class StepFigures:
         hf_config: Any,
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
+        logged: Sequence[str] = (),
     ):
         self._work = StepWork(config, family, hf_config) if counts_data() else None
-        self._by_source = BySource(sources)
+        self._by_source = BySource(sources, logged)
         self._done = Work(0, 0, 0, 0)
         self._sums: list[float] = []
         on_gpu = setup.device().type == "cuda"
@@ -124,24 +125,27 @@ def counts_data() -> bool:
 
 class BySource:
     """Mean loss, trained tokens and samples of a step, or of a validation, for each of `names`, of which at
-    most one, the longest, begins a sample's key."""
+    most one, the longest, begins a sample's key; and the mean of each of `logged` in the reports' `logs`."""
 
-    def __init__(self, names: Sequence[str]):
-        self._names = list(names)
+    def __init__(self, names: Sequence[str], logged: Sequence[str] = ()):
+        self._names, self._logged = list(names), list(logged)
         self._prefixes = sorted(((f"{name}-", n) for n, name in enumerate(names)), key=lambda p: -len(p[0]))
         self._clear()
 
     def _clear(self) -> None:
         self._losses = torch.zeros(len(self._names), dtype=torch.float64, device=setup.device())
         self._others = np.zeros((3, len(self._names)))  # weights, trained tokens, samples
+        self._logs = torch.zeros(2, len(self._logged), dtype=torch.float64, device=setup.device())
 
     def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
         """Adds these micro batches to what `sums` will return."""
+        for report in reports if self._logged and _speaks() else ():
+            self._logs += torch.stack([report["logs"][name] for name in self._logged], dim=1)
         if not self._names:
             return
         device, number = self._losses.device, len(self._names)
         each = torch.arange(number, device=device)[:, None]
-        losses = reports if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+        losses = reports if _speaks() else []
         for index, batch in enumerate(micro_batches):
             samples, tokens, weights = self.sources_of(batch)
             if counts_data():
@@ -166,19 +170,25 @@ class BySource:
     def sums(self) -> Tensor:
         """What to add over all ranks, fp64 on the device; from then on, counting begins at 0 again."""
         others = torch.from_numpy(self._others.ravel()).to(self._losses.device, non_blocking=True)
-        sums = torch.cat((self._losses, others))
+        sums = torch.cat((self._logs.ravel(), self._losses, others))
         self._clear()
         return sums
 
     def figures(self, sums: np.ndarray) -> dict[str, float]:
         """By the sums over all ranks, of sources that were there."""
-        found: dict[str, float] = {}
+        logs, sums = np.split(sums, [2 * len(self._logged)])
+        found = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
             if samples:
                 found |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
             if weight:
                 found[f"loss/{name}"] = float(loss / weight)
         return found
+
+
+def _speaks() -> bool:
+    """Whether this rank's reports count: those of tensor-parallel ranks are equal."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _balance(tokens_LE: np.ndarray) -> dict[str, float]:

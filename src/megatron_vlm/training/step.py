@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,9 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients, step_in_flight
 from megatron_vlm.training.not_finite import raise_not_finite
+
+# (chunks, micro batches, forward_only=...) -> reports with `sums`, as `token_loss` makes them
+Objective = Callable[..., list[dict[str, Tensor]]]
 
 
 def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
@@ -60,13 +63,13 @@ def forward_backward(
     The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
     B * S of the tokens whose outputs are computed; None: the trained tokens.
     """
-    streams = _streams(chunks, micro_batches, wanted)
+    streams = streams_of(chunks, micro_batches, wanted)
     get_model_config(chunks[0]).step_weight = sum(stream.trained_weight for stream in streams)
     return run_schedule(chunks, streams, forward_step, forward_only)
 
 
-def _streams(
-    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None
+def streams_of(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
 ) -> list[Stream]:
     """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
     pipelines."""
@@ -92,6 +95,7 @@ def train_step(
     micro_batches: list[Batch],
     figures: StepFigures | None = None,
     goes_on: bool = False,
+    objective: Objective = forward_backward,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
@@ -102,7 +106,7 @@ def train_step(
     for chunk in chunks:
         empty_gradients(chunk)
     optimizer.zero_grad()
-    reports = forward_backward(chunks, micro_batches)
+    reports = objective(chunks, micro_batches)
     if figures:
         figures.count(micro_batches, reports)
     with record_function("optimizer"):

@@ -69,6 +69,7 @@ class DocumentEncoder:
         fast: bool = True,
     ):
         self._processor, self._data, self._needs = processor, data, needs
+        self.per_sample = 1  # documents; a pair of `data.preferences` has two
         text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
         self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
@@ -134,7 +135,7 @@ class DocumentEncoder:
             fps=data.video_fps,
             max_frames=data.video_max_frames,
             max_pixels=data.video_max_pixels,
-            multiple=self._processor.video_processor.temporal_patch_size,
+            multiple=getattr(self._processor.video_processor, "temporal_patch_size", None) or 1,
         )
 
     def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:
@@ -178,7 +179,7 @@ class DocumentEncoder:
         return cut(text.images, text.videos, self._data.seq_length)
 
     def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
-        keys = self._needs.visual_keys
+        keys, outputs = self._needs.visual_keys, self._needs.of_processor(outputs)
         if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
             raise ValueError(
                 f"{type(self._processor).__name__} returned {unexpected}, which are not in "

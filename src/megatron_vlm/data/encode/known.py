@@ -30,6 +30,7 @@ from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, pixtral_siz
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
 from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.images import decode_pixels
+from megatron_vlm.data.media.patches import of_frames, of_image
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size
 
@@ -95,7 +96,7 @@ class KnownProcessor:
     def _video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         part = self._processor.video_processor
         size = grid[1] * part.patch_size, grid[2] * part.patch_size
-        patches = _patches(part, _resized(frames, size, part.resample), part.temporal_patch_size)
+        patches = of_frames(part, _resized(frames, size, part.resample), part.temporal_patch_size)
         tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
         return tensors | self._known.video_fields(self._processor, plan)
 
@@ -199,32 +200,6 @@ def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     )
 
 
-def _image_patches(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    side = processor.image_processor.patch_size
-    grid = np.array([[1, image.shape[0] // side, image.shape[1] // side]])
-    return {
-        "pixel_values": _patches(processor.image_processor, image[None]),
-        "image_grid_thw": torch.from_numpy(grid),
-    }
-
-
-def _patches(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
-    """The patches of frames (T, H, W, 3), one per row, in the order in which the tower merges patches.
-
-    A patch spans `moments` frames.
-    """
-    side, merge = part.patch_size, part.merge_size
-    times, height, width, _ = frames.shape
-    # a line of a patch is copied as one opaque value, not colour by colour
-    lines = np.ascontiguousarray(frames).reshape(times, height, width * 3).view(f"V{3 * side}")
-    across = width // side // merge
-    cut = lines.reshape(times // moments, moments, height // side // merge, merge, side, across, merge)
-    # The tower merges squares of merge x merge patches, so the patches of a square follow one another: time,
-    # row and column of the square, row and column of the patch in it, then its moments and lines.
-    merged = np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 1, 4))
-    return torch.from_numpy(merged.view(np.uint8).reshape(-1, moments * side * side * 3))
-
-
 def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
     frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
     seconds = processor.video_processor.temporal_patch_size / frames_per_second
@@ -232,8 +207,8 @@ def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
 
 
 _GRID = ("shortest_edge", "longest_edge")
-_GLM = (_GRID, _glm_size, _grid_ids, _image_patches)
-_QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, _image_patches)
+_GLM = (_GRID, _glm_size, _grid_ids, of_image)
+_QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, of_image)
 KNOWN = {  # processor class of transformers → what it does
     "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
     "PixtralProcessor": Known(

@@ -59,7 +59,7 @@ class HFProcessor:
         return SizeEncoder(self._processor, self._text)
 
     def measure(self, prompt, sizes, plans) -> EncodedText:
-        return self.sizes(prompt, [self.sizes.counted(size) for size in sizes], plans)
+        return self.sizes(prompt, [self.sizes.counted(size, len(sizes) == 1) for size in sizes], plans)
 
     def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
         images = list(images)

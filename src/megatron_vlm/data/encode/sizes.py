@@ -21,7 +21,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
-from megatron_vlm.data.media import naflex
+from megatron_vlm.data.media import anyres, naflex
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import counts_tokens, fixed_size, one_size
 
@@ -84,10 +84,10 @@ class SizeEncoder:
         patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
         return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
 
-    def counted(self, size: tuple[int, int]) -> ImageTokens:
-        """The tokens of an image of (width, height), by the processor's own count. The count is exact, the
-        order is not: row breaks are not placed."""
-        tokens, patches = self._count(size)
+    def counted(self, size: tuple[int, int], alone: bool = True) -> ImageTokens:
+        """The tokens of an image of (width, height), its conversation's only one or not, by the processor's
+        own count. The count is exact, the order is not: row breaks are not placed."""
+        tokens, patches = self._count(size, alone)
         return np.full(tokens, self._image_id), patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
@@ -97,9 +97,12 @@ class SizeEncoder:
         grids = (visual_inputs.image_grid_thw, visual_inputs.video_grid_thw)
         if any(grid is not None for grid in grids):
             return sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None)
-        if visual_inputs.image_sizes is not None:
+        if visual_inputs.image_sizes is not None and visual_inputs.image_tiles is None:
             return int(visual_inputs.image_sizes.prod(-1).sum()) // self.patch_size**2
-        pixels = visual_inputs.pixel_values
+        held = (visual_inputs.pixel_values, visual_inputs.pixel_values_videos)
+        return sum(self._patches_in(pixels) for pixels in held if pixels is not None)
+
+    def _patches_in(self, pixels: torch.Tensor) -> int:
         images, height, width = len(pixels), *(pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:])
         return images * (height // self.patch_size) * (width // self.patch_size)
 
@@ -148,7 +151,10 @@ class SizeEncoder:
             raise BadSample("processor_error", str(error)) from error
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
         text = self._video_runs.sub(lambda run: run[run.lastindex], text)
-        return text, runs, tuple(outputs["video_grid_thw"][0].tolist())
+        if "video_grid_thw" in outputs:
+            return text, runs, tuple(outputs["video_grid_thw"][0].tolist())
+        times, _, height, width = outputs["pixel_values_videos"][0].shape  # of frames that are images
+        return text, runs, (times, height // self.patch_size, width // self.patch_size)
 
     @functools.cached_property
     def _video_tokens(self) -> list[str]:
@@ -164,11 +170,13 @@ class SizeEncoder:
         repeats[np.isin(short_ids, ids)] = runs
         return np.repeat(short_ids, repeats)
 
-    def _count(self, size: tuple[int, int]) -> tuple[int, int]:
+    def _count(self, size: tuple[int, int], alone: bool = True) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
         if naflex.is_naflex(self._processor):
             return naflex.count(self._processor, height, width)
+        if anyres.is_anyres(self._processor):
+            return anyres.count(self._processor, height, width, alone)
         has_grids = hasattr(self._processor.image_processor, "merge_size")
         if not has_grids and not self._one_size and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
+from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.videos import VideoPlan
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
@@ -86,7 +87,7 @@ class TextEncoder:
         try:
             outputs = self._processor(
                 text=[with_marks(prompt)],
-                images=images or None,  # an empty list is an error in every version
+                images=arranged(self._processor, images) or None,  # an empty list is an error
                 return_tensors="pt",
                 add_special_tokens=prompt.add_special_tokens,
                 **options,

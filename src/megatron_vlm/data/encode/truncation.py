@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, rows_of_items
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import Span
 from megatron_vlm.data.encode.text import EncodedText
@@ -20,9 +20,10 @@ def truncated(
     kept_text = EncodedText(
         text.input_ids[:length], text.weights[:length], text.images[:images], text.videos[:videos]
     )
-    if not text.videos:
-        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in text.images]
-        return kept_text, first_images(visual, images, counts)
+    if visual is None or visual.pixel_values_videos is None:  # frames are among the images, in text order
+        spans = sorted([*text.images, *text.videos])
+        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in spans]
+        return kept_text, first_images(visual, images + videos, counts)
     items = visual.items()
     return kept_text, GenericVisualInputs.cat([*items[:images], *items[len(text.images) :][:videos]])
 
@@ -40,8 +41,9 @@ def first_images(
 ) -> GenericVisualInputs | None:
     """The tensors of the first `keep` images; `tokens` is how many image tokens each of them has.
 
-    Every tensor must have one entry per image, or hold the patches that `image_grid_thw` counts, or the tiles
-    of images, which have equally many tokens. Raises BadSample `over_length` for any other layout.
+    Every tensor must have one entry per image, or hold the patches or tiles that `image_grid_thw` or
+    `image_tiles` counts, or tiles of images, which have equally many tokens. Raises BadSample `over_length`
+    for any other layout.
     """
     images = len(tokens)
     if visual is None or keep == 0:
@@ -49,11 +51,12 @@ def first_images(
     if keep == images:
         return visual
     tensors = {}
+    counts = visual.image_grid_thw if visual.image_tiles is None else visual.image_tiles
     for name, tensor in visual.as_model_kwargs().items():
         if len(tensor) == images:
             tensors[name] = tensor[:keep]
-        elif name == "pixel_values" and visual.image_grid_thw is not None:
-            tensors[name] = tensor[: int(visual.image_grid_thw[:keep].prod(-1).sum())]
+        elif name == "pixel_values" and counts is not None:
+            tensors[name] = tensor[: int(rows_of_items(counts[:keep]).sum())]
         elif (tiles := _tiles(len(tensor), tokens)) is not None:
             tensors[name] = tensor[: sum(tiles[:keep])]
         else:

@@ -212,7 +212,7 @@ class HFTrainLoader(TrainLoader):
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
         self.sources = sources_of_keys(rows.table)
-        self._ledger = Ledger(order, rows.table.key)
+        self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place
 
@@ -280,7 +280,8 @@ class HFValidLoader(ValidLoader):
         return [self._rows.table.key(row) for row in self._all]
 
     def _open(self, share: list[int]) -> DataLoader:
-        ledger = Ledger([(None, [index]) for index in share], self._rows.table.key)
+        order, documents = [(None, [index]) for index in share], self._rows.encoder.documents
+        ledger = Ledger(order, self._rows.table.key, documents.per_sample)
         return _loader(self._rows, ledger, self._num_workers)
 
     def _batches(self, loader: DataLoader) -> Iterator[Batch]:

@@ -8,6 +8,8 @@ Instead of turns, a record may have:
     caption                     the reply to an image
     texts: [{user, assistant}]  exchanges
     texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
+
+or what a preference record has, see `data.records.preferences`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.records.preferences import PAIR_COLUMNS, REJECTED_TURNS, with_pair
 from megatron_vlm.data.turns import DOCUMENT
 from megatron_vlm.messages import suggestion
 
@@ -25,7 +28,7 @@ PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
 REPLIES = ("answer", "response", "output")
 PLAIN = ("texts", "caption", "history", *PROMPTS, *QUERIES, *REPLIES)
 IMAGES, VIDEOS = ("images", "image"), ("videos", "video")
-GROUPS = (TURNS + PLAIN, IMAGES, VIDEOS, ("system",), ("tools",))
+GROUPS = (TURNS + PLAIN, IMAGES, VIDEOS, ("system",), ("tools",), *PAIR_COLUMNS)
 COLUMNS = tuple(name for group in GROUPS for name in group)
 TAGS = {  # as a tag names it -> the role
     "user_tag": "user",
@@ -67,10 +70,13 @@ class RecordLayout:
         if not isinstance(record, dict):
             raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
         record = self._renamed(record) if self.columns else record
+        record = with_pair(record, TURNS, PROMPTS, QUERIES)
         turns = next((name for name in TURNS if record.get(name)), None)
         if turns is None:
-            return record | {"messages": _plain_turns(record)} | _media(record)
-        return record | {turns: self._tagged(record[turns])} if self.tags else record
+            record = record | {"messages": _plain_turns(record)} | _media(record)
+            return with_pair(record, TURNS, PROMPTS, QUERIES)
+        tagged = [name for name in (turns, REJECTED_TURNS) if record.get(name)] if self.tags else ()
+        return record | {name: self._tagged(record[name]) for name in tagged}
 
     def check_columns(self, present: list[str], place: str) -> None:
         """Raises ValueError if a mapped column is not among those `present`."""

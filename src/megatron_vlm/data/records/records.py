@@ -19,6 +19,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media_limits import limits_beside, named_limits
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
+from megatron_vlm.data.records.preferences import REJECTED_TURNS
 
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
@@ -39,7 +40,7 @@ def conversation_of(record: Any) -> dict:
     others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
     for kind, names in (("image", IMAGES), ("video", VIDEOS)):
         others |= limits_beside(kind, next((record[name] for name in names if record.get(name)), []))
-    return {key: _without_media(record[key])} | others
+    return {each: _without_media(record[each]) for each in (key, REJECTED_TURNS) if record.get(each)} | others
 
 
 def _without_media(turns: Any) -> Any:

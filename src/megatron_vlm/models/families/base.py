@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +53,16 @@ class Family:
     has_experts: bool = False
     # a sample (in Transformers even a batch) holds either images or videos
     images_or_videos: bool = False
+    # the frames of a video are images to the model, and to its tokens
+    frames_as_images: bool = False
     # tokens of one image see each other in both directions
     bidirectional_images: bool = False
     # gives the function that data workers call on every document
     position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
+    # gives the function that makes the visual keys of a processor's outputs which have another form
+    of_processor: Callable[[Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]] = lambda hf_config: dict
+    # what the work of tower and projector grows with, but for attention; None: the number of features
+    tower_units: Callable[[Any, GenericVisualInputs], int] | None = None
     # gives the function (token ids) -> which of them stand for image features, which for video features
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
@@ -66,7 +72,8 @@ class Family:
     peft_experts: tuple[str, ...] = ()
 
     def data_needs(self, hf_config: Any) -> DataNeeds:
-        return DataNeeds(self.visual_keys, self.position_ids(hf_config), self.images_or_videos)
+        positions, made = self.position_ids(hf_config), self.of_processor(hf_config)
+        return DataNeeds(self.visual_keys, positions, self.images_or_videos, made, self.frames_as_images)
 
     def weight_map(self, hf_config: Any) -> WeightMap:
         return WeightMap(

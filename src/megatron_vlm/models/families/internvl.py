@@ -1,6 +1,6 @@
 """InternVL 3 and 3.5 in the format of Transformers: tiles of one size, pixel shuffle, two linears.
 
-The processor cuts an image into tiles and adds a thumbnail; a tile is an item of its own.
+The processor cuts an image into tiles and adds a thumbnail; a tile is an item of its own, and so is a frame.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ FAMILY = Family(
     model_type="internvl",
     sections=SECTIONS,
     visual_keys=("pixel_values",),
+    frames_as_images=True,
     architecture=texts.architecture,
     rotary=texts.rotary,
     build_vision=InternVLVision,

@@ -34,7 +34,8 @@ def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
 
 def architecture(hf_config: Any) -> dict:
     """Fields of LanguageModelConfig."""
-    return llama.architecture(hf_config) | _text(hf_config).architecture(hf_config.text_config)
+    text = hf_config.text_config
+    return llama.architecture(hf_config) | _text(hf_config).architecture(text) | _bounded(text)
 
 
 def rotary(hf_config: Any) -> Rotary:
@@ -51,6 +52,13 @@ def layer_rules(hf_config: Any, hf_layer: str) -> list[Rule]:
 
 def _text(hf_config: Any) -> Text:
     return TEXTS[hf_config.text_config.model_type]
+
+
+def _bounded(text: Any) -> dict:
+    """The rule "dynamic" is the default one up to max_position_embeddings; further on, Transformers' depends
+    on the longest row of a batch."""
+    dynamic = text.rope_parameters["rope_type"] == "dynamic"
+    return {"most_positions": text.max_position_embeddings} if dynamic else {}
 
 
 def _same_window(text: Any) -> dict:
@@ -73,6 +81,7 @@ def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
 _QWEN = keys.text() | {"layer_types": keys.LAYER_TYPES}
 _QWEN |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
 _MISTRAL = keys.text() | keys.any_of("sliding_window")
+_RULES = keys.ROPE | {"rope_type": keys.only("default", "linear", "llama3", "yarn", "dynamic")}
 _LLAMA4_SCALING = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 TEXTS = {
@@ -81,24 +90,24 @@ TEXTS = {
             ("llama",),
             keys.text() | keys.any_of("attention_bias"),
             no_effect=("pretraining_tp",),
-            rope=keys.ROPE,
+            rope=_RULES,
         ),
         architecture=llama.attention_bias,
         norms_and_biases=lambda text: {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias},
     ),
-    "mistral": Text(keys.Section(("mistral",), _MISTRAL, rope=keys.ROPE), architecture=_same_window),
+    "mistral": Text(keys.Section(("mistral",), _MISTRAL, rope=_RULES), architecture=_same_window),
     "ministral3": Text(
         keys.Section(("ministral3",), _MISTRAL, rope=keys.ROPE | dict.fromkeys(_LLAMA4_SCALING, keys.NUMBER)),
         architecture=_same_window,
         query_scale=_query_scale,
     ),
     "qwen2": Text(
-        keys.Section(("qwen2",), _QWEN, rope=keys.ROPE),
+        keys.Section(("qwen2",), _QWEN, rope=_RULES),
         architecture=lambda text: {"add_qkv_bias": True, "layer_windows": llama.layer_windows(text)},
         norms_and_biases=lambda text: {"qkv_bias": True},
     ),
     "qwen3": Text(
-        keys.Section(("qwen3",), _QWEN | keys.any_of("attention_bias"), rope=keys.ROPE),
+        keys.Section(("qwen3",), _QWEN | keys.any_of("attention_bias"), rope=_RULES),
         architecture=lambda text: {
             **llama.attention_bias(text),
             "qk_layernorm": True,

@@ -1,0 +1,67 @@
+"""Preference records, as people lay them out, brought to one form: the whole conversation with the chosen
+answer under `messages` or `conversations`, that with the rejected one under `rejected_messages`.
+
+    prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
+                                       conversations; question and instruction are prompts, too
+    conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
+    messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
+    messages, rejected_messages        ms-swift: two conversations; to this all others are brought
+
+A prompt or an answer is text, a turn, or a list of turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vlm.data.chatml import BadSample
+
+CHOSEN, REJECTED = "chosen", "rejected"
+REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
+PAIR_COLUMNS = ((CHOSEN,), (REJECTED, REJECTED_REPLY, REJECTED_TURNS))
+
+
+def with_pair(
+    record: dict, turns: tuple[str, ...], prompts: tuple[str, ...], queries: tuple[str, ...]
+) -> dict:
+    """The record in the form above; one that is no preference record as it is. The names are those under
+    which a record may have turns, prompts, and what follows a prompt."""
+    if record.get("rejected_images"):
+        raise BadSample("bad_preference", "rejected_images: both answers have to be to the same images")
+    named = next((name for name in turns if isinstance(record.get(name), list) and record[name]), None)
+    if isinstance(record.get(CHOSEN), str | dict | list) and (named is None or _has(record, REJECTED)):
+        prompt = _turns(record[named], "user") if named else _prompt(record, prompts, queries)
+        others = {name: value for name, value in record.items() if name not in (CHOSEN, REJECTED, *prompts)}
+        pair = {named or turns[-1]: prompt + _turns(record[CHOSEN], "assistant")}
+        if _has(record, REJECTED):
+            pair[REJECTED_TURNS] = prompt + _turns(record[REJECTED], "assistant")
+        return others | pair
+    if named and _has(record, REJECTED_REPLY):
+        others = {name: value for name, value in record.items() if name != REJECTED_REPLY}
+        whole = _turns(record[named], "user")
+        return others | {REJECTED_TURNS: whole[:-1] + _turns(record[REJECTED_REPLY], "assistant")}
+    return record
+
+
+def _has(record: dict, name: str) -> bool:
+    return record.get(name) is not None
+
+
+def _prompt(record: dict, prompts: tuple[str, ...], queries: tuple[str, ...]) -> list:
+    prompt, query = (next((record[n] for n in names if record.get(n)), None) for names in (prompts, queries))
+    if isinstance(prompt, str) and isinstance(query, str):
+        prompt = f"{prompt}\n{query}"
+    return [] if prompt is None else _turns(prompt, "user")
+
+
+def _turns(given: Any, role: str) -> list:
+    """Text becomes a turn of `role`; turns stay as they are, for `cook_chatml_sample` to judge."""
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if isinstance(given, dict):
+        return [given]
+    if not isinstance(given, list):
+        raise BadSample(
+            "bad_preference", f"an answer or a prompt is {type(given).__name__}, no text or turns"
+        )
+    return given

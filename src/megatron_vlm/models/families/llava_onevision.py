@@ -1,0 +1,215 @@
+"""LLaVA-OneVision: SigLIP's tower over tiles of an image, whose padding is cut off, and Qwen2's text model.
+
+The only image of a conversation is one tile with all of it, then rows of tiles, with a learned feature at the
+end of each row of features. An image among others is one tile. So is a frame, whose features are pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    LlavaOnevisionModel,
+    LlavaOnevisionMultiModalProjector,
+    image_size_to_num_patches,
+)
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.supported import SUPPORTED
+
+
+def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
+    side = hf_config.vision_config.image_size
+    return bool(pinpoints) and all(len(p) == 2 and min(p) > 0 == max(n % side for n in p) for p in pinpoints)
+
+
+def _at_most(ratio: Any, hf_config: Any) -> bool:
+    return ratio.startswith("anyres_max_") and ratio.removeprefix("anyres_max_").isdecimal()
+
+
+SECTIONS = keys.sections(
+    keys.Section(
+        ("llava_onevision",),
+        keys.TOP
+        | keys.any_of("image_token_index", "image_token_id", "video_token_index", "video_token_id")
+        | keys.any_of("projector_hidden_act", "multimodal_projector_bias")
+        | {
+            "image_grid_pinpoints": keys.Values("pairs of multiples of the tower's image_size", _whole_tiles),
+            "vision_aspect_ratio": keys.Values('"anyres_max_" and a number', _at_most),
+            "vision_feature_layer": keys.Values("layers of the tower", towers.layers_exist),
+            "vision_feature_select_strategy": keys.only("full"),
+        },
+    ),
+    texts.sections(SUPPORTED["llava_onevision"].text_types),
+    keys.Section(
+        ("siglip_vision_model",),
+        towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
+    ),
+)
+
+
+class OneVision(nn.Module):
+    """The HF tower, projector and the end of a row: tiles and frames of all items -> features (M, D).
+
+    Images are pixel_values (tiles, 3, H, W), image_tiles (N,) and image_sizes (N, 2), of the original images;
+    videos are pixel_values_videos (frames, 3, H, W) and video_frames (N,).
+    """
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(
+            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
+        )
+        self.multi_modal_projector = LlavaOnevisionMultiModalProjector(hf_config)
+        self.image_newline = nn.Parameter(torch.zeros(hf_config.text_config.hidden_size))
+        self.config = hf_config  # Transformers' functions for features read it, and nothing else of a model
+        layers = hf_config.vision_feature_layer
+        self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
+        towers.train_what_is_used(self, blank_image(hf_config, 0))
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | None = None,
+        image_tiles: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_frames: Tensor | None = None,
+    ) -> Tensor:
+        features = []
+        if pixel_values is not None:
+            tiles = self._of_tiles(pixel_values).split(image_tiles.tolist())
+            features += packed(self, tiles, image_sizes, self.image_newline)
+        if pixel_values_videos is not None:
+            pooled = LlavaOnevisionModel.apply_pooling(self, self._of_tiles(pixel_values_videos))
+            for frames in pooled.split(video_frames.tolist()):
+                features += [frames.flatten(0, 1), self.image_newline[None].to(frames.dtype)]
+        return torch.cat(features)
+
+    def _of_tiles(self, pixels: Tensor) -> Tensor:
+        """(tiles, patches, D)"""
+        pixels = pixels.to(self.multi_modal_projector.linear_1.weight.dtype)
+        states = self.vision_tower(pixels, output_hidden_states=True).hidden_states
+        return self.multi_modal_projector(torch.cat([states[layer] for layer in self.feature_layers], dim=-1))
+
+
+def packed(
+    holder: Any, tiles: tuple[Tensor, ...], image_sizes: Tensor, newline: Tensor | None
+) -> list[Tensor]:
+    """The features (M, D) of each image, from those (tiles, patches, D) of its tiles, by Transformers' own
+    function; `holder` has the `config`."""
+    ratio = holder.config.vision_aspect_ratio
+    features, _ = LlavaOnevisionModel.pack_image_features(holder, tiles, image_sizes.tolist(), newline, ratio)
+    return features
+
+
+def _side(hf_config: Any) -> int:
+    """Patches of a side of a tile."""
+    vision = hf_config.vision_config
+    return vision.image_size // vision.patch_size
+
+
+def tiles_of(hf_config: Any, size: list[int], alone: bool) -> int:
+    """How many tiles an image of (height, width) has, which is its conversation's only one or not."""
+    side, pinpoints = hf_config.vision_config.image_size, hf_config.image_grid_pinpoints
+    return image_size_to_num_patches(list(size), pinpoints, side) if alone else 1
+
+
+def without_padding(hf_config: Any, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A processor's outputs for one conversation with the tiles and frames that there are one after another.
+
+    The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
+    conversation; pixel_values_videos (N, frames, 3, H, W).
+    """
+    outputs = dict(outputs)
+    conversations = outputs.pop("batch_num_images", None)
+    pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
+    if pixels is not None and pixels.dim() == 5:
+        counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
+        alone = [count == 1 for count in counts for _ in range(count)]
+        sizes = outputs["image_sizes"].tolist()
+        tiles = [tiles_of(hf_config, *each) for each in zip(sizes, alone, strict=True)]
+        outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
+        outputs["image_tiles"] = torch.tensor(tiles)
+    if videos is not None and videos.dim() == 5:
+        outputs["pixel_values_videos"] = videos.flatten(0, 1)
+        outputs["video_frames"] = torch.full((len(videos),), videos.shape[1])
+    return outputs
+
+
+def of_processor(hf_config: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    return partial(without_padding, hf_config)
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A black square, in tiles if it has an area."""
+    vision, side = hf_config.vision_config, max(1, round(pixels**0.5))
+    tiles = tiles_of(hf_config, [side, side], alone=pixels > 0)
+    return {
+        "pixel_values": torch.zeros(tiles, vision.num_channels, vision.image_size, vision.image_size),
+        # the host reads them, also while a model is built on the meta device
+        "image_sizes": torch.tensor([[side, side]], device="cpu"),
+        "image_tiles": torch.tensor([tiles], device="cpu"),
+    }
+
+
+class _Shape:
+    """Stands for the tower where only the number of features is asked for."""
+
+    def __init__(self, hf_config: Any):
+        self.config = hf_config
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    """Those of each image, then of each video."""
+    side, counts = _side(hf_config), []
+    if visual.image_tiles is not None:
+        tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
+        newline = torch.empty(1, device="meta")
+        counts = [len(each) for each in packed(_Shape(hf_config), tiles, visual.image_sizes, newline)]
+    frames = [] if visual.video_frames is None else visual.video_frames.tolist()
+    return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
+
+
+def tower_units(hf_config: Any, visual: GenericVisualInputs) -> int:
+    """Tiles and frames: features are fewer than patches where they are pooled or cut off."""
+    held = (visual.pixel_values, visual.pixel_values_videos)
+    return sum(len(pixels) for pixels in held if pixels is not None)
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    return tower_units(hf_config, visual) * _side(hf_config) ** 4
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    return [Rule("vision.image_newline", ("image_newline",), Whole()), *llava_keys.rules(hf_config)]
+
+
+FAMILY = Family(
+    model_type="llava_onevision",
+    sections=SECTIONS,
+    visual_keys=("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames"),
+    architecture=texts.architecture,
+    rotary=texts.rotary,
+    build_vision=OneVision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
+    tower_units=tower_units,
+    weights=weights,
+    renames=(*llava_keys.RENAMES, (r"^model\.image_newline$", "image_newline")),
+    groups={
+        "tower": ("vision.vision_tower.",),
+        "projector": ("vision.multi_modal_projector.", "vision.image_newline"),
+        "language_model": ("language_model.",),
+    },
+    of_processor=of_processor,
+)

@@ -1,0 +1,156 @@
+"""Training on preference pairs (DPO, arXiv 2305.18290) as the objective of a run.
+
+The rows of a batch hold pairs: document 1 of a row is a chosen answer and 2 the rejected one, then 3 and 4
+(see `data.preferences`). A step scores them twice, by the starting weights and by those that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from megatron_vlm.batch import IGNORE_INDEX, Batch
+from megatron_vlm.config import RunConfig
+from megatron_vlm.job import watchdog
+from megatron_vlm.models.schedule import run_schedule
+from megatron_vlm.models.stream import Stream
+from megatron_vlm.rl.losses import document_sums, dpo
+from megatron_vlm.training.step import Objective, forward_backward, streams_of
+
+LOGGED = ("margin", "accuracy", "reward_chosen", "reward_rejected")
+
+
+def objective_of(config: RunConfig, chunks: list[nn.Module]) -> tuple[Objective, tuple[str, ...]]:
+    """What makes the gradients of a run that begins with these weights, and what it logs."""
+    if config.train.objective == "tokens":
+        return forward_backward, ()
+    return Preferences(chunks, config.train.dpo_beta), LOGGED
+
+
+class Preferences:
+    """The mean DPO loss over the pairs of a global batch. Create it while `chunks` have the weights to
+    compare with: it keeps a copy of those that are trained, which are few with adapters.
+
+    Reports have `sums` (loss, pairs, trained tokens), `logs` as `rl.losses.dpo`, and for figures by source
+    the negative log-likelihood of each trained token in `losses`.
+    """
+
+    def __init__(self, chunks: list[nn.Module], beta: float):
+        trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+        self._beta, self._start = beta, [(param, param.detach().clone()) for param in trained]
+
+    def __call__(
+        self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Reports on the last stage; the gradients are there unless `forward_only`."""
+        streams, pairs = streams_of(chunks, micro_batches), [Pairs(batch) for batch in micro_batches]
+        for stream, pair in zip(streams, pairs, strict=True):
+            stream.trained_weight = pair.count
+        with self._reference(chunks):
+            score = partial(_step, partial(_scores, iter(pairs)))
+            references = [each["scores"] for each in run_schedule(chunks, streams, score, forward_only=True)]
+        get_model_config(chunks[0]).step_weight = sum(pair.count for pair in pairs)
+        loss = partial(_loss, self._beta, zip(pairs, references, strict=False))
+        return run_schedule(chunks, streams, partial(_step, loss), forward_only)
+
+    @contextmanager
+    def _reference(self, chunks: list[nn.Module]) -> Iterator[None]:
+        """The chunks have the starting weights meanwhile."""
+        training, own = chunks[0].training, [param.data for param, _ in self._start]
+        for chunk in chunks:
+            chunk.eval()
+        for param, start in self._start:
+            param.data = start
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for (param, _), weights in zip(self._start, own, strict=True):
+                param.data = weights
+            for chunk in chunks:
+                chunk.train(training)
+
+
+class Pairs:
+    """Which answer each trained token of a batch belongs to: `answers` (N,), 2 n for the chosen answer of
+    pair n and 2 n + 1 for the rejected one; `count` pairs. A pair without trained tokens does not count."""
+
+    def __init__(self, batch: Batch):
+        rows, places = np.nonzero(batch["labels"].numpy() != IGNORE_INDEX)
+        documents = batch["attention_mask"].numpy()[rows, places] - 1
+        most = int(batch["attention_mask"].max()) // 2 + 1
+        _, numbers = np.unique(rows * most + documents // 2, return_inverse=True)
+        self.answers = 2 * numbers + documents % 2
+        self.count = int(numbers.max(initial=-1)) + 1
+        if (np.bincount(self.answers, minlength=2 * self.count) == 0).any():
+            raise ValueError(f"dpo: rows of {batch['__key__']} hold answers that are no pairs.")
+
+
+def _step(loss, streams: Iterator[Stream], model: nn.Module):
+    """Megatron's forward step."""
+    watchdog.beat()
+    stream = next(streams)
+    return model(stream), partial(loss, stream)
+
+
+def _scores(
+    pairs: Iterator[Pairs], stream: Stream, losses_N: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    scores = _answer_scores(next(pairs), stream, losses_N)
+    return losses_N.sum(), torch.zeros((), dtype=torch.int, device=losses_N.device), {"scores": scores}
+
+
+def _loss(beta: float, given, stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """As `training.step.token_loss`: a sum over pairs, that `finalize_gradients` divides by their number."""
+    pair, reference = next(given)
+    scores = _answer_scores(pair, stream, losses_N)
+    answers = *scores.view(-1, 2).unbind(1), *reference.view(-1, 2).unbind(1)
+    loss = dpo(*answers, beta)
+    first = parallel_state.get_context_parallel_rank() == 0  # all of these ranks have the same pairs
+    rewards = beta * (scores - reference).detach().view(-1, 2).sum(0)
+    counts = torch.full_like(rewards, pair.count)
+    names = ("reward_chosen", "reward_rejected")
+    logs = loss.logs | dict(zip(names, torch.stack((rewards, counts), 1), strict=True))
+    total, tokens = loss.total.detach().double(), torch.full_like(loss.total, len(losses_N))
+    report = {
+        "sums": torch.stack([total * first, torch.full_like(total, pair.count * first), tokens.double()]),
+        "logs": {name: value.double() * first for name, value in logs.items()},
+        "losses": _weighted(stream, losses_N.detach()),
+        "places": stream.output_places,
+    }
+    return loss.total.float(), tokens.int(), report
+
+
+def _answer_scores(pair: Pairs, stream: Stream, losses_N: Tensor) -> Tensor:
+    """(2 pairs,) the log-probability of each answer, on every context-parallel rank; a token's is multiplied
+    by its weight. In fp64, as a margin is the small difference of large sums."""
+    answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)[stream.output_places]
+    return _Whole.apply(-document_sums(_weighted(stream, losses_N).double(), answers, 2 * pair.count))
+
+
+def _weighted(stream: Stream, losses_N: Tensor) -> Tensor:
+    return losses_N if stream.weights is None else losses_N * stream.weights
+
+
+class _Whole(torch.autograd.Function):
+    """The sum over context-parallel ranks. Each then computes the same loss of it, so its gradient is that of
+    each rank's part."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor) -> Tensor:
+        group, whole = parallel_state.get_context_parallel_group(), part.clone()
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient

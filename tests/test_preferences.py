@@ -1,0 +1,76 @@
+"""Preference records: every way of writing one gives the same pair, and a broken one says what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.preferences.pairs import halves_of
+from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.records import conversation_json, conversation_of
+
+
+def turn(role: str, text: str) -> dict:
+    return {"role": role, "content": text}
+
+
+ASKED = [turn("user", "Which?"), turn("assistant", "This one?"), turn("user", "<image>No.")]
+GOOD, BAD = turn("assistant", "A cat."), turn("assistant", "A dog.")
+RECORDS = {
+    "TRL": {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
+    "TRL without prompt": {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+    "text": {"prompt": ASKED, "chosen": "A cat.", "rejected": "A dog."},
+    "one reply": {"messages": [*ASKED, GOOD], "rejected_response": "A dog."},
+    "two conversations": {"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED, BAD]},
+    "LLaMA-Factory": {
+        "conversations": ASKED,
+        "chosen": {"from": "gpt", "value": "A cat."},
+        "rejected": {"from": "gpt", "value": "A dog."},
+    },
+    "other columns": {"prompt": ASKED, "better": "A cat.", "worse": "A dog."},
+}
+
+
+def halves(record: dict) -> list[dict]:
+    """As a run reads them, from a source or from a shard."""
+    columns = {"chosen": "better", "rejected": "worse"} if "better" in record else {}
+    conversation = conversation_json(conversation_of(RecordLayout(columns)(record))).decode()
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=conversation)
+    return [json.loads(half.conversation) for half in halves_of(sample)]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_way_of_writing_a_record_gives_the_same_pair(name):
+    for half, text in zip(halves(RECORDS[name]), ("A cat.", "A dog."), strict=True):
+        assert half["messages"] == [
+            {"role": "user", "content": [{"type": "text", "text": "Which?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "This one?"}], "loss": False},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "No."}]},
+            {"role": "assistant", "content": [{"type": "text", "text": text}]},
+        ]
+
+
+def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
+    record = {"system": "Be short.", "question": "What?", "chosen": "A cat.", "rejected": "A dog."}
+    roles = [[each["role"] for each in half["messages"]] for half in halves(record)]
+    assert roles == [["system", "user", "assistant"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("record", "detail"),
+    [
+        ({"messages": [*ASKED, GOOD]}, "no rejected answer"),
+        ({"prompt": ASKED, "chosen": [GOOD]}, "no rejected answer"),
+        ({"prompt": ASKED, "chosen": [GOOD], "rejected": [GOOD]}, "are equal"),
+        ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 2"),
+        ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),
+        (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
+        ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),
+    ],
+)
+def test_a_broken_record_says_what_is_wrong(record, detail):
+    with pytest.raises(BadSample, match=detail) as bad:
+        halves(record)
+    assert bad.value.reason == "bad_preference"
