@@ -273,9 +273,9 @@ def encode(
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches, of all rows; see
     `megatron_vlm.data.media.naflex`."""
-    keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
-    found = [out for out in outputs if "spatial_shapes" in out]
-    return {key: torch.cat([out[key] for out in found]) for key in keys} if found else {}
+    keys = ("pixel_values", "pixel_attention_mask", "spatial_shapes", "image_position_ids")
+    found = [out for out in outputs if {"spatial_shapes", "image_position_ids"} & out.keys()]
+    return {key: torch.cat([out[key] for out in found]) for key in keys if key in found[0]} if found else {}
 
 
 def _stack(rows: list[torch.Tensor]) -> torch.Tensor:

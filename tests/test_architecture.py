@@ -33,9 +33,10 @@ ROOMS = {name: re.findall(r"`([a-z_.]+)`", below) for name, below in ROWS}  # fr
 # files of models/ that are no room of their own
 MODELS = {
     **dict.fromkeys(
-        ("language_model", "pixels", "positions", "vision_parallel", "stream", "head", "schedule"),
+        ("attention_sizes", "language_model", "pixels", "positions", "vision_parallel", "stream", "head"),
         "models.parts",
     ),
+    "schedule": "models.parts",
     **dict.fromkeys(("vlm", "costs", "step_work"), "models.whole"),
 }
 # at module level, and with them what they import; each line after what the lines above it imported

@@ -53,8 +53,8 @@ class Family:
     has_experts: bool = False
     # a sample (in Transformers even a batch) holds either images or videos
     images_or_videos: bool = False
-    # tokens of one image see each other in both directions
-    bidirectional_images: bool = False
+    # tokens of one image see each other in both directions; "windows": only in layers with a sliding window
+    bidirectional_images: bool | str = False
     # gives the function that data workers call on every document
     position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
     # gives the function (token ids) -> which of them stand for image features, which for video features
