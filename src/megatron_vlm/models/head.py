@@ -84,7 +84,7 @@ def log_probabilities(
     """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
-    and labels and get the same result. Logits are `capped`, then divided by `temperature`. Both have gradients.
+    and labels and get the same result. Logits are `capped` and divided by `temperature`. Both have gradients.
     """
     return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy, softcap)
 

@@ -124,10 +124,6 @@ def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:
     return megatron_config.num_moe_experts is not None and bool(megatron_config.moe_layer_freq[layer])
 
 
-def spec_of(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
-    return (megatron_config.own_layer_spec or layer_spec)(megatron_config, layer)
-
-
 def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     """Transformer layer number `layer`: Megatron's parallel linears with our attention and norms."""
     qk_norm = RMSNorm if megatron_config.qk_layernorm else None
@@ -184,7 +180,8 @@ class LanguageModel(GPTModel):
         if megatron_config.gradient_accumulation_fusion:
             weight_gradients.install()
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        specs = [spec_of(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)]
+        spec = megatron_config.own_layer_spec or layer_spec
+        specs = [spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)]
         super().__init__(
             megatron_config,
             TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),

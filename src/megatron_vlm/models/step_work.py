@@ -70,7 +70,7 @@ class StepWork:
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
     def _attention(self, layout: StreamLayout) -> float:
-        """Of pairs of a token and one that it sees, over all layers; a later one is seen in an image block."""
+        """Over all layers, of pairs of a token and one that it sees, in an image block also a later one."""
         placement = layout.placement
         lengths = placement.ends - placement.starts
         later = sum((stop - start) * (stop - start - 1) / 2 for _, start, stop in placement.blocks)

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
+from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_losses

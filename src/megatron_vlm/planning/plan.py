@@ -25,7 +25,7 @@ from megatron_vlm.models.language_model import (
     LanguageModelConfig,
     has_experts,
     language_model_config,
-    spec_of,
+    layer_spec,
 )
 from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.models.vlm import check_divisible
@@ -175,10 +175,11 @@ class _Held:
     ):
         self._trained = trained = "language_model" not in config.frozen
         self._config = megatron_config
+        spec = megatron_config.own_layer_spec or layer_spec
         examples = {self._kind(i): i for i in range(megatron_config.num_layers)}
         self._layers = {
             kind: _count(
-                build_module(spec_of(megatron_config, i), config=megatron_config, layer_number=i + 1),
+                build_module(spec(megatron_config, i), config=megatron_config, layer_number=i + 1),
                 trained,
             )
             for kind, i in examples.items()

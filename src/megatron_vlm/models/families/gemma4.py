@@ -232,11 +232,7 @@ def weights(hf_config: Any) -> list[Rule]:
         *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
         *llama.outer_rules(hf_config, MODEL),
         *_attention_rules(text),
-        *(
-            _expert_rules(text)
-            if text.enable_moe_block
-            else llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
-        ),
+        *(_expert_rules if text.enable_moe_block else _dense_rules)(text),
         *llama.norm_rules(LAYER, after),
         llama.layer_rule(LAYER, "mlp_bda.layer_scalar", ("layer_scalar",), Whole()),
     ]
@@ -246,28 +242,22 @@ def _attention_rules(text: Any) -> list[Rule]:
     norms = {"input_layernorm": "input_layernorm"}
     norms |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
     rules = llama.norm_rules(LAYER, norms)
-    for layer, heads in enumerate(_heads(text)):
-        operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
-        for kind in ("weight", "bias") if text.attention_bias else ("weight",):
-            theirs = tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
-            rule = llama.layer_rule(LAYER, f"self_attention.linear_qkv.{kind}", theirs, operation)
-            rules.append(_of_layer(rule, layer))
-    rules.append(
-        llama.layer_rule(LAYER, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1))
-    )
-    if text.attention_bias:
-        rules.append(
-            llama.layer_rule(LAYER, "self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), Whole())
-        )
+    for kind, cut in (
+        (("weight", Cut(1)), ("bias", Whole())) if text.attention_bias else (("weight", Cut(1)),)
+    ):
+        ours, proj = f"self_attention.linear_qkv.{kind}", f"self_attention.linear_proj.{kind}"
+        rules.append(llama.layer_rule(LAYER, proj, (f"self_attn.o_proj.{kind}",), cut))
+        for layer, heads in enumerate(_heads(text)):
+            number = str(layer)
+            theirs = (f"{LAYER}self_attn.{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
+            names = (llama.LAYER + ours).replace("*", number), tuple(x.replace("*", number) for x in theirs)
+            operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
+            rules.append(Rule(*names, operation))
     return rules
 
 
-def _of_layer(rule: Rule, layer: int) -> Rule:
-    """A rule for all layers as one for this layer."""
-    number = str(layer)
-    return Rule(
-        rule.param.replace("*", number), tuple(hf.replace("*", number) for hf in rule.hf), rule.operation
-    )
+def _dense_rules(text: Any) -> list[Rule]:
+    return llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
 
 
 def _expert_rules(text: Any) -> list[Rule]:
@@ -302,9 +292,13 @@ def portable_config(config: dict) -> dict:
     """The config with heads of full attention as published checkpoints and versions up to 5.12 say it."""
     config = towers.portable_config(config)
     text = dict(config["text_config"])
-    layers = text.pop("per_layer_config", None) or {}
-    for own in list(layers.values())[:1]:
-        text |= {f"global_{key}" if key == "head_dim" else f"num_global_{key[4:]}": own[key] for key in own}
+    layers = text.pop("per_layer_config", None)
+    if layers is None:
+        return config
+    own = layers.get(str(text["layer_types"].index(FULL)), {})
+    text["global_head_dim"] = own.get("head_dim", text["head_dim"])
+    if "num_key_value_heads" in own:
+        text["num_global_key_value_heads"] = own["num_key_value_heads"]
     return config | {"text_config": text}
 
 

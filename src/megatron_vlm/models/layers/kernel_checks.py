@@ -33,8 +33,8 @@ def check_kernels(megatron_config: TransformerConfig, device: torch.device) -> N
 
 
 def check_attention(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Changes the backend to dense, with a warning, if it does not agree with that on this device; where layers
-    have heads of their own, for those layers."""
+    """Changes the backend to dense, with a warning, if it does not agree with that on this device; if layers
+    have heads of their own, for layers with such heads."""
     name, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size
     if name == "dense":
         return

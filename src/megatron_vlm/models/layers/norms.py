@@ -15,9 +15,8 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, with statistics in fp32.
 
     With `layernorm_zero_centered_gamma` the weight is an offset from one and is applied in fp32 before the
-    cast back, with `wide_norms` it is applied so as it is; otherwise after the cast. Transformers has the same
-    order in each case (Gemma3RMSNorm, Gemma4RMSNorm, LlamaRMSNorm). Under sequence parallelism the weight's
-    gradient is summed over TP.
+    cast back, as one without offset with `wide_norms`; otherwise after the cast. Transformers does the same
+    (Gemma3RMSNorm, Gemma4RMSNorm, LlamaRMSNorm). Sequence parallelism sums the weight's gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):

@@ -118,7 +118,7 @@ class GatedMLP(Operation):
 
 @dataclass(frozen=True)
 class GroupedQKV(Operation):
-    """Megatron's linear_qkv: for each key/value group its query heads, its key head, its value head if any."""
+    """Megatron's linear_qkv: for each key/value group its query heads, its key head, any value head."""
 
     heads: int
     groups: int
