@@ -74,7 +74,7 @@ def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config
     text_config = {
         "vocab_size": -(-len(vocab) // 64) * 64,
         "hidden_size": 64,
-        "intermediate_size": 96,
+        "intermediate_size": 128,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

@@ -48,7 +48,9 @@ SECTIONS = keys.sections(
         keys.text("hidden_activation")
         | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v", "enable_moe_block")
         | keys.any_of("num_experts", "moe_intermediate_size", "global_head_dim", "num_global_key_value_heads")
-        | keys.any_of("kv_sharing_modes")  # what Transformers makes of num_kv_shared_layers
+        # what Transformers makes of other keys, and how it may be asked for them
+        | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
+        | keys.any_of("serialize_explicit_per_layer_config", "output_router_logits")
         | {
             "layer_types": keys.LAYER_TYPES,
             "use_bidirectional_attention": keys.only("vision"),
@@ -76,7 +78,7 @@ SECTIONS = keys.sections(
         ("gemma4_vision",),
         keys.VISION
         | keys.any_of("num_hidden_layers", "num_key_value_heads", "hidden_activation", "rms_norm_eps")
-        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize"),
+        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims"),
         no_effect=("attention_bias", "max_position_embeddings"),
     ),
 )

@@ -113,9 +113,9 @@ def _problems(section: Section, config: Any) -> Iterator[str]:
 
 def _differs_by_type(section: Section, config: Any) -> bool:
     """Whether all layers of one type are alike, and types differ in keys of `Section.by_layer` alone."""
-    if not section.by_layer:
-        return False
     layers = [vars(layer) for layer in config.per_layer_config]
+    if not (section.by_layer and layers):
+        return False
     first = dict(zip(reversed(config.layer_types), reversed(layers), strict=True))
     own = {key for layer in layers for key in layer if layer[key] != layers[0].get(key)}
     alike = all(layer == first[kind] for kind, layer in zip(config.layer_types, layers, strict=True))
