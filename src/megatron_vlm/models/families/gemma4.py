@@ -154,10 +154,13 @@ class Gemma4Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        tower = deepcopy(hf_config.vision_config)
-        self.vision_tower = use_segments(
-            AutoModel.from_config(tower, attn_implementation="sdpa", trust_remote_code=False)
+        tower = AutoModel.from_config(
+            deepcopy(hf_config.vision_config),
+            attn_implementation="sdpa",
+            dtype=torch.float32,  # whatever config.json says: `standardize` adds buffers, which stay as they are
+            trust_remote_code=False,
         )
+        self.vision_tower = use_segments(tower)
         self.embed_vision = Gemma4MultimodalEmbedder(hf_config.vision_config, hf_config.text_config)
         self.pooled = hf_config.vision_config.pooling_kernel_size
 
