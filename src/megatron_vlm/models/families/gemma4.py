@@ -157,7 +157,7 @@ class Gemma4Vision(nn.Module):
         tower = AutoModel.from_config(
             deepcopy(hf_config.vision_config),
             attn_implementation="sdpa",
-            dtype=torch.float32,  # whatever config.json says: `standardize` adds buffers, which stay as they are
+            dtype=torch.float32,  # not that of config.json: `standardize` has buffers, which stay as they are
             trust_remote_code=False,
         )
         self.vision_tower = use_segments(tower)
