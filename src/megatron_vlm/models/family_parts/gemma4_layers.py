@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
@@ -15,9 +14,10 @@ from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
 from megatron_vlm.models.layers.attention import RotarySelfAttention
-from megatron_vlm.models.layers.fused import Norm
+from megatron_vlm.models.layers.fused import Norm, norm
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
+from megatron_vlm.parallel.linears import ColumnParallelLinear
 
 
 def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
@@ -42,7 +42,8 @@ class PlainNorm(nn.Module):
         self.register_buffer("ones", torch.ones(width, dtype=config.params_dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Norm.apply(x, self.ones, self.eps, False, True)
+        of_what = x, self.ones, self.eps, False, True
+        return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
 
 
 class QueryKeyLinear(ColumnParallelLinear):
