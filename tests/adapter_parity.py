@@ -41,7 +41,8 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
     "adapter of experts": {
         "r": 3,
         "lora_alpha": 6,
-        "target_modules": ["q_proj"],
+        # whole ends, as the q_proj of a Gemma 4 tower is no linear
+        "target_modules": [f"language_model.layers.{layer}.self_attn.q_proj" for layer in range(4)],
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"down_proj": 4},
         "alpha_pattern": {"gate_up_proj": 9},
