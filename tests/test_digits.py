@@ -161,10 +161,10 @@ def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
 
 def test_demo_names_the_families_it_knows(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "digits" / "demo.py")]
-    environment = {**os.environ, "FAMILY": "gemma4"}
+    environment = {**os.environ, "FAMILY": "gemma5"}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     known = ", ".join(FAMILIES)
-    assert ended.stderr == f"FAMILY=gemma4: the demo has no such family; take one of {known}.\n"
+    assert ended.stderr == f"FAMILY=gemma5: the demo has no such family; take one of {known}.\n"
     assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
 
 

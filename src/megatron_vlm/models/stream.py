@@ -67,17 +67,17 @@ class StreamLayout:
     """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
 
     `kinds` says which tokens stand for visual features; with `bidirectional_images`, each run of them in a
-    document is a block whose tokens all see each other.
+    document is a block whose tokens all see each other, see `Family`.
     """
 
-    def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool, ranks: int):
+    def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool | str, ranks: int):
         self.batch = batch
         documents_BS = batch["attention_mask"].numpy()
         self.real = np.flatnonzero(documents_BS)  # places of the stream -> indices into B * S
         self.kinds = kinds(batch["input_ids"]).numpy().ravel()
         lengths = _run_lengths(_row_and_document(documents_BS).ravel()[self.real])
         blocks = _blocks(lengths, self.kinds[self.real] > 0) if bidirectional_images else []
-        self.placement = Placement(lengths, blocks, ranks)
+        self.placement = Placement(lengths, blocks, ranks, bidirectional_images == "windows")
 
     @property
     def longest(self) -> int:

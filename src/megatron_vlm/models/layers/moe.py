@@ -128,11 +128,13 @@ class MoE(BaseMoELayer):
     expert parallelism, and once with it.
     """
 
+    router_class = Router
+
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool, **_
     ):
         super().__init__(config, None, pg_collection, is_mtp_layer)
-        self.router = Router(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.router = self.router_class(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.experts = Experts(config, self.num_local_experts, pg_collection)
         if self.use_shared_expert:
             linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
