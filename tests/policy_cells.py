@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import parity
 import torch
 
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.media.naflex import without_padding
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
-OURS = ("loss_mask", "advantage")
+OURS = ("loss_mask", "advantage", "routes")
 ROWS = ("t", "it", "ititit")
 
 
@@ -43,8 +44,8 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
 
 
 def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Log-probabilities and entropies of all tokens but the first by Transformers, and the gradients of
-    `loss` over the wanted ones."""
+    """Log-probabilities and entropies of all tokens but the first by Transformers, gradients of `loss` over
+    the wanted ones, and by layer the experts of each token: those of its `routes` if it has any."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vlm.models.families import family_for
@@ -54,7 +55,10 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     family = family_for(hf_config)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
+    given, found["experts"] = with_given_experts(model)
     for sample in samples:
+        given["routes"] = sample.get("routes")
+        found["experts"].append({})
         ids, ready = sample["input_ids"], without_padding(sample)
         seen = {key: ready[key] for key in family.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
@@ -73,6 +77,30 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     return found | {"loss": total.item() / 5, "grads": grads}
 
 
+def with_given_experts(model) -> tuple[dict[str, Any], list[dict[int, torch.Tensor]]]:
+    """Lets the routers of Transformers take given["routes"] (T or T - 1, layers, k), and note what they take
+    in the last entry of the list. The weights are made of their own logits, as their forwards make them."""
+    given: dict[str, Any] = {"routes": None}
+    taken: list[dict[int, torch.Tensor]] = []
+
+    def take(layer: int, gate, _, output):
+        logits, weights, experts = output
+        if given["routes"] is not None:
+            routes = given["routes"][:, layer].long()
+            experts = experts.clone()
+            experts[: len(routes)] = torch.where(routes < 0, experts[: len(routes)], routes)
+            sigmoid = hasattr(gate, "e_score_correction_bias")
+            scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+            weights = scores / scores.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0)
+        taken[-1][layer] = experts.sort(-1).values.short()
+        return logits, weights, experts
+
+    for layer, module in enumerate(model.model.language_model.layers):
+        if (gate := getattr(module.mlp, "gate", None)) is not None:
+            gate.register_forward_hook(partial(take, layer))
+    return given, taken
+
+
 def loss(log_probs, entropies, fields):
     from megatron_vlm.rl import losses
 
@@ -81,11 +109,14 @@ def loss(log_probs, entropies, fields):
     )
 
 
-def policy_of(path: str, layout: ParallelConfig, max_tokens: int):
+def policy_of(
+    path: str, layout: ParallelConfig, max_tokens: int, adapter: AdapterConfig | None = None, **model: Any
+):
     from megatron_vlm.parallel import setup
     from megatron_vlm.rl.policy import Policy
 
-    config = RunConfig(parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
+    config = RunConfig(parallel=layout, model=ModelConfig(**{"hf_path": path, "dtype": "fp32"} | model))
+    config.adapter = adapter or AdapterConfig()
     config.optimizer.lr, config.optimizer.warmup_steps = 1e-2, 0
     if torch.distributed.is_initialized():
         setup.reset_layout(layout, seed=1)
@@ -111,12 +142,15 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
 
 
 def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
+    samples, expected = torch.load(held, weights_only=False)
+    return differences(policy_of(path, parity.LAYOUTS[name][1], max_tokens), samples, expected)
+
+
+def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
+    """The worst over all ranks; takes no step."""
     from megatron_vlm.training import gradients
 
-    samples, expected = torch.load(held, weights_only=False)
-    layout = parity.LAYOUTS[name][1]
-    policy = policy_of(path, layout, max_tokens)
-    own = mine(samples)
+    layout, own = policy.config.parallel, mine(samples)
     first = next(i for i, sample in enumerate(samples) if sample is own[0])
     scores = policy.logprobs(own, TEMPERATURE, entropy=True)
     worst = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_vlm.models.weights import hf_weights, import_hf, parameters_by_par
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
+from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel, empty_gradients, finalize_gradients
 from megatron_vlm.training.optimizer import build_optimizer
@@ -34,10 +36,12 @@ LossFunction = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Loss]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted."""
+    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted. `routes` (T, layers, k)
+    int16 are the experts of each token, -1 in layers without, to be given with the sample."""
 
     log_probs: list[Tensor]
     entropies: list[Tensor] | None
+    routes: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ class Policy:
     """A model that scores samples and takes gradients from them, under any layout.
 
     A sample is a mapping with `input_ids` (T,), what the HF processor made of its images, `loss_mask` (T,) if
-    not all tokens are wanted, and any fields for losses. `samples` is a sequence of them: a list, a lazy
-    stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank gives its own, any number, also
-    none; the ranks of one model give the same. Every method is a collective of all ranks.
+    not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
+    sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
+    gives its own, any number, also none; the ranks of one model give the same. Every method is a
+    collective of all ranks.
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
@@ -97,16 +102,20 @@ class Policy:
             )
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
-    def logprobs(self, samples: Samples, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def logprobs(
+        self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
+    ) -> Scores:
         """What the model gives the wanted tokens of this rank's samples, logits divided by `temperature`.
 
-        By the same rows and operations as `forward_backward` on the same samples: equal to the bit.
+        By the same rows and operations as `forward_backward` on the same samples: equal to the bit. With
+        `routes`, also which experts each token went to.
         """
         rows = self._rows(samples)
         score = partial(_score, _reported, self._scores_head(temperature, entropy))
         for chunk in self.chunks:
             chunk.eval()
-        reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
+        with recorded(self.chunks) if routes else nullcontext({}) as chosen:
+            reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         given = [each for row in rows for each in row.documents]
@@ -122,7 +131,11 @@ class Policy:
             whole = torch.zeros(1 + entropy, len(each.input_ids) - 1, device=found.device)
             whole[:, each.scored[1:].to(found.device)] = part
             placed[each.number] = whole
-        return Scores([each[0] for each in placed], [each[1] for each in placed] if entropy else None)
+        return Scores(
+            [each[0] for each in placed],
+            [each[1] for each in placed] if entropy else None,
+            of_samples(chosen, rows, self.chunks) if routes else None,
+        )
 
     def forward_backward(
         self,
@@ -218,6 +231,7 @@ class Policy:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
         needs = self.source.needs
         rows = micro_batches(documents_of(samples, needs), self.max_tokens)
+        add_routes(rows, self.chunks)
         count = torch.tensor(max(1, len(rows)), device=setup.device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
