@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.adapters import load_adapters
 from megatron_vlm.models.head import output_scores
 from megatron_vlm.models.hf import Source, open_source
@@ -22,6 +22,7 @@ from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import hf_weights, import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
+from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.training import checkpoint
@@ -61,7 +62,7 @@ class Policy:
     A sample is a mapping with `input_ids` (T,), what the HF processor made of its images, `loss_mask` (T,) if
     not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
     sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
-    gives its own, any number, also none; the ranks of one model give the same. Every method is a
+    gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
     collective of all ranks.
     """
 
@@ -71,15 +72,16 @@ class Policy:
         )
         self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
         self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
+        self.memory = Memory(chunks, self.optimizer)
         self._empty()
 
     @classmethod
     def from_hf(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of `config.model.hf_path`, with new or given adapters if `config.adapter` says so.
 
-        `max_tokens` is the length of a packed row; a longer sample has a row for itself.
+        `max_tokens` is the length of a packed row; a longer sample has a row for itself, of any length.
         """
-        _join(config)
+        config = _joined(config)
         source = open_source(config.model.hf_path)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         import_hf(chunks, source.folder, source.weight_map)
@@ -90,7 +92,7 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        _join(config)
+        config = _joined(config)
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         if config.adapter.used:
@@ -110,6 +112,7 @@ class Policy:
         By the same rows and operations as `forward_backward` on the same samples: equal to the bit. With
         `routes`, also which experts each token went to.
         """
+        self.memory.need("logprobs", MODEL)
         rows = self._rows(samples)
         score = partial(_score, _reported, self._scores_head(temperature, entropy))
         for chunk in self.chunks:
@@ -152,6 +155,7 @@ class Policy:
         for, and the samples' `fields`, with `sample`, the number of each token's sample. Any number of calls
         may come before `step`. Returns the means of what the losses log over all ranks, and `loss`.
         """
+        self.memory.need("forward_backward", MODEL, GRADS)
         rows = self._rows(samples)
         left = iter(rows)  # the last stage asks for losses in the order of the rows
 
@@ -173,6 +177,7 @@ class Policy:
 
         Returns their norm. Without any call of `forward_backward` they are zero.
         """
+        self.memory.need("step", *KINDS)
         finalize_gradients(self.chunks)
         updated, norm, _ = self.optimizer.step()
         if updated:
@@ -180,11 +185,25 @@ class Policy:
         self._empty()
         return norm or 0.0
 
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grads: bool = True) -> None:
+        """With "cpu", copies what is named to host memory and releases the device's; with "cuda", brings it
+        back to the device as it was, to the bit, gradients between two calls of `forward_backward` included.
+
+        What needs it raises ValueError meanwhile. Every rank acts for itself. A policy that runs on a CPU
+        releases and fills its memory in the same way.
+        """
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f'device is {device!r}; give "cpu" to offload, or "cuda" to bring back.')
+        for kind, asked in zip(KINDS, (model, optimizer, grads), strict=True):
+            if asked:
+                self.memory.offload(kind) if device == "cpu" else self.memory.onload(kind)
+
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`.
 
         Every rank gets all and iterates to the end. Raises ValueError for a model with adapters.
         """
+        self.memory.need("hf_weights", MODEL)
         if self.config.adapter.used:
             raise ValueError(
                 "hf_weights: the model has adapters, which an engine loads by themselves; save them with "
@@ -247,10 +266,17 @@ def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
     return Difference(len(every), every.mean().item(), *worst)
 
 
-def _join(config: RunConfig) -> None:
-    """Several policies may live in one process; they have one layout."""
+def _joined(config: RunConfig) -> RunConfig:
+    """The configuration without a load-balancing loss, which would be weighed by tokens, not by `normalizer`.
+    Several policies may live in one process; they have one layout."""
+    if config.model.load_balancing:
+        raise ConfigError(
+            f"model.load_balancing: is {config.model.load_balancing}, but a policy's gradients are those of "
+            "its losses alone; leave it out."
+        )
     if not parallel_state.model_parallel_is_initialized():
         setup.init_distributed(config.parallel, config.train.seed)
+    return replace(config, model=replace(config.model, load_balancing=0.0))
 
 
 def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):
