@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.models.adapters import load_adapters
+from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import output_scores
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import hf_weights, import_hf, parameters_by_part
+from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
@@ -199,17 +199,23 @@ class Policy:
                 self.memory.offload(kind) if device == "cpu" else self.memory.onload(kind)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`.
+        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`;
+        adapters are merged into them, one weight after another, as a merged export has them.
 
-        Every rank gets all and iterates to the end. Raises ValueError for a model with adapters.
+        Every rank gets all and iterates to the end.
         """
         self.memory.need("hf_weights", MODEL)
-        if self.config.adapter.used:
-            raise ValueError(
-                "hf_weights: the model has adapters, which an engine loads by themselves; save them with "
-                "megatron_vlm.models.adapters.save_adapters."
-            )
-        return hf_weights([chunk.module for chunk in self.chunks], self.source.folder, self.source.weight_map)
+        chunks = [chunk.module for chunk in self.chunks]
+        value = with_adapters(chunks) if self.config.adapter.used else torch.detach
+        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, tensor) of the adapters, and of what is trained whole beside them, for an engine that
+        has the base model and loads LoRA. Every rank gets all and iterates to the end."""
+        self.memory.need("adapter_weights", MODEL)
+        if not self.config.adapter.used:
+            raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
+        return from_every_stage(adapter_tensors([chunk.module for chunk in self.chunks]), setup.device())
 
     def compare(self, samples: Samples, rollout: Sequence[Tensor]) -> dict[str, Difference]:
         """How far an engine's log-probabilities of this rank's samples are from the model's.
