@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import parity
 import torch
 
-from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.media.naflex import without_padding
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
@@ -21,8 +22,13 @@ ROWS = ("t", "it", "ititit")
 
 def layouts_of(family: str) -> list[str]:
     """`test_parity.py` looks at the model; what differs here are rows, outputs and gradients."""
-    dense = ["1 process", "TP2+SP", "PP2·VPP2", "CP2", "DP2 dist. optimizer", "CP2·DP2"]
-    return {"gemma3": dense, "qwen3_vl_moe": ["TP2+SP", "EP2", "CP2·EP2"]}.get(family, ["TP2+SP"])
+    from megatron_vlm.models.families import load
+
+    each = ["TP2+SP", "PP2", "CP2"]
+    if load(family).has_experts:
+        each += ["EP2", "CP2·EP2"]
+    further = ["1 process", "PP2·VPP2", "DP2 dist. optimizer", "CP2·DP2"]
+    return each + further * (family == "gemma3")
 
 
 def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
@@ -152,17 +158,26 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
 
     layout, own = policy.config.parallel, mine(samples)
     first = next(i for i, sample in enumerate(samples) if sample is own[0])
+    wrong = torch.zeros((), dtype=torch.int64)
+
+    def checked(log_probs, entropies, fields):
+        """`loss`; the first ratio is 1, and every token knows its sample."""
+        wrong.add_((log_probs != fields["old"]).sum() * (policy.max_tokens > 1))
+        wrong.add_((fields["sample"] != fields["number"]).sum())
+        return loss(log_probs, entropies, fields)
+
     scores = policy.logprobs(own, TEMPERATURE, entropy=True)
     worst = 0.0
     for kind, found in (("log_probs", scores.log_probs), ("entropies", scores.entropies)):
         assert len(found) == len(own)
         for ours, theirs in zip(found, expected[kind][first:], strict=False):
             worst = max(worst, (ours.cpu() - theirs).abs().max().item())
-    half = len(own) // 2
-    logs = [
-        policy.forward_backward(part, loss, 5, TEMPERATURE, entropy=True, fields=["advantage"])
-        for part in (own[:half], own[half:])
-    ]
+    known = [sample | {"old": old} for sample, old in zip(own, scores.log_probs, strict=True)]
+    half = len(own) // 2  # one call with packed rows, two without: other rows would differ in last bits
+    fields, logs = ["advantage", "old", "number"], []
+    for part in [known] if policy.max_tokens > 1 else (known[:half], known[half:]):
+        numbered = [sample | {"number": number} for number, sample in enumerate(part)]
+        logs.append(policy.forward_backward(numbered, checked, 5, TEMPERATURE, True, fields))
     gradients.finalize_gradients(policy.chunks)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(policy.chunks)
@@ -174,11 +189,12 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
         scale = parity.gradient_scale(expected["grads"], key)
         difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
     every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (worst, difference))
+    torch.distributed.all_gather_object(every, (worst, difference, wrong.item()))
     return {
         "log_probs": max(each[0] for each in every),
         "gradient": max(each[1] for each in every),
         "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
+        "wrong": sum(each[2] for each in every),
     }
 
 
@@ -190,9 +206,17 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     samples, _ = torch.load(held, weights_only=False)
     found: dict[str, Any] = {}
     policy = policy_of(path, ParallelConfig(tp=2), 300)
+    found["balancing"] = [policy.config.model.load_balancing]
+    try:
+        policy_of(path, ParallelConfig(tp=2), 300, load_balancing=0.1)
+    except ConfigError as error:
+        found["balancing"].append(str(error))
     before = policy.logprobs(samples).log_probs
-    again = policy.logprobs(samples[::-1]).log_probs[::-1]
-    found["order"] = max((a - b).abs().max().item() for a, b in zip(before, again, strict=True))
+    found["order"] = 0.0
+    for order in itertools.islice(itertools.permutations(range(len(samples))), 1, None):
+        again = policy.logprobs([samples[number] for number in order]).log_probs
+        differences = ((before[n] - x).abs().max().item() for n, x in zip(order, again, strict=True))
+        found["order"] = max(found["order"], *differences)
     rollout = [x.clone() for x in before]
     rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
     found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
@@ -221,3 +245,52 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     chunks = [chunk.module for chunk in policy.chunks]
     export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
     return found
+
+
+COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "white": (1, 1, 1)}
+
+
+def colour_samples(path: Path | str, brightness: int) -> list[list[dict[str, torch.Tensor]]]:
+    """For an image of each colour a sample for each colour as the answer; only the answer's tokens count."""
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(path)
+    answers = {name: "ABCD"[number] for number, name in enumerate(COLOURS)}
+
+    def sample(shade: tuple[int, ...], answer: str) -> dict[str, torch.Tensor]:
+        image = Image.new("RGB", (64, 64), tuple(brightness * x for x in shade))
+        asked = [{"type": "image", "image": image}, {"type": "text", "text": "the table"}]
+        told = [{"type": "text", "text": answer}]
+        talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+        found = parity.encode_row(processor, talk)
+        return {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
+
+    rows = [[sample(shade, answer) for answer in answers.values()] for shade in COLOURS.values()]
+    for row in rows:
+        ids = torch.stack([each["input_ids"] for each in row])
+        for each in row:
+            each["loss_mask"] = (ids != ids[0]).any(0)
+    return rows
+
+
+def learns_colours(path: str, steps: int) -> dict[str, Any]:
+    """The log-probability of each colour for an image of each, before and after training on other shades."""
+    from megatron_vlm.rl import losses
+
+    policy = policy_of(path, ParallelConfig(tp=2), 600)
+    held_out, shown = colour_samples(path, 180), [colour_samples(path, light) for light in (140, 255)]
+    right = [rows[number][number] for rows in shown for number in range(len(COLOURS))]
+
+    def scores() -> list[list[float]]:
+        found = policy.logprobs([sample for row in held_out for sample in row]).log_probs
+        sums = [each.sum().item() for each in found]
+        return [sums[start : start + len(COLOURS)] for start in range(0, len(sums), len(COLOURS))]
+
+    before, tokens = scores(), sum(int(sample["loss_mask"].sum()) for sample in right)
+    for _ in range(steps):
+        policy.forward_backward(
+            right, lambda log_probs, *_: losses.policy_gradient(log_probs, torch.ones_like(log_probs)), tokens
+        )
+        policy.step()
+    return {"before": before, "after": scores()}

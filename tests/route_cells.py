@@ -65,10 +65,20 @@ def _measure(name: str, path: str, held: tuple) -> dict[str, Any]:
     row["replayed alike"] = all(map(torch.equal, replayed, scores.log_probs))
     row["ratio"] = _first_ratio(policy, own_routes, replayed)
     row["moved"] = (of_routed["log_probs"][1] - of_free["log_probs"][1]).abs().max().item()
+    row["alone"] = _alone(policy, routed, of_routed["log_probs"])
     row |= policy_cells.differences(policy, routed, of_routed)
     routers = [key for key in of_routed["grads"] if key.endswith("mlp.gate.weight")]
     row["router gradient"] = min(of_routed["grads"][key].abs().max().item() for key in routers)
     return _of_all_ranks(row)
+
+
+def _alone(policy, samples: list, expected: list[torch.Tensor]) -> float:
+    """The worst log-probability where only the first of data-parallel ranks has samples."""
+    from megatron.core import parallel_state
+
+    mine = [] if parallel_state.get_data_parallel_rank() else samples
+    found = policy.logprobs(mine, policy_cells.TEMPERATURE).log_probs
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) if mine else 0.0
 
 
 def _first_ratio(policy, samples: list, old: list[torch.Tensor]) -> float:
@@ -90,5 +100,6 @@ def _of_all_ranks(row: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.all_gather_object(every, row)
     return row | {
         "other experts": max(each["other experts"] for each in every),
+        "alone": max(each["alone"] for each in every),
         "replayed alike": all(each["replayed alike"] for each in every),
     }

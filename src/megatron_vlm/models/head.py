@@ -70,7 +70,8 @@ def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
 def log_probabilities(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
+    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) each, fp32
+    or what is more of the hidden states.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
     and labels and get the same result. Logits are divided by `temperature`. Both have gradients.
@@ -123,7 +124,10 @@ class _LogProbabilities(torch.autograd.Function):
             grad_hidden_ND[rows] = grad @ weight_VD
             if ctx.needs_input_grad[1]:
                 part_VD = grad.t() @ hidden_ND[rows]
-                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
+                if grad_weight_VD is not None:
+                    wide = torch.promote_types(part_VD.dtype, torch.float32)
+                    part_VD = grad_weight_VD.to(wide).add_(part_VD)
+                grad_weight_VD = part_VD
             del log_p, factor, grad  # before the next chunk is made
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
@@ -131,7 +135,8 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
-    return (hidden_ND @ weight_VD.t()).float().mul_(scale)
+    logits = hidden_ND @ weight_VD.t()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
