@@ -48,6 +48,7 @@ def _measure(path: str, samples: list, layout: ParallelConfig, dtype: str) -> di
         "forward_backward": lambda: backward(moves, own),
         "step": moves.step,
         "hf_weights": lambda: next(moves.hf_weights()),
+        "to": lambda: moves.to("tpu"),
     }.items():
         try:
             call()

@@ -217,6 +217,7 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
         again = policy.logprobs([samples[number] for number in order]).log_probs
         differences = ((before[n] - x).abs().max().item() for n, x in zip(order, again, strict=True))
         found["order"] = max(found["order"], *differences)
+    found["twice"] = _two_calls_for_one(policy, samples)
     rollout = [x.clone() for x in before]
     rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
     found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
@@ -239,12 +240,32 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
     found["alone norm"] = policy.step()
     found["none"] = len(policy.logprobs(own).log_probs)
+    policy = policy_of(path, ParallelConfig(), 2 * len(samples[0]["input_ids"]))
+    own = [0] * 9 if torch.distributed.get_rank() else [2]  # five rows, and one of a sample that is too long
+    scores = policy.logprobs([samples[number] for number in own]).log_probs
+    pairs = [(before[number], x) for number, x in zip(own, scores, strict=True)]
+    found["uneven"] = max((a - b).abs().max().item() for a, b in pairs)
+    found["too long"] = len(samples[2]["input_ids"]) / policy.max_tokens
 
     policy = policy_of(path, ParallelConfig(pp=2), 300)
     found["weights"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     chunks = [chunk.module for chunk in policy.chunks]
     export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
     return found
+
+
+def _two_calls_for_one(policy, samples: list) -> float:
+    """How far gradients of two calls are from those of one with all samples."""
+
+    def gradients(parts: list[list]) -> torch.Tensor:
+        for part in parts:
+            policy.forward_backward(part, loss, 5, entropy=True, fields=["advantage"])
+        found = torch.cat([buffer.grad_data for buffer in policy.chunks[0].buffers])
+        policy._empty()
+        return found
+
+    one, two = gradients([samples]), gradients([samples[1:], samples[:1]])
+    return ((one - two).abs().max() / one.abs().max()).item()
 
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "white": (1, 1, 1)}

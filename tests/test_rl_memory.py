@@ -57,4 +57,5 @@ def test_a_call_says_what_it_needs(found):
     )
     assert "is offloaded (model, grads)" in said["forward_backward"]
     assert "is offloaded (model, optimizer, grads)" in said["step"]
+    assert said["to"] == 'device is \'tpu\'; give "cpu" to offload, or "cuda" to bring back.'
     assert said["hf_weights"].startswith("hf_weights: the policy is offloaded (model)")
