@@ -60,10 +60,16 @@ class Router(TopKRouter):
         self.trained_weight = 0.0  # of the current micro batch, on all ranks of context parallelism
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
-    def forward(
-        self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, routes_TC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(weights, whether chosen) of each token and expert (T, E); see `Choice` and `MoE.forward`."""
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weight of each expert for each token, and whether it is chosen, (T, E) each.
+
+        The mask is (S, B), or in its place `Stream.routes` (S, B, layers, k). So routes come to a layer as
+        its tokens do, also when it is recomputed, and no module keeps them.
+        """
+        routes_TC = None
+        if padding_mask is not None and padding_mask.dim() == 4:
+            routes_SBC = padding_mask[:, :, self.layer_number - 1].long()
+            padding_mask, routes_TC = routes_SBC[..., 0] == ROUTE_OF_PADDING, routes_SBC.flatten(0, 1)
         self.router_replay = Choice(routes_TC)
         try:
             return super().forward(hidden_SBD, padding_mask)
@@ -171,17 +177,10 @@ class MoE(BaseMoELayer):
             self.shared_experts = SharedExperts(config, linears, gate, pg_collection)
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """(S, B, D) → the same; the second is Megatron's bias, which there is not.
-
-        The mask is (B, S), or in its place `Stream.routes` (B, S, layers, k). So routes come to a layer as
-        its tokens do, also when it is recomputed, and no module keeps them.
-        """
-        routes_TC = None
-        if padding_mask is not None and padding_mask.dim() == 4:
-            routes_SBC = padding_mask[:, :, self.layer_number - 1].transpose(0, 1).long()
-            padding_mask, routes_TC = (routes_SBC[..., 0] == ROUTE_OF_PADDING).t(), routes_SBC.flatten(0, 1)
-        mask_SB = None if padding_mask is None else padding_mask.t()
-        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB, routes_TC)
+        """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S) or
+        (B, S, layers, k), see `Router.forward`."""
+        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
+        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
         output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, chosen_TE).view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)
