@@ -240,8 +240,8 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
     found["alone norm"] = policy.step()
     found["none"] = len(policy.logprobs(own).log_probs)
-    policy = policy_of(path, ParallelConfig(), 2 * len(samples[0]["input_ids"]))
-    own = [0] * 9 if torch.distributed.get_rank() else [2]  # five rows, and one of a sample that is too long
+    policy = policy_of(path, ParallelConfig(), 3 * len(samples[0]["input_ids"]) // 2)
+    own = [0] * 9 if torch.distributed.get_rank() else [2]  # nine rows, and one of a sample that is too long
     scores = policy.logprobs([samples[number] for number in own]).log_probs
     pairs = [(before[number], x) for number, x in zip(own, scores, strict=True)]
     found["uneven"] = max((a - b).abs().max().item() for a, b in pairs)
@@ -257,14 +257,17 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
 def _two_calls_for_one(policy, samples: list) -> float:
     """How far gradients of two calls are from those of one with all samples."""
 
-    def gradients(parts: list[list]) -> torch.Tensor:
+    from megatron_vlm.training import gradients
+
+    def summed(parts: list[list]) -> torch.Tensor:
         for part in parts:
             policy.forward_backward(part, loss, 5, entropy=True, fields=["advantage"])
+        gradients.finalize_gradients(policy.chunks)  # ranks share the tower's images by micro batch
         found = torch.cat([buffer.grad_data for buffer in policy.chunks[0].buffers])
         policy._empty()
         return found
 
-    one, two = gradients([samples]), gradients([samples[1:], samples[:1]])
+    one, two = summed([samples]), summed([samples[1:], samples[:1]])
     return ((one - two).abs().max() / one.abs().max()).item()
 
 
