@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 from sources import write_sharegpt
 from transformers import (
     AutoModelForCausalLM,
@@ -31,6 +32,7 @@ from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.recipes import load_recipe
+from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower, llama3_tokenizer, plain_tokenizer
@@ -197,6 +199,71 @@ def test_replies_end_at_the_end_of_a_turn_too(composed):
     assert mine.eos_token_id == list(dict.fromkeys(ends))
     assert (mine.temperature, mine.do_sample) == (theirs.temperature, theirs.do_sample)
     assert mine.pad_token_id == tokenizer.pad_token_id not in mine.eos_token_id
+
+
+# model type of a whole model -> how some of its files spell the tower's keys, where their names begin
+WHOLE = {
+    "lfm2_vl": (r"^model\.vision_tower\.", "model.vision_tower.vision_model."),
+    "llava": (r"^vision_tower\.", "model.vision_tower."),
+    "mistral3": (r"^vision_tower\.", "model.vision_tower."),
+}
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_a_tower_is_taken_out_of_a_whole_model(parts, tmp_path, model_type):
+    """However its files spell the keys, and however many files there are."""
+    whole = build_tiny_checkpoint(model_type, tmp_path / "whole")
+    stored = tensors(whole)
+    pattern, spelled = WHOLE[model_type]
+    other = changed_copy(whole, tmp_path / "other")
+    respelled = {re.sub(pattern, spelled, key): tensor for key, tensor in stored.items()}
+    assert respelled.keys() != stored.keys()
+    in_two_files(respelled, other)
+    written = []
+    for folder in (whole, other):
+        plan = composing.plan(
+            open_tower(str(folder)), open_language_model(str(parts("mistral"))), {}, Choices()
+        )
+        composing.write(plan, tmp_path / f"{folder.name} start")
+        written.append(tensors(tmp_path / f"{folder.name} start"))
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(written[0][key], written[1][key]) for key in written[0])
+    of_tower = [key for key in stored if "vision_tower" in key]
+    assert len(of_tower) >= 20 and all(torch.equal(written[0][key], stored[key]) for key in of_tower)
+
+
+def in_two_files(stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """In place of the folder's one file."""
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {key: names[number % 2] for number, key in enumerate(sorted(stored))}
+    for name in names:
+        save_file({key: stored[key] for key in stored if weight_map[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_each_half_keeps_its_own_types(parts, tmp_path):
+    """fp16 in the tower, bf16 in the language model, whose norms are fp32."""
+    folders = {}
+    for name in ("clip", "llama"):
+        folders[name] = changed_copy(parts(name), tmp_path / name)
+        narrow = torch.float16 if name == "clip" else torch.bfloat16
+        kept = {key: "norm" in key and name == "llama" for key in tensors(folders[name])}
+        changed = {
+            key: tensor if kept[key] else tensor.to(narrow) for key, tensor in tensors(parts(name)).items()
+        }
+        save_file(changed, folders[name] / "model.safetensors")
+    composing.write(planned(folders["clip"], folders["llama"]), tmp_path / "start")
+    written = tensors(tmp_path / "start")
+    text, tower = tensors(folders["llama"]), tensors(folders["clip"])
+    name = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(written[f"language_model.{name}"], text[name]) and text[name].dtype == torch.float32
+    assert written["language_model.model.embed_tokens.weight"].dtype == torch.bfloat16
+    name = "encoder.layers.0.mlp.fc1.weight"
+    assert written[f"vision_tower.{name}"].dtype == torch.float16
+    assert torch.equal(written[f"vision_tower.{name}"], tower[f"vision_model.{name}"])
+    config = json.loads((tmp_path / "start/config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == config["vision_config"]["dtype"] == "bfloat16"
 
 
 # ---- special tokens ---------------------------------------------------------------------------------------

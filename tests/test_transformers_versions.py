@@ -13,13 +13,18 @@ import pytest
 from PIL import Image
 from programs import run_anew, run_program
 
+from megatron_vlm.compose import composing
+from megatron_vlm.compose.classes import Choices
+from megatron_vlm.compose.sources import open_language_model, open_tower
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
+from tiny.parts import build_language_model, build_tower
 
 # `make setup` puts the oldest supported version there, over the packages of the environment
 OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
+COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
 
 
@@ -67,6 +72,18 @@ def all_answers_of_megatron(folder: str, picture: str) -> dict[str, list[list[in
     }
 
 
+def compose(folder: Path, tower: str) -> Path:
+    """A composed model, whose large random weights do not only repeat the last token."""
+    language = COMPOSED[tower]
+    if not (folder / language).exists():
+        build_language_model(language, folder / language, initializer_range=0.2)
+    build_tower(tower, folder / tower)
+    choices = Choices(4, 24, projector_width=64) if tower == "siglip2" else Choices()
+    parts = open_tower(str(folder / tower)), open_language_model(str(folder / language))
+    composing.write(composing.plan(*parts, {}, choices), folder / f"{tower}+{language}")
+    return folder / f"{tower}+{language}"
+
+
 def exports(folder: Path | str, family: str) -> list[str]:
     return [f"{folder}/{family} {layout}" for layout in layouts_of(family)]
 
@@ -110,6 +127,16 @@ def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, fam
     mine = answers["megatron"][family]
     assert mine == answers["newest"][family] == answers["oldest"][family]
     assert len({token for answer in mine for token in answer}) > 1
+
+
+def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_path):
+    picture = str(tmp_path / "picture.png")
+    Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
+    folders = [str(compose(tmp_path, tower)) for tower in COMPOSED]
+    newest, oldest = (answers_of_transformers(picture, folders, overlay) for overlay in (None, OLDEST))
+    assert (newest["version"], oldest["version"]) != (newest["version"],) * 2
+    assert newest["answers"] == oldest["answers"] and len(oldest["answers"]) == len(COMPOSED)
+    assert all(len(set(answer)) > 1 for answer in oldest["answers"])
 
 
 def test_the_fast_path_equals_the_oldest_processors_too():

@@ -51,11 +51,11 @@ def compose(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the special tokens and stop.")] = False,
 ) -> None:
     """Make a vision-language model out of a vision tower and a language model: see docs/compose.md."""
-    named = named_tokens(token or ())
+    output, named = output.resolve(), named_tokens(token or ())
     if new_rows not in NEW_ROWS:
         raise ConfigError(f"--new-rows {printable(new_rows)} does not exist{suggestion(new_rows, NEW_ROWS)}")
     check_output(output)
-    template = read_file(chat_template).decode() if chat_template else None
+    template = _read(chat_template) if chat_template else None
     vision, language = open_tower(tower), open_language_model(language_model)
     is_native = TOWERS[vision.config["model_type"]] == "lfm2_vl"
     if not is_native and (min_image_tokens or max_image_tokens or projector_width):
@@ -84,3 +84,12 @@ def compose(
         refuse(output)
     except ConfigError as error:
         typer.echo(f"Transformers loads it; this package does not train it yet: {error}")
+
+
+def _read(template: Path) -> str:
+    try:
+        return read_file(template).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--chat-template {printable(template)}: no text, but a binary file; give a jinja file."
+        ) from error

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils.logging import set_verbosity_error
+from jinja2 import TemplateError
+from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
 from megatron_vlm.compose.classes import (
     COMPOSED,
@@ -22,9 +22,18 @@ from megatron_vlm.compose.classes import (
 from megatron_vlm.compose.sources import ROLES, TOWERS, Part
 from megatron_vlm.compose.templates import chat_template
 from megatron_vlm.compose.tensors import Writer, dtype_name, is_tied, open_weights, sources_of
+from megatron_vlm.compose.tokenizer import (
+    begins_texts,
+    open_tokenizer,
+    own_template,
+    refuse_changed,
+    save_tokenizer,
+)
 from megatron_vlm.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.models.families import load
+from megatron_vlm.supported import CONFIG_FILE
 
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
@@ -87,7 +96,7 @@ def plan(
     """What would be written, by the headers of the weights and the tokenizer. Raises ConfigError."""
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
     asks_for_ties = bool(part_config(language).tie_word_embeddings)
-    tokenizer = _tokenizer(language.folder)
+    tokenizer = open_tokenizer(language.folder)
     weights = open_weights(language, is_tower=False)
     tied = is_tied(weights, asks_for_ties)
     rows = weights.shape("model.embed_tokens.weight")[0]
@@ -103,6 +112,7 @@ def plan(
     config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype, choices)
     shapes = expected_shapes(config)
     sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, tied)
+    template = _template(tokenizer, by_role, template)
     return Plan(
         composed,
         tower,
@@ -112,15 +122,35 @@ def plan(
         rows,
         config,
         Writer(shapes, sources, new_rows, seed),
-        template
-        or chat_template(tokenizer.get_vocab(), by_role["image"].token, by_role["end_of_turn"].token),
+        template,
         choices,
     )
+
+
+def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) -> str:
+    """The chat template that is given, or one in the style of the tokenizer's. Raises ConfigError if it does
+    not write an image where one stands."""
+    image, end = by_role["image"].token, by_role["end_of_turn"].token
+    vocabulary, own = tokenizer.get_vocab(), own_template(tokenizer)
+    made = chat_template(lambda text: text in vocabulary or text in own, image, end, begins_texts(tokenizer))
+    template = made if given is None else given
+    content = [{"type": "text", "text": "a"}, {"type": "image"}]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": content[:1]}]
+    try:
+        written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    except (TemplateError, TypeError) as error:
+        problem = f"it cannot be read, or refuses a question about an image ({printable(error)})"
+    else:
+        problem = f"it writes {written.count(image)} times {printable(image)} for one image"
+        if written.count(image) == 1:
+            return template
+    raise ConfigError(f"--chat-template: {problem}; correct it, or leave the option out.")
 
 
 def write(plan: Plan, output: Path) -> None:
     """Write the checkpoint aside, and name it `output` when it is whole. Raises ConfigError if the disk is
     too full, and leaves nothing behind if anything goes wrong."""
+    output = output.resolve()
     aside = output.with_name(output.name + ".partial")
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free
@@ -132,32 +162,34 @@ def write(plan: Plan, output: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
+        _write_config(plan, aside)
         _write_words(plan, aside)
         plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
-        plan.config.save_pretrained(aside)
         aside.rename(output)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
+def _write_config(plan: Plan, folder: Path) -> None:
+    """config.json, as every supported version of Transformers reads it, and generation_config.json."""
+    plan.config.save_pretrained(folder)
+    file = folder / CONFIG_FILE
+    config = load(plan.composed.model_type).portable_config(json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _generation_config(plan).save_pretrained(folder)
+
+
 def _write_words(plan: Plan, folder: Path) -> None:
-    """Tokenizer, processor, chat template and generation config; checked by reading the tokenizer again."""
+    """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
     tokens = {each.role: each.token for each in plan.tokens}
     plan.tokenizer.chat_template = None  # the processor's is the only one
-    plan.tokenizer.save_pretrained(folder)
     names = {TOKENIZER_NAMES[role]: token for role, token in tokens.items() if role in TOKENIZER_NAMES}
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **names)
+    tokenizer = save_tokenizer(plan.tokenizer, folder, names)
     processor = plan.composed.processor(plan.tower, tokenizer, tokens, plan.template, plan.choices)
     processor.save_pretrained(folder)
-    again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    changed = [each for each in plan.tokens if again.convert_tokens_to_ids(each.token) != each.id]
-    if changed:
-        raise ConfigError(
-            f"Transformers reads {changed[0].token!r} from its own files as another id than {changed[0].id}; "
-            f"give another token: --token {changed[0].role}=TOKEN."
-        )
-    _generation_config(plan).save_pretrained(folder)
+    again = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    refuse_changed(plan.tokenizer, again.tokenizer)
 
 
 def _generation_config(plan: Plan) -> GenerationConfig:
@@ -173,15 +205,3 @@ def _generation_config(plan: Plan) -> GenerationConfig:
     config.eos_token_id = list(dict.fromkeys([*ends, by_role["end_of_turn"]]))
     config.pad_token_id = by_role["pad"]
     return config
-
-
-def _tokenizer(folder: Path) -> Any:
-    set_verbosity_error()
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
-        reason = printable(str(error).strip().partition("\n")[0])
-        raise ConfigError(
-            f"--language-model {printable(folder)}: Transformers cannot read its tokenizer ({reason}); "
-            "download it again."
-        ) from error

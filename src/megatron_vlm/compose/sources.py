@@ -141,8 +141,9 @@ def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
             raise ConfigError(
                 f"--token {printable(pair)}: {printable(role)} is no role{suggestion(role, ROLES)}"
             )
-        if not token.strip():
-            raise ConfigError(f"--token {printable(pair)}: no token; write ROLE=TOKEN, as {role}=<|{role}|>.")
+        if not token or token != token.strip():
+            what = "spaces around the token" if token.strip() else "no token"
+            raise ConfigError(f"--token {printable(pair)}: {what}; write ROLE=TOKEN, as {role}=<|{role}|>.")
         if role in named:
             raise ConfigError(f"--token: {role} is given twice, {named[role]} and {token}; give it once.")
         named[role] = token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable
 from string import Template
 
 _BODY = """{%- macro body(content) -%}
@@ -18,7 +18,7 @@ _BODY = """{%- macro body(content) -%}
     {%- endif -%}
 {%- endmacro -%}
 {%- if tools -%}{{ raise_exception('This template writes no tools!') }}{%- endif -%}
-{{ bos_token or '' }}
+{{ $begin }}
 {%- for message in messages -%}
     {%- if message['role'] not in ('system', 'user', 'assistant') -%}
         {{ raise_exception('This template writes system, user and assistant turns, and no others!') }}
@@ -40,31 +40,33 @@ _HEADERS = (
 _INST = (
     _BODY
     + """    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{ body(message['content']) + $end }}{%- endgeneration -%}
+        {%- generation -%}{{ $space + body(message['content']) + $end }}{%- endgeneration -%}
     {%- else -%}
         {%- if message['role'] == 'system' and not loop.first -%}
             {{ raise_exception('A system turn comes first!') }}
         {%- endif -%}
-        {{ (($system if message['role'] == 'system' else '[INST]')) + body(message['content']) }}
-        {{- $system_end if message['role'] == 'system' else '[/INST]' }}
+        {{ ($system if message['role'] == 'system' else '[INST]') + $space + body(message['content']) }}
+        {{- $space + ($system_end if message['role'] == 'system' else '[/INST]') }}
     {%- endif -%}
 {%- endfor -%}
 """
 )
 
 
-def chat_template(vocabulary: Collection[str], image: str, end: str) -> str:
-    """A template in the style of Llama 3, of ChatML or of Mistral, whichever's control tokens there are; else
-    with the roles' names before the turns."""
-    quoted = {"image": json.dumps(image), "end": json.dumps(end)}
-    if "<|start_header_id|>" in vocabulary:
+def chat_template(knows: Callable[[str], bool], image: str, end: str, begin: str) -> str:
+    """A template in the style of Llama 3, of ChatML or of Mistral, whichever's control tokens the tokenizer
+    knows; else with the roles' names before the turns. `begin` stands before the conversation."""
+    quoted = {name: json.dumps(text) for name, text in (("image", image), ("end", end), ("begin", begin))}
+    if knows("<|start_header_id|>"):
         style = {"before": "<|start_header_id|>", "after": "<|end_header_id|>\n\n", "between": ""}
-    elif "<|im_start|>" in vocabulary:
+    elif knows("<|im_start|>"):
         style = {"before": "<|im_start|>", "after": "\n", "between": "\n"}
-    elif "[INST]" in vocabulary:
-        marked = "[SYSTEM_PROMPT]" in vocabulary
-        style = {"system": "[SYSTEM_PROMPT]", "system_end": "[/SYSTEM_PROMPT]"}
-        return _filled(_INST, quoted, style if marked else {"system": "[INST]", "system_end": "[/INST]"})
+    elif knows("[INST]"):
+        brackets = (
+            ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]") if knows("[SYSTEM_PROMPT]") else ("[INST]", "[/INST]")
+        )
+        style = dict(zip(("system", "system_end"), brackets, strict=True))
+        return _filled(_INST, quoted, style | {"space": " " if knows("[INST] ") else ""})
     else:
         style = {"before": "", "after": ":\n", "between": "\n"}
     return _filled(_HEADERS, quoted, style)

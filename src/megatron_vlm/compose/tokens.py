@@ -53,12 +53,9 @@ def assign(tokenizer: Any, roles: Mapping[str, str], named: Mapping[str, str]) -
     for role, token in tokens.items():
         _refuse_text(tokenizer, role, token)
     _refuse_collisions(tokenizer, tokens)
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in tokens.values()
-            if token not in before
-        ]
+    whole = {each.content for each in _added(tokenizer) if each.special and not each.single_word}
+    tokenizer.add_tokens(  # a present one keeps its id, and is found wherever it stands
+        [AddedToken(token, special=True, normalized=False) for token in tokens.values() if token not in whole]
     )
     tokenizer.pad_token = tokens["pad"]
     found = []
@@ -73,13 +70,18 @@ def _present(tokenizer: Any, role: str) -> str | None:
     own = getattr(tokenizer, NAMED[role]) if role in NAMED else None
     if role == "pad" and own:
         return own
-    special = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    return next((token for token in KNOWN[role] if token in special), own)
+    added = {each.content for each in _added(tokenizer)}
+    return next((token for token in KNOWN[role] if token in added), own)
+
+
+def _added(tokenizer: Any) -> Iterable[AddedToken]:
+    """Its tokens that are no pieces of ordinary text."""
+    return tokenizer.added_tokens_decoder.values()
 
 
 def _refuse_text(tokenizer: Any, role: str, token: str) -> None:
-    special = {each.content for each in tokenizer.added_tokens_decoder.values()}
-    if token in tokenizer.get_vocab() and token not in special:
+    added = {each.content for each in _added(tokenizer)}
+    if token in tokenizer.get_vocab() and token not in added:
         ids = tokenizer.encode(token, add_special_tokens=False)
         what = f"splits into the ids {ids}" if len(ids) > 1 else f"is a piece of ordinary text (id {ids[0]})"
         raise ConfigError(_remedied(role, token, what))
@@ -97,15 +99,24 @@ def _refuse_collisions(tokenizer: Any, tokens: Mapping[str, str]) -> None:
         roles[token] = role
     for name in ("bos_token", "eos_token", "unk_token"):
         role = roles.get(getattr(tokenizer, name))
-        if role and role not in NAMED:
+        if role and (role not in NAMED or (role, name) == ("pad", "bos_token")):
             token = getattr(tokenizer, name)
             raise ConfigError(_remedied(role, token, f"is the tokenizer's {name} already"))
 
 
 def _only_id(tokenizer: Any, role: str, token: str) -> int:
+    """The one id that the token has wherever it stands, and that no other token has."""
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(_remedied(role, token, f"splits into the ids {ids}"))
+    for text in (f"a{token}b", token * 2):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if found.count(ids[0]) != text.count(token):
+            raise ConfigError(
+                _remedied(role, token, f"is not found in {text!r}, which gives the ids {found}")
+            )
+    if others := {name for name, i in tokenizer.get_vocab().items() if i == ids[0]} - {token}:
+        raise ConfigError(_remedied(role, token, f"gets the id {ids[0]}, which {printable(min(others))} has"))
     return ids[0]
 
 

@@ -1,0 +1,91 @@
+"""The language model's tokenizer: read from any of its files, written so that it stays the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.logging import set_verbosity_error
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
+
+SETTINGS_FILE = "tokenizer_config.json"
+# what tokenizer_config.json says besides tokenizer.json, and does not change how text becomes ids
+KEPT = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+KEPT += ["extra_special_tokens", "model_max_length", "clean_up_tokenization_spaces", "model_input_names"]
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, which neither cuts nor pads texts. Raises ConfigError if there is none."""
+    set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not hasattr(tokenizer, "backend_tokenizer"):  # mistral-common's, to which nothing can be added
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+        reason, remedy = printable(str(error).strip().partition("\n")[0]), "download it again"
+        is_sentencepiece = (folder / "tokenizer.model").is_file() and not (
+            folder / "tokenizer.json"
+        ).is_file()
+        if is_sentencepiece and not find_spec("sentencepiece"):
+            reason = "its tokenizer.model needs the package sentencepiece, which is not installed"
+            remedy = "pip install sentencepiece, or put the model's tokenizer.json there"
+        raise ConfigError(
+            f"--language-model {printable(folder)}: Transformers cannot read its tokenizer ({reason}); "
+            f"{remedy}."
+        ) from error
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, names: Mapping[str, str]) -> Any:
+    """Write the tokenizer, and return it as Transformers reads it back; `names` are attributes that it gets.
+
+    Classes made for one model build themselves from parts of tokenizer.json and settings, of which saving
+    loses some: LlamaTokenizer forgets `legacy`, and then cuts the text after special tokens in another way.
+    Here the class is the one that takes tokenizer.json as it stands.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / SETTINGS_FILE
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: settings[key] for key in KEPT if key in settings}
+    kept |= {"tokenizer_class": "TokenizersBackend", "padding_side": tokenizer.padding_side}
+    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **names)
+
+
+def refuse_changed(before: Any, after: Any) -> None:
+    """Raises ConfigError unless both make the same ids of every text."""
+    mine, theirs = (_rules(tokenizer) for tokenizer in (before, after))
+    changed = [name for name in mine if mine[name] != theirs.get(name)]
+    if changed:
+        raise ConfigError(
+            f"Transformers reads the tokenizer that it has written back with another {changed[0]}, and would "
+            "then make other ids of texts; give a language model with another tokenizer.json."
+        )
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: rule for name, rule in state.items() if name not in ("truncation", "padding")}
+
+
+def begins_texts(tokenizer: Any) -> str:
+    """The token that stands before a conversation: the tokenizer puts it before texts, or its own chat
+    template writes it; else nothing."""
+    begin = tokenizer.bos_token
+    ids = tokenizer.encode("a")
+    is_first = bool(ids) and ids[0] == tokenizer.bos_token_id
+    return begin if begin and (is_first or "bos_token" in own_template(tokenizer)) else ""
+
+
+def own_template(tokenizer: Any) -> str:
+    """The chat templates that come with the tokenizer, one after another."""
+    template = tokenizer.chat_template or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
