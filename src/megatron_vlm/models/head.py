@@ -81,7 +81,8 @@ def log_probabilities(
     entropy: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
+    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) each, fp32
+    or what is more of the hidden states.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
     and labels and get the same result. Logits are `capped` and divided by `temperature`. Both have gradients.
@@ -136,7 +137,10 @@ class _LogProbabilities(torch.autograd.Function):
             grad_hidden_ND[rows] = grad @ weight_VD
             if ctx.needs_input_grad[1]:
                 part_VD = grad.t() @ hidden_ND[rows]
-                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
+                if grad_weight_VD is not None:
+                    wide = torch.promote_types(part_VD.dtype, torch.float32)
+                    part_VD = grad_weight_VD.to(wide).add_(part_VD)
+                grad_weight_VD = part_VD
             del log_p, slope, factor, grad  # before the next chunk is made
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
@@ -144,7 +148,8 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float, softcap: float | None) -> Tensor:
-    return capped(hidden_ND @ weight_VD.t(), softcap).float().mul_(scale)
+    logits = capped(hidden_ND @ weight_VD.t(), softcap)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:

@@ -221,7 +221,7 @@ class LanguageModel(GPTModel):
             position_ids=stream.position_ids,
             attention_mask=None,
             decoder_input=embedded,
-            padding_mask=stream.is_padding,
+            padding_mask=stream.is_padding if stream.routes is None else stream.routes,
             packed_seq_params=stream.plan,
             output_processor=head,
             output_processor_context=stream,
@@ -239,6 +239,7 @@ class LanguageModel(GPTModel):
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
-            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t()
+            mask_T1 = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(mask_T1).transpose(0, 1)
         tables = self.rotary(position_ids).to(self.config.params_dtype)
         return decoder_input, tables, None, None, None, padding_mask

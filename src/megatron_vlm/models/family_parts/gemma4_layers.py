@@ -119,7 +119,8 @@ class DenseAndExperts(MoE):
             self.add_module(name, RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        weights_TE, chosen_TE = self.router(hidden_SBD, None if padding_mask is None else padding_mask.t())
+        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
+        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
         normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
         routed_SBD = self._routed(normed_TD, weights_TE, chosen_TE).view_as(hidden_SBD)
         dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
