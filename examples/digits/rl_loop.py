@@ -1,9 +1,10 @@
 """Reinforcement learning on a run's latest checkpoint: the model reads digits, and a right one is rewarded.
 
-    torchrun --nproc_per_node 2 rl_loop.py runs/demo-rl/start DATA OUTPUT STEPS
+    torchrun --nproc_per_node 2 rl_loop.py runs/demo-rl/labelled DATA OUTPUT STEPS
 
-Each step samples answers to some training questions, scores them, and takes GRPO's gradient. The first rank
-writes metrics.jsonl, samples.json and an exported model (`hf`) to OUTPUT.
+Each step samples several answers to some questions of DATA/rewarded.jsonl and improves the model by GRPO. How
+many of DATA/held_out.jsonl it reads right is looked at now and then, and never learned from. OUTPUT gets
+metrics.jsonl, samples.json and the exported model, `hf`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ LOOK_EVERY = 10  # steps between looks at the held-out questions
 def main() -> None:
     start, data, output, steps = *map(Path, sys.argv[1:4]), int(sys.argv[4])
     policy = Policy.from_run(configuration(start, steps), MAX_TOKENS)
-    training = [q for q in read_questions(data / "train.jsonl")]
-    held_out = read_questions(data / "held_out.jsonl")
+    training, held_out = (read_questions(data / f"{name}.jsonl") for name in ("rewarded", "held_out"))
     draw = random.Random(0)
     batches = (draw.sample(training, QUESTIONS) for _ in range(steps))
     engine = OwnEngine(ANSWERS, MAX_NEW_TOKENS, TEMPERATURE)
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def configuration(run_dir: Path, steps: int) -> RunConfig:
-    """The run's own, with another learning rate, the same in all steps."""
+    """The run's own, with another learning rate."""
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     config.run_dir = str(run_dir)
-    config.optimizer.lr = config.optimizer.min_lr = LEARNING_RATE
+    config.optimizer.lr, config.optimizer.min_lr = LEARNING_RATE, LEARNING_RATE / 10
     config.optimizer.warmup_steps, config.train.steps = 0, steps * PARTS
     return config
 
@@ -69,23 +69,33 @@ def learn(
 ) -> tuple[list[dict], dict[str, list[dict]]]:
     """A row of figures for each step, and some samples of the first and of the last."""
     looked_at = [prompt_of(policy, question) for question in held_out]
-    history = [{"step": 0, "accuracy": accuracy(policy, looked_at, held_out)}]
+    history: list[dict] = [{"step": 0, "accuracy": accuracy(policy, looked_at, held_out)}]
     shown: dict[str, list[dict]] = {}
-    bar = tqdm(total=steps, desc="GRPO", unit="step", disable=not setup.is_first_rank())
+    tell(history[0])
+    bar = tqdm(total=steps, desc="GRPO", unit="step", disable=None if setup.is_first_rank() else True)
     for step, questions in enumerate(batches, start=1):
         samples = engine(policy, [prompt_of(policy, question) for question in questions])
         rewards = [float(answer(policy, one) == questions[one["prompt"]]["answer"]) for one in samples]
-        figures = {"step": step, "reward": sum(rewards) / len(rewards)}
-        figures |= improve(policy, samples, rewards)
-        if step % LOOK_EVERY == 0 or step == steps:
-            figures["accuracy"] = accuracy(policy, looked_at, held_out)
+        row = {"step": step, "reward": sum(rewards) / len(rewards), "samples": len(samples)}
+        history.append(row | improve(policy, samples, rewards))
         if step in (1, steps):
             shown["first" if step == 1 else "last"] = described(policy, questions, samples, rewards)
-        history.append(figures)
-        bar.set_postfix_str(f"reward {figures['reward']:.2f}", refresh=False)
+        if step % LOOK_EVERY == 0 or step == steps:
+            history[-1]["accuracy"] = accuracy(policy, looked_at, held_out)
+            tell(history[-1])
+        bar.set_postfix_str(f"reward {row['reward']:.2f}", refresh=False)
         bar.update()
     bar.close()
     return history, shown
+
+
+def tell(row: dict) -> None:
+    if setup.is_first_rank():
+        reward = f"reward {row['reward']:.2f}" if "reward" in row else " " * 11
+        tqdm.write(
+            f"step {row['step']:3} · {reward} · held-out digits {row['accuracy']:.1%}", file=sys.stdout
+        )
+        sys.stdout.flush()
 
 
 def improve(policy: Policy, samples: list[Sample], rewards: list[float]) -> dict[str, float]:
