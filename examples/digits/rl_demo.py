@@ -39,7 +39,7 @@ from megatron_vlm.run_folder.run_log import contact_sheet, read_metrics
 
 HERE = Path(__file__).resolve().parent
 LABELLED = 60  # scans whose digit is told
-STEPS = {"labelled": 60, "rewarded": 40}
+STEPS = {"labelled": 60, "rewarded": int(os.environ.get("STEPS") or 40)}
 
 
 def main() -> None:
@@ -76,16 +76,19 @@ def main() -> None:
 
 
 def prepare_data(raw: Path) -> None:
-    """Questions about one image: of some scans `labelled.jsonl`, of all others `rewarded.jsonl`, with their
-    variants, and `held_out.jsonl`."""
+    """Questions about one image: `labelled.jsonl`; of other scans, with their variants, `rewarded.jsonl`; and
+    `held_out.jsonl`."""
     say("writing the digits as JPEG images and questions")
     print(make_digits(raw, train_pairs=0, held_out_pairs=0), flush=True)
     lines = (raw / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     scans = [json.loads(line)["id"].partition("v")[0] for line in lines]
-    labelled = set(list(dict.fromkeys(scans))[:LABELLED])
-    for name, wanted in (("labelled", True), ("rewarded", False)):
-        of_side = (line for line, scan in zip(lines, scans, strict=True) if (scan in labelled) == wanted)
-        (raw / f"{name}.jsonl").write_text("".join(of_side), encoding="utf-8")
+    known = set(list(dict.fromkeys(scans))[:LABELLED])
+    parts = {
+        "labelled": [line for line in lines if json.loads(line)["id"] in known],  # without variants
+        "rewarded": [line for line, scan in zip(lines, scans, strict=True) if scan not in known],
+    }
+    for name, rows in parts.items():
+        (raw / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
 def train(family: str, folder: Path, processes: int) -> None:
@@ -144,10 +147,12 @@ def draw_samples(shown: dict[str, list[dict]], file: Path) -> None:
 
 
 def close_with(summary: dict, folder: Path) -> None:
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
     print(
         "\n                                    before     after"
-        f"\nheld-out digits read right        {summary['accuracy_before']:>8.1%}{summary['accuracy_after']:>10.1%}"
-        f"\nreward of sampled answers         {summary['reward_before']:>8.2f}{summary['reward_after']:>10.2f}"
+        f"\nheld-out digits read right        {before:>8.1%}{after:>10.1%}"
+        f"\nreward of sampled answers         {summary['reward_before']:>8.2f}"
+        f"{summary['reward_after']:>10.2f}"
         f"\n\nTransformers reads {summary['accuracy_of_export']:.1%} right from the exported folder"
         f"\nthe first ratio is {summary['first_ratio']!r}; {summary['samples']:,} samples"
         f"\nthe loop {summary['rl_seconds']} s, everything {summary['total_seconds']} s"

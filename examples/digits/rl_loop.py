@@ -120,8 +120,9 @@ def improve(policy: Policy, samples: list[Sample], rewards: list[float]) -> dict
             fields=["old", "advantage", "weight"],
         )
         norm = policy.step()
-        figures = figures or {"ratio": logs["ratio"], "grad_norm": norm}
-    return figures | {"last_ratio": logs["ratio"], "clip_share": logs["clip_share"]}
+        ratio = logs.get("ratio", 1.0)  # there may be no samples
+        figures = figures or {"ratio": ratio, "grad_norm": norm}
+    return figures | {"last_ratio": ratio, "clip_share": logs.get("clip_share", 0.0)}
 
 
 def grpo(log_probs, _, fields) -> losses.Loss:
