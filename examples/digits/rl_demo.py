@@ -1,8 +1,9 @@
 """A model that has seen few labelled digits learns to read the others from rewards alone: `make demo-rl`.
 
 A checkpoint of random weights is trained on the questions about 60 scans. Then `rl_loop.py` samples answers
-to the questions about the others, which are right or wrong, and improves the model by GRPO. Everything lies in
-runs/demo-rl or runs/demo-FAMILY-rl; the numbers are in summary.json there.
+to the questions about the others, which are right or wrong, and improves the model by GRPO. FAMILY is as in
+`make demo`, STEPS the number of GRPO steps. Everything lies in runs/demo-rl or runs/demo-FAMILY-rl; the
+numbers are in summary.json there.
 """
 
 from __future__ import annotations
