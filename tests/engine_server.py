@@ -96,7 +96,7 @@ def serving(answer) -> Iterator[str]:
             status, body = said if isinstance(said, tuple) else (200, json.dumps(said).encode())
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
-            if status == 307:
+            if status == 302:
                 self.send_header("Location", "http://127.0.0.1:9/")
             self.end_headers()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

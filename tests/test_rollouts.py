@@ -134,7 +134,7 @@ REFUSED = {
         (400, b'{"message": "n is too\nlarge"}'),
         'status 400: {"message": "n is too\\nlarge"} (try 1',
     ),
-    "elsewhere": ((307, b"moved"), "status 307: moved (try 1"),
+    "elsewhere": ((302, b"moved"), "status 302: moved (try 1"),
 }
 
 

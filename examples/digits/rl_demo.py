@@ -40,7 +40,7 @@ from megatron_vlm.run_folder.run_log import contact_sheet, read_metrics
 
 HERE = Path(__file__).resolve().parent
 LABELLED = 60  # scans whose digit is told
-STEPS = {"labelled": 60, "rewarded": int(os.environ.get("STEPS") or 40)}
+STEPS = {"labelled": 40, "rewarded": int(os.environ.get("STEPS") or 60)}
 
 
 def main() -> None:
@@ -77,18 +77,11 @@ def main() -> None:
 
 
 def prepare_data(raw: Path) -> None:
-    """Questions about one image: `labelled.jsonl`; of other scans, with their variants, `rewarded.jsonl`; and
-    `held_out.jsonl`."""
+    """Questions about one image: `labelled.jsonl`, `rewarded.jsonl` about other scans, and `held_out.jsonl`."""
     say("writing the digits as JPEG images and questions")
-    print(make_digits(raw, train_pairs=0, held_out_pairs=0), flush=True)
+    print(make_digits(raw, variants=0, train_pairs=0, held_out_pairs=0), flush=True)
     lines = (raw / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    scans = [json.loads(line)["id"].partition("v")[0] for line in lines]
-    known = set(list(dict.fromkeys(scans))[:LABELLED])
-    parts = {
-        "labelled": [line for line in lines if json.loads(line)["id"] in known],  # without variants
-        "rewarded": [line for line, scan in zip(lines, scans, strict=True) if scan not in known],
-    }
-    for name, rows in parts.items():
+    for name, rows in (("labelled", lines[:LABELLED]), ("rewarded", lines[LABELLED:])):
         (raw / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
 
 

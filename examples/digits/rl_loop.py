@@ -31,7 +31,7 @@ from megatron_vlm.rl.rollouts import OwnEngine, Rollout, RolloutPrompt, Sample, 
 QUESTIONS, ANSWERS, PARTS = 48, 8, 2  # of a step; its samples make this number of optimizer steps
 TEMPERATURE = 1.0
 MAX_TOKENS = 1024  # of a packed row
-LEARNING_RATE = 5e-4
+LEARNING_RATE, WARMUP = 1e-3, 10  # without warmup, Adam's first steps are as long as any and mostly noise
 LOOK_EVERY = 10  # steps between looks at the held-out questions
 
 
@@ -60,7 +60,8 @@ def configuration(run_dir: Path, steps: int) -> RunConfig:
     config = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     config.run_dir = str(run_dir)
     config.optimizer.lr, config.optimizer.min_lr = LEARNING_RATE, LEARNING_RATE / 10
-    config.optimizer.warmup_steps, config.train.steps = 0, steps * PARTS
+    config.train.steps = steps * PARTS
+    config.optimizer.warmup_steps = min(WARMUP, config.train.steps - 1)
     return config
 
 
