@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def prepare_data(raw: Path) -> None:
-    """Questions about one image: `labelled.jsonl`, `rewarded.jsonl` about other scans, and `held_out.jsonl`."""
+    """Questions about one image: `labelled.jsonl`, `rewarded.jsonl` on other scans, and `held_out.jsonl`."""
     say("writing the digits as JPEG images and questions")
     print(make_digits(raw, variants=0, train_pairs=0, held_out_pairs=0), flush=True)
     lines = (raw / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

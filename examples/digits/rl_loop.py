@@ -31,7 +31,7 @@ from megatron_vlm.rl.rollouts import OwnEngine, Rollout, RolloutPrompt, Sample, 
 QUESTIONS, ANSWERS, PARTS = 48, 8, 2  # of a step; its samples make this number of optimizer steps
 TEMPERATURE = 1.0
 MAX_TOKENS = 1024  # of a packed row
-LEARNING_RATE, WARMUP = 1e-3, 10  # without warmup, Adam's first steps are as long as any and mostly noise
+LEARNING_RATE, WARMUP = 5e-4, 10  # without warmup, Adam's first steps are as long as any and mostly noise
 LOOK_EVERY = 10  # steps between looks at the held-out questions
 
 
