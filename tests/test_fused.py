@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
 SIZES = FusedSizes(WIDTH, HEAD, 24, silu, zero_centered=True)
 FUNCTIONS = (
-    *(fused._norm, fused._norm_backward, fused._rotate),
+    *(fused.norm, fused._norm_backward, fused.turned),
     *(feed_forward._gate, feed_forward._gate_backward),
 )
 
@@ -211,7 +211,7 @@ def test_the_check_turns_the_compiler_off_where_it_fails(without_compiler):
     def no_compiler(*_):
         raise RuntimeError("backend='inductor' raised:\nTritonMissing: cannot find a working triton")
 
-    without_compiler.setitem(vars(fused._rotate), "compiled", no_compiler)
+    without_compiler.setitem(vars(fused.turned), "compiled", no_compiler)
     with pytest.warns(UserWarning, match=r"torch.compile fails here \(backend='inductor' raised: TritonMiss"):
         check_fused(CONFIG, CPU)
     assert Fused.compiles_on is None

@@ -53,7 +53,7 @@ class KeyValueCache:
     def read(self, layer: CoreAttention, slots: int) -> Iterable[Tensor]:
         """Keys and values (R, H, slots, K) of the first slots."""
         for held in self._held[layer]:
-            yield held.unflatten(0, (self.rows, -1))[:, :slots].transpose(1, 2)
+            yield held.view(self.rows, -1, *held.shape[1:])[:, :slots].transpose(1, 2)
 
     def select(self, rows: Tensor) -> None:
         """Row i becomes a copy of what was row `rows[i]`."""
@@ -114,7 +114,9 @@ class DecodePlan:
         context = scaled_dot_product_attention(
             queries, keys, values, attn_mask=self._mask(layer.window, query.dtype), scale=layer.scale
         )
-        return pad(context.flatten(1, 2), (0, 0, 0, 0, 0, len(query) - cache.rows))
+        padding = len(query) - cache.rows
+        context = context.flatten(1, 2)
+        return pad(context, (0, 0, 0, 0, 0, padding)) if padding else context
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         if (window, dtype) not in self._masks:

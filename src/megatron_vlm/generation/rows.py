@@ -97,25 +97,25 @@ class Rows:
 
     def token_stream(self, length: int) -> Stream:
         """The last token of each row that is held; its key goes into the cache."""
-        rows = len(self.held)
+        rows, here = len(self.held), device()
 
         def on_device(values_R: np.ndarray) -> Tensor:
-            return pad(torch.from_numpy(values_R), (0, length - rows)).to(device(), non_blocking=True)[None]
+            return pad(torch.from_numpy(values_R), (0, length - rows)).to(here, non_blocking=True)[None]
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
-        position_ids = on_device(self.positions[self.held])
+        position_ids, order = on_device(self.positions[self.held]), torch.arange(length, device=here)
         return Stream(
             input_ids=on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
             position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
-            is_padding=torch.arange(length, device=device())[None] >= rows,
-            plan=DecodePlan(self.cache, self.lengths[self.held] + self.steps - 1, self.windows, device()),
+            is_padding=order[None] >= rows,
+            plan=DecodePlan(self.cache, self.lengths[self.held] + self.steps - 1, self.windows, here),
             visual_inputs=None,
             feature_ranks=NOTHING,
             feature_rows=NOTHING,
-            output_rows=torch.arange(rows, device=device()),
-            labels=torch.empty(0, device=device()),
+            output_rows=order[:rows],
+            labels=torch.empty(0, device=here),
             weights=None,
-            output_places=torch.arange(rows, device=device()),
+            output_places=order[:rows],
             outputs=rows,
             trained_weight=0.0,
         )

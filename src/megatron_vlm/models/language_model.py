@@ -10,11 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -34,6 +30,11 @@ from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
+from megatron_vlm.parallel.linears import (
+    BiasedRowParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -151,13 +152,6 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             mlp_bda=add,
         ),
     )
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """For attention only; Megatron's `add_bias_linear` would give feed-forwards biases, too."""
-
-    def __init__(self, *args, bias: bool, **kwargs):
-        super().__init__(*args, bias=True, **kwargs)
 
 
 class LanguageModel(GPTModel):

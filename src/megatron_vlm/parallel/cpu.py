@@ -136,9 +136,9 @@ def _redirect_tensor_methods() -> None:
 
     @functools.wraps(tensor_to)
     def to(self, *args, **kwargs):
-        if args and _is_cuda(args[0]):
+        if args and not isinstance(args[0], torch.dtype) and _is_cuda(args[0]):
             args = (_device, *args[1:])
-        if _is_cuda(kwargs.get("device")):
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _device
         return tensor_to(self, *args, **kwargs)
 

@@ -20,13 +20,28 @@ class DeepstackLayer(TransformerLayer):
     """A transformer layer that adds its own visual features, if it has any, to its output."""
 
     def forward(self, hidden_states: Tensor, **kwargs):
+        layer = super().forward if torch.is_grad_enabled() else self._without_gradients
         extras = extras_before(self.config, self.layer_number)
         if not extras:
-            return super().forward(hidden_states, **kwargs)
+            return layer(hidden_states, **kwargs)
         rows = hidden_states.shape[1] // (1 + extras)
         hidden, mine, rest = hidden_states.split([rows, rows, rows * (extras - 1)], dim=1)
-        hidden, context = super().forward(hidden.contiguous(), **kwargs)
+        hidden, context = layer(hidden.contiguous(), **kwargs)
         return torch.cat((hidden + mine, rest), dim=1), context
+
+    def _without_gradients(
+        self, hidden: Tensor, rotary_pos_emb: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
+    ) -> tuple[Tensor, None]:
+        """The same modules in the same order as Megatron's layer, which also prepares to recompute and to
+        offload them."""
+        attended = self.self_attention(
+            self.input_layernorm(hidden), rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+        hidden = add(attended, hidden, self.hidden_dropout)
+        fed = self.mlp(self.pre_mlp_layernorm(hidden), padding_mask=padding_mask)
+        add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+        return add(fed, hidden, self.hidden_dropout), None
 
 
 def extras_before(config: TransformerConfig, layer_number: int) -> int:

@@ -24,7 +24,8 @@ class GatedMLP(MLP):
 def gated(gate_up: Tensor, activation: Activation, weights: Tensor | None = None) -> Tensor:
     """activation(gate) * up, (..., I), from gate, then up, (..., 2 * I); each row times its weight (...)."""
     # without hooks of a module: those of FlopCounterMode want an autograd graph here
-    return Gate.apply(gate_up, getattr(activation, "forward", activation), weights)
+    gate = Gate.apply if torch.is_grad_enabled() else _gate
+    return gate(gate_up, getattr(activation, "forward", activation), weights)
 
 
 class Gate(torch.autograd.Function):

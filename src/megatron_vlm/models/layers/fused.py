@@ -57,7 +57,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        normed, inverse_rms = _norm(x, weight, eps, zero_centered)
+        normed, inverse_rms = norm(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.zero_centered = zero_centered
         return normed
@@ -69,7 +69,7 @@ class Norm(torch.autograd.Function):
 
 
 @Fused
-def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     inverse_rms = torch.rsqrt(x.to(wide(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
     normed = x * inverse_rms
     if zero_centered:
@@ -99,19 +99,19 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.adjacent = adjacent
-        return _rotate(x_SBHK, cos, sin, adjacent)
+        return turned(x_SBHK, cos, sin, adjacent)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, -sin, ctx.adjacent), None, None, None
+        return turned(gradient, cos, -sin, ctx.adjacent), None, None, None
 
 
 @Fused
-def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+def turned(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     half = cos.shape[-1]
-    turned, rest = x_SBHK.tensor_split((2 * half,), dim=-1)
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if adjacent else turned.chunk(2, dim=-1)
+    pairs, rest = x_SBHK.tensor_split((2 * half,), dim=-1)
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if adjacent else pairs.chunk(2, dim=-1)
     parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
     if adjacent:
         return torch.cat((torch.stack(parts, dim=-1).flatten(-2), rest), dim=-1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -27,6 +27,7 @@ from torch.nn.functional import grouped_mm
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
 from megatron_vlm.models.layers.routes import Exchange, Join, Order, Spread
+from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
 
 class Router(TopKRouter):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_vlm.models.layers.fused import Rotate
+from megatron_vlm.models.layers.fused import Rotate, turned
 
 
 def inverse_frequencies(
@@ -87,4 +87,5 @@ def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> 
     cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
     second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
     """
-    return Rotate.apply(x_SBHK, cos, sin, adjacent)
+    turn = Rotate.apply if torch.is_grad_enabled() else turned
+    return turn(x_SBHK, cos, sin, adjacent)

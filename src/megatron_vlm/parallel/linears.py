@@ -1,0 +1,49 @@
+"""Megatron's parallel linears, which without gradients do their product and collectives, and nothing else.
+
+Megatron prepares at every call for the backward pass. Where a token at a time passes, in generation, this
+takes longer on a CPU than a small product. The operations are the same, and so is every bit of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """As Megatron's without `gather_output`: each rank returns its part of the outputs."""
+
+    def forward(self, input_: Tensor, *args) -> tuple[Tensor, Tensor | None]:
+        if torch.is_grad_enabled() or self.explicit_expert_comm or args:
+            return super().forward(input_, *args)
+        if self.sequence_parallel:
+            input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        return _with_bias(self, torch.matmul(input_, self.weight.t()))
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """As Megatron's with `input_is_parallel`: each rank has its part of the inputs."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if torch.is_grad_enabled() or self.explicit_expert_comm:
+            return super().forward(input_)
+        output = torch.matmul(input_, self.weight.t())
+        if self.sequence_parallel:
+            output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
+        elif self.tp_group.size() > 1:
+            output = tensor_parallel.reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return _with_bias(self, output)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """For attention only; Megatron's `add_bias_linear` would give feed-forwards biases, too."""
+
+    def __init__(self, *args, bias: bool, **kwargs):
+        super().__init__(*args, bias=True, **kwargs)
+
+
+def _with_bias(linear: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    if linear.skip_bias_add:
+        return output, linear.bias
+    return (output if linear.bias is None else output + linear.bias), None
