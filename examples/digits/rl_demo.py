@@ -35,6 +35,7 @@ from demo import (
 from evaluate import read_questions
 from make_digits import make_digits
 from megatron_vlm.config import fewest_processes
+from megatron_vlm.messages import printable
 from megatron_vlm.recipes import DEMO
 from megatron_vlm.run_folder.run_log import contact_sheet, read_metrics
 
@@ -131,7 +132,7 @@ def draw_samples(shown: dict[str, list[dict]], file: Path) -> None:
     contact_sheet(
         [[Image.open(image) for image in one["images"]] for _, one in rows],
         [
-            f"{step} step: it is {one['right']}\n{' '.join(said or '–' for said in one['said'])}"
+            f"{step} step: it is {one['right']}\n{printable(' '.join(said or '–' for said in one['said']))}"
             f"\nreward {one['reward']:.2f}"
             for step, one in rows
         ],
