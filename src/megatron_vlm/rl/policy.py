@@ -217,15 +217,17 @@ class Policy:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
         return from_every_stage(adapter_tensors([chunk.module for chunk in self.chunks]), setup.device())
 
-    def compare(self, samples: Samples, rollout: Sequence[Tensor]) -> dict[str, Difference]:
+    def compare(
+        self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
+    ) -> dict[str, Difference]:
         """How far an engine's log-probabilities of this rank's samples are from the model's.
 
-        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at temperature 1. The
+        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at `temperature`. The
         result has `text` for tokens before any image or video, `after image` for the others, over this rank's
         samples: what an engine prepares or places differently shows in the second alone.
         """
         needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
-        scores, found = self.logprobs(samples).log_probs, []
+        scores, found = self.logprobs(samples, temperature).log_probs, []
         for document, ours in zip(documents_of(samples, needs), scores, strict=True):
             wanted = document.scored[1:]
             theirs = torch.as_tensor(rollout[document.number]).cpu().float()
