@@ -9,7 +9,7 @@ IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compiled demo test test-long test-soak test-all lint setup lock clean
+.PHONY: compiled demo demo-rl test test-long test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model.
@@ -17,6 +17,12 @@ demo: export FAMILY ?= gemma3
 demo: export ADAPTER ?=
 demo: compiled
 	@$(PY) examples/digits/$(if $(ADAPTER),adapter_demo,$(if $(filter compose,$(FAMILY)),compose_demo,demo)).py
+
+# A model that was told few digits learns the others from rewards, by STEPS of GRPO.
+demo-rl: export FAMILY ?= gemma3
+demo-rl: export STEPS ?=
+demo-rl: compiled
+	@$(PY) examples/digits/rl_demo.py
 
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m "not long and not soak"

@@ -11,7 +11,7 @@ import torch
 
 from megatron_vlm.config import AdapterConfig, ParallelConfig
 from megatron_vlm.models.adapters import find_targets
-from megatron_vlm.models.adapters.targets import hf_modules
+from megatron_vlm.models.adapters.targets import fits, hf_modules
 
 # name of the adapter -> peft's LoraConfig. All of the model; and few layers, so that embeddings, a stage and
 # whole layers have nothing that is trained.
@@ -41,7 +41,8 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
     "adapter of experts": {
         "r": 3,
         "lora_alpha": 6,
-        "target_modules": ["q_proj"],
+        # whole ends, as the q_proj of a Gemma 4 tower is no linear
+        "target_modules": [f"language_model.layers.{layer}.self_attn.q_proj" for layer in range(4)],
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"down_proj": 4},
         "alpha_pattern": {"gate_up_proj": 9},
@@ -137,7 +138,10 @@ def named_for_peft(settings: dict[str, Any], hf_config: Any, family: Any) -> dic
         return settings
     wanted = AdapterConfig(**settings)
     if settings["target_modules"] == "all-linear":
-        wanted.exclude_modules = list(family.peft_experts[:3])
+        modules = hf_modules(hf_config)
+        wanted.exclude_modules = [
+            name for name in family.peft_experts[:3] if any(fits([name], module) for module in modules)
+        ]
     targets = find_targets(wanted, hf_config, family.weight_map(hf_config))
     return settings | {"target_modules": [target.module for target in targets if not target.experts]}
 

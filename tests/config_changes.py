@@ -129,7 +129,26 @@ GLM = {
         {T + "num_experts_per_tok": 3, T + "topk_group": 2},
     ],
 }
-OWN_PARTNERS = {"qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2_5, "mistral3": MISTRAL3, "glm4v_moe": GLM}
+GEMMA4 = {
+    "audio_config": [{"audio_config": {"model_type": "gemma4_audio"}}],
+    **{key: [{key: 639}] for key in ("video_token_id", "audio_token_id")},  # no text has this token
+    T + "use_bidirectional_attention": [{T + "use_bidirectional_attention": name} for name in (None, "all")],
+    T + "hidden_size_per_layer_input": [{T + "hidden_size_per_layer_input": 16}],
+    T + "num_kv_shared_layers": [{T + "num_kv_shared_layers": 1}],
+    T + "top_k_experts": [{T + "top_k_experts": n} for n in (1, 3, 9)],
+    T + "num_global_key_value_heads": [{T + "num_global_key_value_heads": n} for n in (1, 4, None)],
+    T + "global_head_dim": [{T + "global_head_dim": n} for n in (16, 64)],
+    T + "num_attention_heads": [{T + "num_attention_heads": 8}],
+    V + "num_attention_heads": [{V + "num_attention_heads": 2, V + "num_key_value_heads": 2}],
+    V + "num_key_value_heads": [{V + "num_key_value_heads": 2}],
+}
+OWN_PARTNERS = {
+    "gemma4": GEMMA4,
+    "qwen2_vl": QWEN2,
+    "qwen2_5_vl": QWEN2_5,
+    "mistral3": MISTRAL3,
+    "glm4v_moe": GLM,
+}
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
 OWN_PARTNERS |= {"llava_onevision": ONEVISION}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -150,7 +169,7 @@ RULES = [
 
 def rope_changes(family: str, config: dict) -> list[dict[str, Any]]:
     rule = config["text_config"]["rope_parameters"]
-    if family == "gemma3":
+    if "full_attention" in rule:
         return [{ROPE + "full_attention": rule} for rule in RULES] + [{ROPE + "sliding_attention": YARN}]
     own = {
         key: rule[key]
@@ -172,6 +191,12 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "hidden_act": "relu"},
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0, T + "rope_local_base_freq": 50.0},
+    ],
+    "gemma4": [
+        {T + "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}}},
+        {T + "per_layer_config": {"1": {"head_dim": 64}}},  # layers of a type differ
+        {T + "per_layer_config": {"0": {"num_key_value_heads": 2}, "2": {"num_key_value_heads": 2}}},
+        {T + "hidden_size_per_layer_input": None},
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}],
     "lfm2_vl": [
@@ -248,7 +273,7 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
     **{"output_hidden_states": True, "use_cache": False, "gradient_checkpointing": True},
     **{"initializer_range": 0.5, "initializer_factor": 3.0, "init_std": 0.5, "name_or_path": "other"},
     **{"vision_aspect_ratio": "pad", "vision_feature_select_strategy": "full"},
-    **{"layer_scale_init_value": 0.5},
+    **{"layer_scale_init_value": 0.5, "use_double_wide_mlp": True, "attention_bias": True},
 }
 
 
@@ -257,12 +282,13 @@ NOT_ALONE = {
     *("vision_config.patch_size", "vision_config.temporal_patch_size", "vision_config.spatial_merge_size"),
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
-    *("downsample_factor", "image_token_id", "vision_feature_select_strategy", "downsample_ratio"),
+    *("vision_config.pooling_kernel_size", "downsample_factor", "image_token_id"),
+    *("vision_feature_select_strategy", "downsample_ratio"),
     *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {
-    *("image_token_index", "video_token_id"),
+    *("image_token_index", "video_token_id", "audio_token_id"),
     *("video_start_token_id", "video_end_token_id", "tie_word_embeddings"),
     *(T + "max_position_embeddings", T + "pad_token_id", T + "tie_word_embeddings", T + "layer_types"),
     *(T + "router_aux_loss_coef", T + "output_router_logits", T + "use_sliding_window"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,23 @@ import numpy as np
 import parity
 import torch
 
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.media.naflex import without_padding
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
-OURS = ("loss_mask", "advantage")
+OURS = ("loss_mask", "advantage", "routes")
 ROWS = ("t", "it", "ititit")
 
 
 def layouts_of(family: str) -> list[str]:
     """`test_parity.py` looks at the model; what differs here are rows, outputs and gradients."""
-    dense = ["1 process", "TP2+SP", "PP2·VPP2", "CP2", "DP2 dist. optimizer", "CP2·DP2"]
-    return {"gemma3": dense, "qwen3_vl_moe": ["TP2+SP", "EP2", "CP2·EP2"]}.get(family, ["TP2+SP"])
+    from megatron_vlm.models.families import load
+
+    each = ["TP2+SP", "PP2", "CP2"]
+    if load(family).has_experts:
+        each += ["EP2", "CP2·EP2"]
+    further = ["1 process", "PP2·VPP2", "DP2 dist. optimizer", "CP2·DP2"]
+    return each + further * (family == "gemma3")
 
 
 def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
@@ -43,8 +50,8 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
 
 
 def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Log-probabilities and entropies of all tokens but the first by Transformers, and the gradients of
-    `loss` over the wanted ones."""
+    """Log-probabilities and entropies of all tokens but the first by Transformers, gradients of `loss` over
+    the wanted ones, and by layer the experts of each token: those of its `routes` if it has any."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vlm.models.families import family_for
@@ -54,7 +61,10 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     family = family_for(hf_config)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
+    given, found["experts"] = with_given_experts(model)
     for sample in samples:
+        given["routes"] = sample.get("routes")
+        found["experts"].append({})
         ids, ready = sample["input_ids"], family.of_processor(hf_config)(without_padding(sample))
         seen = {key: ready[key] for key in family.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
@@ -73,6 +83,30 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     return found | {"loss": total.item() / 5, "grads": grads}
 
 
+def with_given_experts(model) -> tuple[dict[str, Any], list[dict[int, torch.Tensor]]]:
+    """Lets the routers of Transformers take given["routes"] (T or T - 1, layers, k), and note what they take
+    in the last entry of the list. The weights are made of their own logits, as their forwards make them."""
+    given: dict[str, Any] = {"routes": None}
+    taken: list[dict[int, torch.Tensor]] = []
+
+    def take(layer: int, gate, _, output):
+        logits, weights, experts = output
+        if given["routes"] is not None:
+            routes = given["routes"][:, layer].long()
+            experts = experts.clone()
+            experts[: len(routes)] = torch.where(routes < 0, experts[: len(routes)], routes)
+            sigmoid = hasattr(gate, "e_score_correction_bias")
+            scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+            weights = scores / scores.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0)
+        taken[-1][layer] = experts.sort(-1).values.short()
+        return logits, weights, experts
+
+    for layer, module in enumerate(model.model.language_model.layers):
+        if (gate := getattr(module.mlp, "gate", None)) is not None:
+            gate.register_forward_hook(partial(take, layer))
+    return given, taken
+
+
 def loss(log_probs, entropies, fields):
     from megatron_vlm.rl import losses
 
@@ -81,11 +115,14 @@ def loss(log_probs, entropies, fields):
     )
 
 
-def policy_of(path: str, layout: ParallelConfig, max_tokens: int):
+def policy_of(
+    path: str, layout: ParallelConfig, max_tokens: int, adapter: AdapterConfig | None = None, **model: Any
+):
     from megatron_vlm.parallel import setup
     from megatron_vlm.rl.policy import Policy
 
-    config = RunConfig(parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
+    config = RunConfig(parallel=layout, model=ModelConfig(**{"hf_path": path, "dtype": "fp32"} | model))
+    config.adapter = adapter or AdapterConfig()
     config.optimizer.lr, config.optimizer.warmup_steps = 1e-2, 0
     if torch.distributed.is_initialized():
         setup.reset_layout(layout, seed=1)
@@ -111,24 +148,36 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
 
 
 def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
+    samples, expected = torch.load(held, weights_only=False)
+    return differences(policy_of(path, parity.LAYOUTS[name][1], max_tokens), samples, expected)
+
+
+def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
+    """The worst over all ranks; takes no step."""
     from megatron_vlm.training import gradients
 
-    samples, expected = torch.load(held, weights_only=False)
-    layout = parity.LAYOUTS[name][1]
-    policy = policy_of(path, layout, max_tokens)
-    own = mine(samples)
+    layout, own = policy.config.parallel, mine(samples)
     first = next(i for i, sample in enumerate(samples) if sample is own[0])
+    wrong = torch.zeros((), dtype=torch.int64)
+
+    def checked(log_probs, entropies, fields):
+        """`loss`; the first ratio is 1, and every token knows its sample."""
+        wrong.add_((log_probs != fields["old"]).sum() * (policy.max_tokens > 1))
+        wrong.add_((fields["sample"] != fields["number"]).sum())
+        return loss(log_probs, entropies, fields)
+
     scores = policy.logprobs(own, TEMPERATURE, entropy=True)
     worst = 0.0
     for kind, found in (("log_probs", scores.log_probs), ("entropies", scores.entropies)):
         assert len(found) == len(own)
         for ours, theirs in zip(found, expected[kind][first:], strict=False):
             worst = max(worst, (ours.cpu() - theirs).abs().max().item())
-    half = len(own) // 2
-    logs = [
-        policy.forward_backward(part, loss, 5, TEMPERATURE, entropy=True, fields=["advantage"])
-        for part in (own[:half], own[half:])
-    ]
+    known = [sample | {"old": old} for sample, old in zip(own, scores.log_probs, strict=True)]
+    half = len(own) // 2  # one call with packed rows, two without: other rows would differ in last bits
+    fields, logs = ["advantage", "old", "number"], []
+    for part in [known] if policy.max_tokens > 1 else (known[:half], known[half:]):
+        numbered = [sample | {"number": number} for number, sample in enumerate(part)]
+        logs.append(policy.forward_backward(numbered, checked, 5, TEMPERATURE, True, fields))
     gradients.finalize_gradients(policy.chunks)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(policy.chunks)
@@ -140,11 +189,12 @@ def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
         scale = parity.gradient_scale(expected["grads"], key)
         difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
     every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (worst, difference))
+    torch.distributed.all_gather_object(every, (worst, difference, wrong.item()))
     return {
         "log_probs": max(each[0] for each in every),
         "gradient": max(each[1] for each in every),
         "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
+        "wrong": sum(each[2] for each in every),
     }
 
 
@@ -156,9 +206,18 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     samples, _ = torch.load(held, weights_only=False)
     found: dict[str, Any] = {}
     policy = policy_of(path, ParallelConfig(tp=2), 300)
+    found["balancing"] = [policy.config.model.load_balancing]
+    try:
+        policy_of(path, ParallelConfig(tp=2), 300, load_balancing=0.1)
+    except ConfigError as error:
+        found["balancing"].append(str(error))
     before = policy.logprobs(samples).log_probs
-    again = policy.logprobs(samples[::-1]).log_probs[::-1]
-    found["order"] = max((a - b).abs().max().item() for a, b in zip(before, again, strict=True))
+    found["order"] = 0.0
+    for order in itertools.islice(itertools.permutations(range(len(samples))), 1, None):
+        again = policy.logprobs([samples[number] for number in order]).log_probs
+        differences = ((before[n] - x).abs().max().item() for n, x in zip(order, again, strict=True))
+        found["order"] = max(found["order"], *differences)
+    found["twice"] = _two_calls_for_one(policy, samples)
     rollout = [x.clone() for x in before]
     rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
     found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
@@ -181,9 +240,81 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
     found["alone norm"] = policy.step()
     found["none"] = len(policy.logprobs(own).log_probs)
+    policy = policy_of(path, ParallelConfig(), 3 * len(samples[0]["input_ids"]) // 2)
+    own = [0] * 9 if torch.distributed.get_rank() else [2]  # nine rows, and one of a sample that is too long
+    scores = policy.logprobs([samples[number] for number in own]).log_probs
+    pairs = [(before[number], x) for number, x in zip(own, scores, strict=True)]
+    found["uneven"] = max((a - b).abs().max().item() for a, b in pairs)
+    found["too long"] = len(samples[2]["input_ids"]) / policy.max_tokens
 
     policy = policy_of(path, ParallelConfig(pp=2), 300)
     found["weights"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     chunks = [chunk.module for chunk in policy.chunks]
     export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
     return found
+
+
+def _two_calls_for_one(policy, samples: list) -> float:
+    """How far gradients of two calls are from those of one with all samples."""
+
+    from megatron_vlm.training import gradients
+
+    def summed(parts: list[list]) -> torch.Tensor:
+        for part in parts:
+            policy.forward_backward(part, loss, 5, entropy=True, fields=["advantage"])
+        gradients.finalize_gradients(policy.chunks)  # ranks share the tower's images by micro batch
+        found = torch.cat([buffer.grad_data for buffer in policy.chunks[0].buffers])
+        policy._empty()
+        return found
+
+    one, two = summed([samples]), summed([samples[1:], samples[:1]])
+    return ((one - two).abs().max() / one.abs().max()).item()
+
+
+COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "white": (1, 1, 1)}
+
+
+def colour_samples(path: Path | str, brightness: int) -> list[list[dict[str, torch.Tensor]]]:
+    """For an image of each colour a sample for each colour as the answer; only the answer's tokens count."""
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(path)
+    answers = {name: "ABCD"[number] for number, name in enumerate(COLOURS)}
+
+    def sample(shade: tuple[int, ...], answer: str) -> dict[str, torch.Tensor]:
+        image = Image.new("RGB", (64, 64), tuple(brightness * x for x in shade))
+        asked = [{"type": "image", "image": image}, {"type": "text", "text": "the table"}]
+        told = [{"type": "text", "text": answer}]
+        talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+        found = parity.encode_row(processor, talk)
+        return {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
+
+    rows = [[sample(shade, answer) for answer in answers.values()] for shade in COLOURS.values()]
+    for row in rows:
+        ids = torch.stack([each["input_ids"] for each in row])
+        for each in row:
+            each["loss_mask"] = (ids != ids[0]).any(0)
+    return rows
+
+
+def learns_colours(path: str, steps: int) -> dict[str, Any]:
+    """The log-probability of each colour for an image of each, before and after training on other shades."""
+    from megatron_vlm.rl import losses
+
+    policy = policy_of(path, ParallelConfig(tp=2), 600)
+    held_out, shown = colour_samples(path, 180), [colour_samples(path, light) for light in (140, 255)]
+    right = [rows[number][number] for rows in shown for number in range(len(COLOURS))]
+
+    def scores() -> list[list[float]]:
+        found = policy.logprobs([sample for row in held_out for sample in row]).log_probs
+        sums = [each.sum().item() for each in found]
+        return [sums[start : start + len(COLOURS)] for start in range(0, len(sums), len(COLOURS))]
+
+    before, tokens = scores(), sum(int(sample["loss_mask"].sum()) for sample in right)
+    for _ in range(steps):
+        policy.forward_backward(
+            right, lambda log_probs, *_: losses.policy_gradient(log_probs, torch.ones_like(log_probs)), tokens
+        )
+        policy.step()
+    return {"before": before, "after": scores()}

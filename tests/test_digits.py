@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
 import adapter_demo
 import compose_demo
+import rl_demo
 import tables
 from evaluate import without_thoughts
 from make_checkpoint import make_checkpoint
@@ -161,10 +162,10 @@ def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
 
 def test_demo_names_the_families_it_knows(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "digits" / "demo.py")]
-    environment = {**os.environ, "FAMILY": "gemma4"}
+    environment = {**os.environ, "FAMILY": "gemma5"}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     known = ", ".join(FAMILIES)
-    assert ended.stderr == f"FAMILY=gemma4: the demo has no such family; take one of {known}.\n"
+    assert ended.stderr == f"FAMILY=gemma5: the demo has no such family; take one of {known}.\n"
     assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
 
 
@@ -201,6 +202,19 @@ def test_the_table_has_a_line_for_each_family():
     lines = tables.demo({"qwen3_vl": summary("qwen3_vl", 0.97)}).splitlines()
     assert lines[2:] == ["| `qwen3_vl` | 2 processes | 97.0% | 87.5% | 100.0% | 93 s | 151 s |"]
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+
+
+def test_a_report_takes_the_summaries_of_its_own_demo(tmp_path):
+    of_rl = {"family": "gemma3", "first_ratio": 1.0}
+    for name, found in (
+        ("demo", summary("gemma3", 0.97)),
+        ("demo-rl", of_rl),
+        ("demo-lora", {"family": "gemma3"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps(found))
+    assert tables.gathered({}, tmp_path) == {"gemma3": summary("gemma3", 0.97)}
+    assert tables.gathered({}, tmp_path, tables.DEMOS["demo_rl.json"]) == {"gemma3": of_rl}
 
 
 # ---- make demo FAMILY=compose -----------------------------------------------------------------------------
@@ -276,3 +290,56 @@ def test_the_adapter_demo_keeps_the_base_and_peft_reads_what_it_made(tmp_path):
     assert found["processes"] == 2
     named = [json.loads((tmp_path / f"runs/demo-lora/lora/weights_{r}.json").read_text()) for r in range(2)]
     assert found["base_weights_equal"] == sum(len(rank["equal"]) for rank in named) > 100
+
+
+# ---- make demo-rl -----------------------------------------------------------------------------------------
+
+
+def test_no_labelled_scan_is_rewarded(tmp_path):
+    rl_demo.prepare_data(tmp_path)
+    scans = {
+        side: [scan_of(row["images"][0]) for row in records(tmp_path, side)]
+        for side in ("labelled", "rewarded", "held_out")
+    }
+    assert {side: len(found) for side, found in scans.items()} == {
+        "labelled": rl_demo.LABELLED,
+        "rewarded": 1500 - rl_demo.LABELLED,
+        "held_out": 297,
+    }
+    for side, other in (("labelled", "rewarded"), ("labelled", "held_out"), ("rewarded", "held_out")):
+        assert not set(scans[side]) & set(scans[other])
+
+
+def test_the_rl_demo_ends_if_the_first_ratio_is_not_one():
+    history = [{"step": 0, "accuracy": 0.5}]
+    history += [{"step": 1, "reward": 0.4, "ratio": 1.0, "samples": 8}]
+    history += [{"step": 2, "reward": 0.6, "ratio": 0.9, "samples": 8, "accuracy": 0.7}]
+    assert rl_demo.figures(history) == {
+        "accuracy_before": 0.5,
+        "accuracy_after": 0.7,
+        "reward_before": 0.4,
+        "reward_after": 0.6,
+        "first_ratio": 1.0,
+        "samples": 16,
+    }
+    history[1]["ratio"] = 1.0000001
+    with pytest.raises(SystemExit, match=r"the first ratio is 1\.0000001, not 1"):
+        rl_demo.figures(history)
+
+
+@pytest.mark.long
+def test_the_rl_demo_runs_and_transformers_reads_what_it_made(tmp_path):
+    """With two steps of each training: it learns nothing, but all of its way is gone."""
+    command = [sys.executable, str(ROOT / "examples" / "digits" / "rl_demo.py"), "steps=2"]
+    environment = {**os.environ, "FAMILY": "gemma3", "STEPS": "2"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "the first ratio is 1.0; 768 samples" in ended.stdout
+    folder = tmp_path / "runs/demo-rl"
+    found = json.loads((folder / "summary.json").read_text())
+    assert (
+        found["accuracy_of_export"] == pytest.approx(found["accuracy_after"], abs=0.01)
+        and found["total_seconds"] > 0
+    )
+    for name in ("curve.png", "samples.png"):
+        assert Image.open(folder / name).size[0] > 700

@@ -69,14 +69,19 @@ def products(counter: FlopCounterMode) -> int:
 
 def seen_pairs(model: Any, batch: dict) -> float:
     """Operations of attention's forward pass over the pairs that the dense backend's mask allows."""
+    from megatron_vlm.models.attention_sizes import heads_of
     from megatron_vlm.models.layers.attention import mask
 
     config = model.config
     windows = config.layer_windows or (None,) * config.num_layers
     layout = model.layout(batch)
     plan = layout.stream(0, layout.longest, windows, torch.device("cpu")).plan
-    pairs = sum(int(mask(plan, plan.views[window]).sum()) for window in windows)
-    return 4 * config.num_attention_heads * config.kv_channels * pairs
+    return 4 * sum(
+        int(mask(plan, plan.views[window]).sum())
+        * config.num_attention_heads
+        * heads_of(config, layer).channels
+        for layer, window in enumerate(windows)
+    )
 
 
 def router_weights(model: Any) -> int:

@@ -73,6 +73,28 @@ def test_values_and_gradients_are_those_from_logits(ranks):
                 assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
+def finite_differences() -> bool:
+    from megatron_vlm.models import head
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), 1)
+    head.CHUNK_BYTES = 3 * 4 * 11  # three tokens: several chunks
+    numbers = torch.Generator().manual_seed(1)
+    hidden = torch.randn(7, 5, generator=numbers, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=numbers, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 11, (7,), generator=numbers)
+
+    def scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack(head.log_probabilities(hidden, weight, labels, 0.7, entropy=True))
+
+    return torch.autograd.gradcheck(scores, (hidden, weight), atol=1e-8, rtol=1e-6)
+
+
+def test_gradients_of_log_probability_and_entropy_are_finite_differences():
+    """In fp64. Raises if they are not."""
+    assert run_distributed(1, finite_differences) == [True]
+
+
 def no_token() -> tuple[int, int]:
     from megatron_vlm.models import head
     from megatron_vlm.parallel import setup

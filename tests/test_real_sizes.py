@@ -14,6 +14,8 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "gemma3_vl_4b": 4_300_079_472,
     "gemma3_vl_12b": 12_187_325_040,
     "gemma3_vl_27b": 27_432_406_640,
+    "gemma4_31b": 31_273_086_512,
+    "gemma4_26b_a4b": 25_805_933_872,
     "ministral3_3b": 3_849_090_048,
     "ministral3_8b": 8_918_026_240,
     "ministral3_14b": 13_945_031_680,

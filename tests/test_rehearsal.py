@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_vlm.cli import app
 from megatron_vlm.cli import run as run_command
 from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
@@ -29,7 +30,7 @@ LAYOUTS = {
     "cp 2": ParallelConfig(cp=2),
 }
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
-DENSE = [name for name in TINY_FAMILIES if not name.endswith("_moe") and name not in RENAMED]
+DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RENAMED]
 FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in DENSE]
 
 

@@ -152,6 +152,25 @@ def test_text_beside_images_whichever_comes_first():
 
 
 @QUICK
+@given(samples(), st.data())
+def test_entries_and_fields_are_assigned_as_in_lists_and_dicts(given_samples, data):
+    (batch, _), (tensors, as_tensors) = both(given_samples)
+    row = data.draw(st.integers(-len(as_tensors), len(as_tensors) - 1))
+    new = torch.arange(data.draw(st.integers(0, 4)))
+    for index in (row, np.int64(row), torch.tensor(row)):
+        changed, expected = TensorList(tensors), list(as_tensors)
+        changed[index] = expected[row] = new
+        assert same(changed, expected) and same(tensors, as_tensors)
+    with pytest.raises(IndexError):
+        tensors[len(as_tensors)] = new
+    fields = dict(batch.items())
+    for key, value in (("input_ids", tensors[::-1]), ("scores", torch.rand(len(as_tensors), 2))):
+        batch[key] = fields[key] = value
+        assert batch == TensorBatch(fields) and list(batch) == list(fields)
+        assert same(batch[[row]], [{name: field[row] for name, field in fields.items()}])
+
+
+@QUICK
 @given(samples())
 def test_pickle_returns_an_equal_batch(given_samples):
     for container, _ in both(given_samples):

@@ -57,7 +57,12 @@ TEMPLATE = """{{ bos_token }}
 """
 
 
-def tokenizer(corpus: Iterable[str], vocab_size: int = 768) -> GemmaTokenizer:
+def tokenizer(
+    corpus: Iterable[str],
+    vocab_size: int = 768,
+    markers: dict[str, str] = IMAGE_MARKERS,
+    turns: Iterable[str] = TURN_MARKERS,
+) -> GemmaTokenizer:
     """A byte-fallback BPE in which digits, newlines and word starts are pieces of their own, as in Gemma."""
     bpe = Tokenizer(models.BPE(fuse_unk=True, unk_token="<unk>", byte_fallback=True))
     bpe.normalizer = normalizers.Replace(" ", "▁")
@@ -83,9 +88,9 @@ def tokenizer(corpus: Iterable[str], vocab_size: int = 768) -> GemmaTokenizer:
         merges=[tuple(merge) for merge in model["merges"]],
         add_bos_token=True,
         padding_side="left",
-        extra_special_tokens=IMAGE_MARKERS,
+        extra_special_tokens=markers,
     )
-    result.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in TURN_MARKERS])
+    result.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in turns])
     return result
 
 

@@ -9,6 +9,7 @@
     attention_mask  (B, S) int32     document number in its row, 1, 2, ...; 0 is padding
     visual_inputs   GenericVisualInputs or None, items concatenated in document order
     __key__         list of B lists of sample keys: which samples made each row
+    routes          may be absent: (B, S, layers, k) int16, see `models.stream.Stream`
     __restore_key__ JSON data from which the loader's `replay` makes this batch again
 
 `check` raises for a batch that is anything else. Data workers call it on every batch that they hand over.
@@ -26,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -166,6 +167,7 @@ Batch = TypedDict(
         "visual_inputs": GenericVisualInputs | None,
         "__key__": list[list[str]],
         "__restore_key__": Any,
+        "routes": NotRequired[Tensor],
     },
 )
 

@@ -33,6 +33,7 @@ class Supported:
 _CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
+    "gemma4": Supported("Gemma4ForConditionalGeneration"),
     "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
     "lfm2_vl": Supported(
         "Lfm2VlForConditionalGeneration",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.generation_prompt import encode_prompt
+from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.adapters import load_adapters, merge, save_adapters
 from megatron_vlm.models.hf import Source, open_source
@@ -113,19 +113,8 @@ def answers(
         encode_prompt(processor, messages, files, needs)
         for messages, files in zip(conversations, images, strict=True)
     ]
-    found = generate(run.chunks, prompts, max_new_tokens, stop=stop_tokens(run), **sampling)
+    stop = stop_tokens(run.source.folder, run.source.hf_config)
+    found = generate(run.chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
     decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
     return [[decode(answer.reply).strip() for answer in of_one] for of_one in found]
-
-
-def stop_tokens(run: TrainedModel) -> list[int]:
-    """The end-of-turn and end-of-text ids in the checkpoint's generation config, or else (as in Transformers)
-    in its config.json."""
-    from transformers import GenerationConfig
-
-    ids = run.source.hf_config.get_text_config().eos_token_id
-    folder = run.source.folder
-    if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -43,3 +45,14 @@ def processor_outputs(
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
     )
+
+
+def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
+    """The end-of-turn and end-of-text ids in the checkpoint's generation config, or else (as in Transformers)
+    in its config.json."""
+    from transformers import GenerationConfig
+
+    ids = hf_config.get_text_config().eos_token_id
+    if (folder / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

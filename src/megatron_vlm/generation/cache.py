@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
@@ -25,9 +26,12 @@ from megatron_vlm.models.layers.attention_plan import AttentionPlan
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
     """Of the caches of all layers, for a row of so many tokens, on a rank of tensor parallelism."""
-    slots = [slots_of(window, tokens) for window in config.layer_windows or [None] * config.num_layers]
-    numbers = 2 * config.num_query_groups // config.tensor_model_parallel_size * config.kv_channels
-    return sum(slots) * numbers * config.params_dtype.itemsize
+    numbers = 0
+    for layer, window in enumerate(config.layer_windows or [None] * config.num_layers):
+        heads = heads_of(config, layer)
+        groups = heads.groups // config.tensor_model_parallel_size
+        numbers += slots_of(window, tokens) * 2 * groups * heads.channels
+    return numbers * config.params_dtype.itemsize
 
 
 def slots_of(window: int | None, tokens: int) -> int:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled
+from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.tower_attention import use_sdpa
@@ -57,19 +58,20 @@ def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
     """Operations of a forward pass of one token through `layer`, in a document of `seq_length` tokens."""
     windows = architecture.get("layer_windows")
     pairs = pairs_seen(seq_length, windows[layer] if windows else None)
-    return product_flops(architecture, layer) + pair_flops(architecture) * pairs / seq_length
+    return product_flops(architecture, layer) + pair_flops(architecture, layer) * pairs / seq_length
 
 
 def product_flops(architecture: dict, layer: int) -> float:
     """Operations of a forward pass of one token through `layer`, without those of attention."""
-    heads, groups = architecture["num_attention_heads"], architecture["num_query_groups"]
-    projections = 2 * architecture["hidden_size"] * architecture["kv_channels"] * (2 * heads + 2 * groups)
+    heads = heads_of(architecture, layer)
+    queries = architecture["num_attention_heads"] * heads.channels
+    projections = 2 * architecture["hidden_size"] * (2 * queries + heads.keys_and_values)
     return projections + _feed_forward_flops(architecture, layer)
 
 
-def pair_flops(architecture: dict) -> float:
+def pair_flops(architecture: dict, layer: int) -> float:
     """Operations of a layer's attention for a token and one that it sees: their score and the value."""
-    return 4 * architecture["num_attention_heads"] * architecture["kv_channels"]
+    return 4 * architecture["num_attention_heads"] * heads_of(architecture, layer).channels
 
 
 def pairs_seen(length: int | np.ndarray, window: int | None) -> float | np.ndarray:

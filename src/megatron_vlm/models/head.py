@@ -29,7 +29,7 @@ def output_losses(
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    return -log_probabilities(hidden_ND, weight, context.labels)[0]
+    return -log_probabilities(hidden_ND, weight, context.labels, softcap=config.logit_softcap)[0]
 
 
 @record_function("head")
@@ -48,7 +48,7 @@ def output_scores(
     log-probability of each wanted token and the entropy of its distribution, see `log_probabilities`."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    found = log_probabilities(hidden_ND, weight, context.labels, temperature, entropy)
+    found = log_probabilities(hidden_ND, weight, context.labels, temperature, entropy, config.logit_softcap)
     return torch.stack(found if entropy else found[:1])
 
 
@@ -57,7 +57,8 @@ def output_logits(
 ) -> Tensor:
     """Megatron's `output_processor`: the logits (n, V / tp) of the wanted tokens."""
     hidden_ND = _wanted(hidden_states, config, context)
-    return hidden_ND @ (output_layer.weight if output_weight is None else output_weight).t()
+    logits = hidden_ND @ (output_layer.weight if output_weight is None else output_weight).t()
+    return capped(logits, config.logit_softcap)
 
 
 def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
@@ -67,20 +68,31 @@ def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
     return copy_to_tensor_model_parallel_region(hidden_T1D[:, 0].index_select(0, stream.output_rows))
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap)"""
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+
 def log_probabilities(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float = 1.0, entropy: bool = False
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) fp32 each.
+    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) each, fp32
+    or what is more of the hidden states.
 
     `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
-    and labels and get the same result. Logits are divided by `temperature`. Both have gradients.
+    and labels and get the same result. Logits are `capped` and divided by `temperature`. Both have gradients.
     """
-    return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy)
+    return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy, softcap)
 
 
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, scale: float, entropy: bool):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, scale: float, entropy: bool, softcap: float | None):
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
@@ -88,7 +100,7 @@ class _LogProbabilities(torch.autograd.Function):
         parts, logits = [], None
         for rows in _chunks(hidden_ND, weight_VD):
             logits = None  # frees the chunk before
-            logits = _logits(hidden_ND[rows], weight_VD, scale)
+            logits = _logits(hidden_ND[rows], weight_VD, scale, softcap)
             numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
             if entropy:
                 log_p = logits.sub(numbers[0][:, None])
@@ -102,36 +114,42 @@ class _LogProbabilities(torch.autograd.Function):
             log_share_RN = log_sums_RN - log_sum_N
             entropy_N = (log_share_RN.exp() * (entropies_RN[0] - log_share_RN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
-        ctx.scale, ctx.kept = scale, logits
+        ctx.scale, ctx.softcap, ctx.kept = scale, softcap, logits
         return labels_RN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_log_p_N, grad_entropy_N):
-        """d log p(label) / d logits = 1[label] - p;  d entropy / d logits = -p (log p + entropy)"""
+        """d log p(label) / d logits = 1[label] - p;  d entropy / d logits = -p (log p + entropy);
+        d capped / d logits = 1 - (capped / softcap)²"""
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), None
         kept, ctx.kept = ctx.kept, None
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
-            log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale) if kept is None else kept
+            log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale, ctx.softcap) if kept is None else kept
+            slope = None if ctx.softcap is None else 1 - (log_p / (ctx.scale * ctx.softcap)).square_()
             kept, log_p = None, log_p.sub_(log_sum_N[rows, None])
             factor = -grad_log_p_N[rows, None]
             if entropy_N is not None:
                 factor = factor - (log_p + entropy_N[rows, None]) * grad_entropy_N[rows, None]
             grad = log_p.exp_().mul_(factor)
             grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
-            grad = grad.mul_(ctx.scale).to(weight_VD.dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).to(weight_VD.dtype)
             grad_hidden_ND[rows] = grad @ weight_VD
             if ctx.needs_input_grad[1]:
                 part_VD = grad.t() @ hidden_ND[rows]
-                grad_weight_VD = part_VD if grad_weight_VD is None else grad_weight_VD.float().add_(part_VD)
-            del log_p, factor, grad  # before the next chunk is made
+                if grad_weight_VD is not None:
+                    wide = torch.promote_types(part_VD.dtype, torch.float32)
+                    part_VD = grad_weight_VD.to(wide).add_(part_VD)
+                grad_weight_VD = part_VD
+            del log_p, slope, factor, grad  # before the next chunk is made
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float) -> Tensor:
-    return (hidden_ND @ weight_VD.t()).float().mul_(scale)
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float, softcap: float | None) -> Tensor:
+    logits = capped(hidden_ND @ weight_VD.t(), softcap)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:

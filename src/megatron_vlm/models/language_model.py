@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megatron_vlm.config import ModelConfig, RunConfig
+from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.layers.feed_forward import GatedMLP
@@ -49,11 +50,16 @@ class LanguageModelConfig(TransformerConfig):
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
     most_positions: int | None = None  # the rotary rule is known for so many
+    layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
+    own_layer_spec: Callable[[LanguageModelConfig, int], ModuleSpec] | None = None  # a family's, from ours
+    wide_norms: bool = False  # see `RMSNorm`
+    logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
     norm_after_sublayer: bool = False  # Gemma: residual + norm(output)
     pad_token: int | None = None  # its embedding gets no gradient from its places in the text
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "documents"  # see `models.layers.attention`
+    dense_channels: tuple[int, ...] = ()  # of heads that it has no kernel for: their layers are dense
     step_weight: float = 0.0  # sum of this data-parallel rank's loss weights in the step under way
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
@@ -170,9 +176,8 @@ class LanguageModel(GPTModel):
         if megatron_config.gradient_accumulation_fusion:
             weight_gradients.install()
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        specs = [
-            layer_spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)
-        ]
+        spec = megatron_config.own_layer_spec or layer_spec
+        specs = [spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)]
         super().__init__(
             megatron_config,
             TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
@@ -216,7 +221,7 @@ class LanguageModel(GPTModel):
             position_ids=stream.position_ids,
             attention_mask=None,
             decoder_input=embedded,
-            padding_mask=stream.is_padding,
+            padding_mask=stream.is_padding if stream.routes is None else stream.routes,
             packed_seq_params=stream.plan,
             output_processor=head,
             output_processor_context=stream,
@@ -234,6 +239,7 @@ class LanguageModel(GPTModel):
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
-            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t()
+            mask_T1 = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(mask_T1).transpose(0, 1)
         tables = self.rotary(position_ids).to(self.config.params_dtype)
         return decoder_input, tables, None, None, None, padding_mask

@@ -48,8 +48,10 @@ class StepWork:
         passes = 2 + ("language_model" not in config.frozen)
         self._per_token = passes * sum(costs.product_flops(architecture, i) for i in layers)
         self._per_trained_token = passes * costs.output_flops(architecture)
-        self._per_pair = 3 * costs.pair_flops(architecture)
-        self._layers_by_window = Counter(architecture.get("layer_windows") or [None] * len(layers))
+        windows = architecture.get("layer_windows") or [None] * len(layers)
+        self._per_pair: Counter[int | None] = Counter()  # by window, over its layers
+        for layer, window in enumerate(windows):
+            self._per_pair[window] += 3 * costs.pair_flops(architecture, layer)
         self._per_unit, self._per_tower_pair = tower_flops(config, family, hf_config)
 
     def of(self, batch: Batch) -> Work:
@@ -57,7 +59,7 @@ class StepWork:
         layout = StreamLayout(batch, self._kinds, self._family.bidirectional_images, ranks=1)
         trained = int((batch["labels"] != IGNORE_INDEX).sum())
         flops = self._per_token * len(layout.real) + self._per_trained_token * trained
-        flops += self._per_pair * self._pairs(layout)
+        flops += self._attention(layout)
         images = 0
         if batch["visual_inputs"] is not None:
             visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
@@ -67,13 +69,14 @@ class StepWork:
             flops += self._per_tower_pair * self._family.tower_pairs(self._hf_config, visual)
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
-    def _pairs(self, layout: StreamLayout) -> float:
-        """Pairs of a token and one that it sees, over all layers; a later one is seen in an image block."""
-        lengths = layout.placement.ends - layout.placement.starts
-        later = sum((stop - start) * (stop - start - 1) / 2 for _, start, stop in layout.placement.blocks)
+    def _attention(self, layout: StreamLayout) -> float:
+        """Over all layers, of pairs of a token and one that it sees, in an image block also a later one."""
+        placement = layout.placement
+        lengths = placement.ends - placement.starts
+        later = sum((stop - start) * (stop - start - 1) / 2 for _, start, stop in placement.blocks)
         return sum(
-            layers * (costs.pairs_seen(lengths, window).sum() + later)
-            for window, layers in self._layers_by_window.items()
+            flops * (costs.pairs_seen(lengths, window).sum() + placement.has_blocks(window) * later)
+            for window, flops in self._per_pair.items()
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
 
 
@@ -36,6 +37,8 @@ class Stream:
     output_places   (n,) where their outputs stand among the `outputs` of all ranks
     outputs         how many those are
     trained_weight  sum of all weights of the micro batch, on all ranks of context parallelism
+    routes          (1, T, layers, k) int16, the experts of each token; FREE_ROUTE where the router chooses,
+                    ROUTE_OF_PADDING. None: it always chooses
     """
 
     input_ids: Tensor
@@ -51,6 +54,7 @@ class Stream:
     output_places: Tensor
     outputs: int
     trained_weight: float
+    routes: Tensor | None = None
 
 
 def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
@@ -67,17 +71,17 @@ class StreamLayout:
     """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
 
     `kinds` says which tokens stand for visual features; with `bidirectional_images`, each run of them in a
-    document is a block whose tokens all see each other.
+    document is a block whose tokens all see each other, see `Family`.
     """
 
-    def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool, ranks: int):
+    def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool | str, ranks: int):
         self.batch = batch
         documents_BS = batch["attention_mask"].numpy()
         self.real = np.flatnonzero(documents_BS)  # places of the stream -> indices into B * S
         self.kinds = kinds(batch["input_ids"]).numpy().ravel()
         lengths = _run_lengths(_row_and_document(documents_BS).ravel()[self.real])
         blocks = _blocks(lengths, self.kinds[self.real] > 0) if bidirectional_images else []
-        self.placement = Placement(lengths, blocks, ranks)
+        self.placement = Placement(lengths, blocks, ranks, bidirectional_images == "windows")
 
     @property
     def longest(self) -> int:
@@ -128,7 +132,13 @@ class StreamLayout:
             output_places=on_device(output_places),
             outputs=len(wanted),
             trained_weight=weights.sum(dtype=np.float64).item(),
+            routes=on_device(self._routes(taken, len(held))) if "routes" in self.batch else None,
         )
+
+    def _routes(self, taken: np.ndarray, real: int) -> Tensor:
+        routes = self.batch["routes"].flatten(0, 1)[taken]
+        routes[real:] = ROUTE_OF_PADDING
+        return routes[None]
 
     def _placeholders(self) -> np.ndarray:
         """Places of all placeholders in the stream: those of images in order, then of videos."""

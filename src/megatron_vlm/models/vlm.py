@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
+from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_losses
@@ -220,7 +221,7 @@ def check_divisible(megatron_config: LanguageModelConfig) -> None:
             f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
         )
     divisors = [
-        ("tp", tp, "key/value heads", megatron_config.num_query_groups),
+        *[("tp", tp, "key/value heads", heads.groups) for heads in all_heads(megatron_config)],
         ("tp", tp, "feed-forward channels", megatron_config.ffn_hidden_size),
         ("tp", tp, "shared expert channels", megatron_config.moe_shared_expert_intermediate_size or 0),
         ("tp", tp, "vocabulary entries", megatron_config.vocab_size),

@@ -148,7 +148,8 @@ def _redirect_tensor_methods() -> None:
         return _TypeName(name.replace(".meta.", ".")) if isinstance(name, str) else name
 
     torch.Tensor.to = to  # `weight.to(device=torch.cuda.current_device())` of the MoE router and others
-    torch.Tensor.cuda = lambda self, *_, **__: tensor_to(self, _device)  # tied embeddings, optimizer state
+    # tied embeddings, optimizer state; what has a shape alone stays so
+    torch.Tensor.cuda = lambda self, *_, **__: self if self.is_meta else tensor_to(self, _device)
     torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
 
@@ -23,8 +24,9 @@ def saved_by_layer(
     width = megatron_config.hidden_size / cut
     norm = value * width + 4 / cut
     channels = (2 + feed_forward) * value  # of a gated feed-forward
-    queries = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
-    keys = megatron_config.num_query_groups * megatron_config.kv_channels / tp
+    heads = heads_of(megatron_config, layer)
+    queries = megatron_config.num_attention_heads * heads.channels / tp
+    keys = heads.groups * heads.channels / tp
     saved = 2 * norm + (attention + feed_forward) * value * width
     if megatron_config.norm_after_sublayer:
         saved += 2 * norm
@@ -33,7 +35,7 @@ def saved_by_layer(
         + 4 * megatron_config.num_attention_heads / tp
     )
     if megatron_config.qk_layernorm:  # keys lie where values do
-        saved += value * queries + 4 * (queries + keys) / megatron_config.kv_channels
+        saved += value * queries + 4 * (queries + keys) / heads.channels
     if not has_experts(megatron_config, layer):
         return saved + channels * megatron_config.ffn_hidden_size / tp
     saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
@@ -49,7 +51,7 @@ def saved_by_dropout(
     and the output of attention once more."""
     tp = megatron_config.tensor_model_parallel_size
     width = megatron_config.hidden_size / (tp if megatron_config.sequence_parallel else 1)
-    heads = megatron_config.num_attention_heads * megatron_config.kv_channels / tp
+    heads = megatron_config.num_attention_heads * heads_of(megatron_config, layer).channels / tp
     channels = megatron_config.ffn_hidden_size
     if has_experts(megatron_config, layer):
         channels = megatron_config.moe_shared_expert_intermediate_size or 0

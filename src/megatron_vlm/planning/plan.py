@@ -17,6 +17,7 @@ from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models import costs
 from megatron_vlm.models.adapters import settled
+from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.language_model import (
@@ -173,11 +174,12 @@ class _Held:
         self, config: RunConfig, megatron_config: LanguageModelConfig, family: Family, hf_config: Any
     ):
         self._trained = trained = "language_model" not in config.frozen
-        examples = {has_experts(megatron_config, i): i for i in range(megatron_config.num_layers)}
         self._config = megatron_config
+        spec = megatron_config.own_layer_spec or layer_spec
+        examples = {self._kind(i): i for i in range(megatron_config.num_layers)}
         self._layers = {
             kind: _count(
-                build_module(layer_spec(megatron_config, i), config=megatron_config, layer_number=i + 1),
+                build_module(spec(megatron_config, i), config=megatron_config, layer_number=i + 1),
                 trained,
             )
             for kind, i in examples.items()
@@ -195,6 +197,10 @@ class _Held:
         self.vision = _count_vision(family, hf_config, config.frozen)
         self.vision += self._adapters_of(None)
 
+    def _kind(self, layer: int) -> tuple:
+        """Layers of one kind have equally many parameters."""
+        return has_experts(self._config, layer), heads_of(self._config, layer)
+
     def _adapters_of(self, layer: int | None) -> Parameters:
         """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
         dense = sum(self._adapters[layer, part] for part in (ATTENTION, FEED_FORWARD, None))
@@ -205,7 +211,7 @@ class _Held:
         """The parameters of the stage that holds these layers."""
         total = Parameters()
         for i in (i for held in layers for i in held):
-            total += self._layers[has_experts(self._config, i)] + self._adapters_of(i)
+            total += self._layers[self._kind(i)] + self._adapters_of(i)
         if first:
             total += self._words + self.vision + self._adapters_of(FIRST)
         if last:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
@@ -98,7 +99,8 @@ def planned_seconds(plan: Plan, hf_config: Any, gpu: Gpu) -> float:
     exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
-    keys = 2 * tokens * value * architecture["num_query_groups"] * architecture["kv_channels"] // parallel.tp
+    widest = max(heads.groups * heads.channels for heads in all_heads(architecture))
+    keys = 2 * tokens * value * widest // parallel.tp
     exchanged += layers * (2 + again) * call("alltoall", keys * (parallel.cp - 1), parallel.cp, parallel.tp)
     shared = plan.gpus // (parallel.tp * parallel.pp)
     once = call("allgather", busiest.gradients + busiest.weights, shared, parallel.tp)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,18 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import load_adapters
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import output_scores
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import hf_weights, import_hf, parameters_by_part
+from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
+from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
+from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel, empty_gradients, finalize_gradients
 from megatron_vlm.training.optimizer import build_optimizer
@@ -34,10 +37,12 @@ LossFunction = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Loss]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted."""
+    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted. `routes` (T, layers, k)
+    int16 are the experts of each token, -1 in layers without, to be given with the sample."""
 
     log_probs: list[Tensor]
     entropies: list[Tensor] | None
+    routes: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,10 @@ class Policy:
     """A model that scores samples and takes gradients from them, under any layout.
 
     A sample is a mapping with `input_ids` (T,), what the HF processor made of its images, `loss_mask` (T,) if
-    not all tokens are wanted, and any fields for losses. `samples` is a sequence of them: a list, a lazy
-    stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank gives its own, any number, also
-    none; the ranks of one model give the same. Every method is a collective of all ranks.
+    not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
+    sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
+    gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
+    collective of all ranks.
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
@@ -66,15 +72,16 @@ class Policy:
         )
         self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
         self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
+        self.memory = Memory(chunks, self.optimizer)
         self._empty()
 
     @classmethod
     def from_hf(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of `config.model.hf_path`, with new or given adapters if `config.adapter` says so.
 
-        `max_tokens` is the length of a packed row; a longer sample has a row for itself.
+        `max_tokens` is the length of a packed row; a longer sample has a row for itself, of any length.
         """
-        _join(config)
+        config = _joined(config)
         source = open_source(config.model.hf_path)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         import_hf(chunks, source.folder, source.weight_map)
@@ -85,7 +92,7 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        _join(config)
+        config = _joined(config)
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         if config.adapter.used:
@@ -97,16 +104,21 @@ class Policy:
             )
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
-    def logprobs(self, samples: Samples, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def logprobs(
+        self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
+    ) -> Scores:
         """What the model gives the wanted tokens of this rank's samples, logits divided by `temperature`.
 
-        By the same rows and operations as `forward_backward` on the same samples: equal to the bit.
+        By the same rows and operations as `forward_backward` on the same samples: equal to the bit. With
+        `routes`, also which experts each token went to.
         """
+        self.memory.need("logprobs", MODEL)
         rows = self._rows(samples)
         score = partial(_score, _reported, self._scores_head(temperature, entropy))
         for chunk in self.chunks:
             chunk.eval()
-        reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
+        with recorded(self.chunks) if routes else nullcontext({}) as chosen:
+            reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         given = [each for row in rows for each in row.documents]
@@ -122,7 +134,11 @@ class Policy:
             whole = torch.zeros(1 + entropy, len(each.input_ids) - 1, device=found.device)
             whole[:, each.scored[1:].to(found.device)] = part
             placed[each.number] = whole
-        return Scores([each[0] for each in placed], [each[1] for each in placed] if entropy else None)
+        return Scores(
+            [each[0] for each in placed],
+            [each[1] for each in placed] if entropy else None,
+            of_samples(chosen, rows, self.chunks) if routes else None,
+        )
 
     def forward_backward(
         self,
@@ -139,6 +155,7 @@ class Policy:
         for, and the samples' `fields`, with `sample`, the number of each token's sample. Any number of calls
         may come before `step`. Returns the means of what the losses log over all ranks, and `loss`.
         """
+        self.memory.need("forward_backward", MODEL, GRADS)
         rows = self._rows(samples)
         left = iter(rows)  # the last stage asks for losses in the order of the rows
 
@@ -160,6 +177,7 @@ class Policy:
 
         Returns their norm. Without any call of `forward_backward` they are zero.
         """
+        self.memory.need("step", *KINDS)
         finalize_gradients(self.chunks)
         updated, norm, _ = self.optimizer.step()
         if updated:
@@ -167,27 +185,49 @@ class Policy:
         self._empty()
         return norm or 0.0
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`.
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grads: bool = True) -> None:
+        """With "cpu", copies what is named to host memory and releases the device's; with "cuda", brings it
+        back to the device as it was, to the bit, gradients between two calls of `forward_backward` included.
 
-        Every rank gets all and iterates to the end. Raises ValueError for a model with adapters.
+        What needs it raises ValueError meanwhile. Every rank acts for itself. A policy that runs on a CPU
+        releases and fills its memory in the same way.
         """
-        if self.config.adapter.used:
-            raise ValueError(
-                "hf_weights: the model has adapters, which an engine loads by themselves; save them with "
-                "megatron_vlm.models.adapters.save_adapters."
-            )
-        return hf_weights([chunk.module for chunk in self.chunks], self.source.folder, self.source.weight_map)
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f'device is {device!r}; give "cpu" to offload, or "cuda" to bring back.')
+        for kind, asked in zip(KINDS, (model, optimizer, grads), strict=True):
+            if asked:
+                self.memory.offload(kind) if device == "cpu" else self.memory.onload(kind)
 
-    def compare(self, samples: Samples, rollout: Sequence[Tensor]) -> dict[str, Difference]:
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`;
+        adapters are merged into them, one weight after another, as a merged export has them.
+
+        Every rank gets all and iterates to the end.
+        """
+        self.memory.need("hf_weights", MODEL)
+        chunks = [chunk.module for chunk in self.chunks]
+        value = with_adapters(chunks) if self.config.adapter.used else torch.detach
+        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, tensor) of the adapters, and of what is trained whole beside them, for an engine that
+        has the base model and loads LoRA. Every rank gets all and iterates to the end."""
+        self.memory.need("adapter_weights", MODEL)
+        if not self.config.adapter.used:
+            raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
+        return from_every_stage(adapter_tensors([chunk.module for chunk in self.chunks]), setup.device())
+
+    def compare(
+        self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
+    ) -> dict[str, Difference]:
         """How far an engine's log-probabilities of this rank's samples are from the model's.
 
-        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at temperature 1. The
+        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at `temperature`. The
         result has `text` for tokens before any image or video, `after image` for the others, over this rank's
         samples: what an engine prepares or places differently shows in the second alone.
         """
         needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
-        scores, found = self.logprobs(samples).log_probs, []
+        scores, found = self.logprobs(samples, temperature).log_probs, []
         for document, ours in zip(documents_of(samples, needs), scores, strict=True):
             wanted = document.scored[1:]
             theirs = torch.as_tensor(rollout[document.number]).cpu().float()
@@ -218,6 +258,7 @@ class Policy:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
         needs = self.source.needs
         rows = micro_batches(documents_of(samples, needs), self.max_tokens)
+        add_routes(rows, self.chunks)
         count = torch.tensor(max(1, len(rows)), device=setup.device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
@@ -233,10 +274,17 @@ def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
     return Difference(len(every), every.mean().item(), *worst)
 
 
-def _join(config: RunConfig) -> None:
-    """Several policies may live in one process; they have one layout."""
+def _joined(config: RunConfig) -> RunConfig:
+    """The configuration without a load-balancing loss, which would be weighed by tokens, not by `normalizer`.
+    Several policies may live in one process; they have one layout."""
+    if config.model.load_balancing:
+        raise ConfigError(
+            f"model.load_balancing: is {config.model.load_balancing}, but a policy's gradients are those of "
+            "its losses alone; leave it out."
+        )
     if not parallel_state.model_parallel_is_initialized():
         setup.init_distributed(config.parallel, config.train.seed)
+    return replace(config, model=replace(config.model, load_balancing=0.0))
 
 
 def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):

@@ -1,8 +1,9 @@
 """Images in native resolution for SigLIP2's tower, as LFM2-VL's processor makes them: any number of patches.
 
-That processor pads every image to one number of patches. Here an image has only its own: `pixel_values`
-(P, F) and `image_grid_thw` (N, 3), as towers of patches have them, instead of `pixel_values` (N, most, F),
-`pixel_attention_mask` (N, most) and `spatial_shapes` (N, 2).
+That processor, as Gemma 4's, pads every image to one number of patches. Here an image has only its own:
+`pixel_values` (P, F) and `image_grid_thw` (N, 3), as towers of patches have them, instead of `pixel_values`
+(N, most, F), `pixel_attention_mask` (N, most) and `spatial_shapes` (N, 2); Gemma 4's has instead of the last
+two `image_position_ids` (N, most, 2), the column and row of each patch and -1 for padding.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def without_padding(outputs: Mapping[str, Any]) -> dict[str, Any]:
         real_NP = outputs.pop("pixel_attention_mask").bool()
         outputs["pixel_values"] = outputs["pixel_values"][real_NP]
         outputs["image_grid_thw"] = torch.nn.functional.pad(outputs.pop("spatial_shapes"), (1, 0), value=1)
+    if "image_position_ids" in outputs:
+        positions = outputs.pop("image_position_ids")
+        outputs["pixel_values"] = outputs["pixel_values"][positions[..., 0] >= 0]
+        shapes = (positions.amax(1) + 1).flip(-1)
+        outputs["image_grid_thw"] = torch.nn.functional.pad(shapes, (1, 0), value=1)
     return outputs
 
 

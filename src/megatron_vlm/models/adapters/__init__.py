@@ -13,6 +13,7 @@ from megatron_vlm.models.adapters.model import (
     load_state,
     merge,
     sharded_state,
+    with_adapters,
 )
 from megatron_vlm.models.adapters.targets import Target, find_targets, find_whole
 
@@ -29,5 +30,6 @@ __all__ = [
     "save_adapters",
     "settled",
     "sharded_state",
+    "with_adapters",
     "words_of_start",
 ]

@@ -80,7 +80,9 @@ class AdaptedExperts:
         """Nothing but DoRA's magnitudes, which these have not, begins with the weights' values."""
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Adds to the weights what their adapters stand for, in fp32, one expert at a time."""
-        for weight, A, B in zip(self.weight, self.lora.lora_A, self.lora.lora_B, strict=True):
-            weight.copy_(torch.addmm(weight.float(), B.float(), A.float(), alpha=self.lora.scale))
+    def merged(self) -> Tensor:
+        """The weights with what their adapters stand for, added in fp32, one expert at a time."""
+        merged = torch.empty_like(self.weight)
+        for into, weight, A, B in zip(merged, self.weight, self.lora.lora_A, self.lora.lora_B, strict=True):
+            into.copy_(torch.addmm(weight.float(), B.float(), A.float(), alpha=self.lora.scale))
+        return merged

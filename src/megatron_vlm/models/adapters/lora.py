@@ -203,10 +203,10 @@ class Adapted:
                     lora.lora_magnitude_vector.copy_(part)
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Adds to the weight what its adapters stand for, in fp32."""
+    def merged(self) -> Tensor:
+        """The weight with what its adapters stand for, added in fp32. With DoRA, a collective."""
         merged = self.weight.float() + self.B(torch.float32) @ self.A(torch.float32)
-        self.weight.copy_(merged * self.factors()[:, None] if self.dora else merged)
+        return (merged * self.factors()[:, None] if self.dora else merged).to(self.weight.dtype)
 
     def _as_ours(self, rows: Tensor) -> Tensor:
         return rows if self.order is None else rows.index_select(0, self.order)

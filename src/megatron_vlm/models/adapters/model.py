@@ -138,4 +138,10 @@ def load_state(chunk: MegatronModule, state: dict[str, Any]) -> None:
 def merge(chunk: MegatronModule) -> None:
     """Adds to each weight what its adapters stand for, in fp32. Then they must not be used with it."""
     for adapted in chunk.adapters.linears:
-        adapted.merge()
+        adapted.weight.copy_(adapted.merged())
+
+
+def with_adapters(chunks: list[MegatronModule]) -> Callable[[Tensor], Tensor]:
+    """A function of a weight: what `merge` would make of it, as a copy; the weight stays as it is."""
+    held = {id(adapted.weight): adapted for chunk in chunks for adapted in chunk.adapters.linears}
+    return lambda weight: held[id(weight)].merged() if id(weight) in held else weight.detach()

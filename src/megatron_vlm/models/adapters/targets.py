@@ -162,7 +162,7 @@ def _check_module(name: str, kind: type[nn.Module], placed: tuple | None, as_exp
     if placed is not None and not as_expert:
         return
     if as_expert:
-        why = "has a name that peft takes for the experts of this model type, so it could not be loaded again"
+        why = "is a router, or has a name that peft takes for experts, so it could not be loaded again"
     elif name == "lm_head":
         why = "is the output layer, which computes the loss without its logits"
     elif not issubclass(kind, nn.Linear):

@@ -55,8 +55,8 @@ class Family:
     images_or_videos: bool = False
     # the frames of a video are images to the model, and to its tokens
     frames_as_images: bool = False
-    # tokens of one image see each other in both directions
-    bidirectional_images: bool = False
+    # tokens of one image see each other in both directions; "windows": only in layers with a sliding window
+    bidirectional_images: bool | str = False
     # gives the function that data workers call on every document
     position_ids: Callable[[Any], PositionIds] = lambda hf_config: count_up
     # gives the function that makes the visual keys of a processor's outputs which have another form

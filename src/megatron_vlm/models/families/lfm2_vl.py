@@ -17,7 +17,7 @@ from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProject
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.family_parts import keys, llama, texts
+from megatron_vlm.models.family_parts import keys, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.weights import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
@@ -61,7 +61,7 @@ class Siglip2Vision(nn.Module):
         project = self.vision_tower.embeddings.patch_embedding
         hidden_PE = project(pixel_values.to(project.weight.dtype)) + self._positions(shapes_N)
         hidden_PE = self.vision_tower.post_layernorm(self._encoded(hidden_PE, image_grid_thw.prod(-1)))
-        order_P = merge_order(shapes_N, self.factor).to(hidden_PE.device, non_blocking=True)
+        order_P = towers.merge_order(shapes_N, self.factor).to(hidden_PE.device, non_blocking=True)
         # one image of factor x factor patches for each feature
         merged = hidden_PE.index_select(0, order_P).unflatten(0, (-1, self.factor, self.factor))
         return self.multi_modal_projector(merged).flatten(0, 2)
@@ -87,17 +87,6 @@ class Siglip2Vision(nn.Module):
             return torch.cat([encoder(image[None]).last_hidden_state[0] for image in images])
         # its layers hand on a mask and nothing else
         return encoder(hidden_PE[None], pad(patches_N.cumsum(0), (1, 0))).last_hidden_state[0]
-
-
-def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:
-    """(P,): the patches of images of these shapes, in rows, so that those of a feature follow one another."""
-    orders, start = [], 0
-    for rows, columns in shapes_N:
-        numbers = torch.arange(start, start + rows * columns)
-        squares = numbers.view(rows // factor, factor, columns // factor, factor).transpose(1, 2)
-        orders.append(squares.flatten())
-        start += rows * columns
-    return torch.cat(orders)
 
 
 def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:

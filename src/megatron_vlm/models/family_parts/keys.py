@@ -41,6 +41,7 @@ class Section:
     no_effect: tuple[str, ...] = ()
     rope: dict[str, Values] = field(default_factory=dict)
     rope_by_layer: bool = False  # `rope_parameters` has a rule for each type of layer
+    by_layer: tuple[str, ...] = ()  # keys of which each type of layer may have its own value
 
     def known(self) -> set[str]:
         """The keys that may differ from the default."""
@@ -94,7 +95,12 @@ def _unknown(choices: Sequence[Section], config: Any) -> str:
 
 def _problems(section: Section, config: Any) -> Iterator[str]:
     if getattr(config, "is_heterogeneous", False):  # reading such a config's keys raises
-        yield _problem("per_layer_config", "given", "null")
+        if not _differs_by_type(section, config):
+            by_type = f"null, or {' and '.join(section.by_layer)} of each of layer_types"
+            yield _problem("per_layer_config", "given", by_type if section.by_layer else "null")
+            return
+        found = [_problems(section, config.per_layer_config[kind]) for kind in set(config.layer_types)]
+        yield from dict.fromkeys(problem for each in found for problem in each)
         return
     for key, values in (ASKED_FOR | section.reads).items():
         if hasattr(config, key) and not values.holds(getattr(config, key), config):
@@ -103,6 +109,17 @@ def _problems(section: Section, config: Any) -> Iterator[str]:
         if getattr(config, key) != default:
             yield _problem(key, getattr(config, key), shown(default))
     yield from _rope_problems(section, config)
+
+
+def _differs_by_type(section: Section, config: Any) -> bool:
+    """Whether all layers of one type are alike, and types differ in keys of `Section.by_layer` alone."""
+    layers = [vars(layer) for layer in config.per_layer_config]
+    if not (section.by_layer and layers):
+        return False
+    first = dict(zip(reversed(config.layer_types), reversed(layers), strict=True))
+    own = {key for layer in layers for key in layer if layer[key] != layers[0].get(key)}
+    alike = all(layer == first[kind] for kind, layer in zip(config.layer_types, layers, strict=True))
+    return alike and own <= set(section.by_layer) and not layers[0]["skip"]
 
 
 def _rope_problems(section: Section, config: Any) -> Iterator[str]:

@@ -78,6 +78,17 @@ def pixtral_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
     return int((patches_N**2).sum())
 
 
+def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:
+    """(P,): the patches of images of these shapes, in rows, so that those of a feature follow one another."""
+    orders, start = [], 0
+    for rows, columns in shapes_N:
+        numbers = torch.arange(start, start + rows * columns)
+        squares = numbers.view(rows // factor, factor, columns // factor, factor).transpose(1, 2)
+        orders.append(squares.flatten())
+        start += rows * columns
+    return torch.cat(orders)
+
+
 def portable_config(config: dict) -> dict:
     """The config without the name of Pixtral's only rotary rule: no version of Transformers needs it, and
     versions up to 5.12 refuse it."""

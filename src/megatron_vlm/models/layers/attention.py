@@ -120,7 +120,7 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
     distance = keys[: plan.length, None] - keys[None]
     same_document = documents[: plan.length, None] == documents[None]
     in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)
-    seen = same_document & ((distance >= 0) | in_block)
+    seen = same_document & ((distance >= 0) | (in_block & (view.later is not None)))
     if view.window is not None:
         seen &= distance < view.window
     is_padding = keys < 0
@@ -144,7 +144,7 @@ class RotarySelfAttention(SelfAttention):
         self, hidden_states: Tensor, *_, rotary_pos_emb: Tensor, packed_seq_params: AttentionPlan, **__
     ):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        tables = rotary_pos_emb[self.rotary_index]
+        tables = rotary_pos_emb[self.rotary_index, ..., : self.hidden_size_per_attention_head // 2]
         adjacent = self.config.rotary_interleaved
         query, key = rotate(query, *tables[0], adjacent), rotate(key, *tables[-1], adjacent)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))

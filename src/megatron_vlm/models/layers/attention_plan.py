@@ -1,7 +1,8 @@
 """Which tokens of a micro batch see which, as index lists made on the host, for one context-parallel rank.
 
 A query may see a key exactly if both lie in the same document and
-  - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3), and
+  - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3; for
+    Gemma4 only in layers with a sliding window), and
   - in a layer with a sliding window, the key is less than `window` positions back.
 
 The plan goes from block to layer as Megatron's `packed_seq_params`, which activation recomputation hands on
@@ -31,12 +32,23 @@ class Placement:
     tokens that a rank holds, in its order.
     """
 
-    def __init__(self, lengths: Sequence[int], blocks: Sequence[tuple[int, int, int]], ranks: int):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        blocks: Sequence[tuple[int, int, int]],
+        ranks: int,
+        blocks_of_windows: bool = False,
+    ):
         self.ends = np.cumsum(lengths, dtype=np.int64)
         self.starts = self.ends - np.asarray(lengths, dtype=np.int64)
         self.blocks = blocks
+        self.blocks_of_windows = blocks_of_windows
         self.pieces = place(lengths, ranks, blocks)
         self.tokens = [self.places(pieces) for pieces in self.pieces]
+
+    def has_blocks(self, window: int | None) -> bool:
+        """Whether blocks are bidirectional in layers with this window."""
+        return window is not None or not self.blocks_of_windows
 
     def places(self, pieces: Sequence[Piece]) -> np.ndarray:
         runs = [np.arange(start, stop) + self.starts[document] for document, start, stop in pieces]
@@ -136,12 +148,12 @@ class AttentionPlan:
         left = None if window is None else window - 1
         segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
         if self.placement.whole:
-            return View(segments, window, np.empty(0, np.int64), later=self._later(None))
+            return View(segments, window, np.empty(0, np.int64), later=self._later(window, None))
         received, exchange = self._exchange(window)
         slots = self.local.copy()
         slots[received] = self.length + np.arange(len(received))
         order = np.concatenate((slots[self.placement.places(seen)], padding))
-        return View(segments, window, received, exchange, self._on_device(order), self._later(order))
+        return View(segments, window, received, exchange, self._on_device(order), self._later(window, order))
 
     def _seen(self, rank: int, window: int | None) -> list[Piece]:
         """For each piece of a rank, the run of keys that its queries see."""
@@ -171,14 +183,14 @@ class AttentionPlan:
         received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
         return mine, Exchange(self._on_device(np.concatenate(sent)), list(map(len, sent)), received)
 
-    def _later(self, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
+    def _later(self, window: int | None, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
         """See `View.later`. No block is cut, so its keys are this rank's own."""
         blocks = [
             (self.local[self.placement.starts[document] + start], stop - start - 1)
             for document, start, stop in self.placement.blocks
         ]
         blocks = [(row, length) for row, length in blocks if row >= 0 and length]
-        if not blocks:
+        if not (blocks and self.placement.has_blocks(window)):
             return None
         queries = np.concatenate([np.arange(row, row + length) for row, length in blocks])
         keys = queries + 1

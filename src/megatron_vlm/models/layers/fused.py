@@ -56,8 +56,10 @@ class Norm(torch.autograd.Function):
     """The norm of `RMSNorm`. Its backward pass needs the input and 1 / root mean square (fp32)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        normed, inverse_rms = norm(x, weight, eps, zero_centered)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
+    ) -> Tensor:
+        normed, inverse_rms = norm(x, weight, eps, zero_centered, in_fp32)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.zero_centered = zero_centered
         return normed
@@ -65,15 +67,19 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         trained = ctx.needs_input_grad[1]
-        return *_norm_backward(gradient, *ctx.saved_tensors, ctx.zero_centered, trained), None, None
+        return *_norm_backward(gradient, *ctx.saved_tensors, ctx.zero_centered, trained), None, None, None
 
 
 @Fused
-def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def norm(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
+) -> tuple[Tensor, Tensor]:
     inverse_rms = torch.rsqrt(x.to(wide(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
     normed = x * inverse_rms
     if zero_centered:
         return normed.mul_(1.0 + weight.to(normed.dtype)).to(x.dtype), inverse_rms
+    if in_fp32:
+        return normed.mul_(weight.to(normed.dtype)).to(x.dtype), inverse_rms
     return normed.to(x.dtype).mul_(weight), inverse_rms
 
 

@@ -33,23 +33,29 @@ def check_kernels(megatron_config: TransformerConfig, device: torch.device) -> N
 
 
 def check_attention(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Changes the backend to dense, with a warning, if it does not agree with that on this device."""
+    """Changes the backend to dense, with a warning, if it does not agree with that on this device; if layers
+    have heads of their own, for layers with such heads."""
     name, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size
     if name == "dense":
         return
-    sizes = (
-        megatron_config.num_attention_heads // tp,
-        megatron_config.num_query_groups // tp,
-        megatron_config.kv_channels,
-    )
-    windows = set(megatron_config.layer_windows) or {None}
-    if problem := disagreement(name, sizes, windows, device, megatron_config.params_dtype):
+    windows = megatron_config.layer_windows or (None,) * megatron_config.num_layers
+    own = {heads[:2] for heads in megatron_config.layer_heads}
+    for channels, groups in sorted(own) or [(megatron_config.kv_channels, megatron_config.num_query_groups)]:
+        of_these = zip(windows, megatron_config.layer_heads, strict=True) if own else ()
+        seen = {window for window, heads in of_these if heads[:2] == (channels, groups)} or set(windows)
+        sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
+        problem = disagreement(name, sizes, seen, device, megatron_config.params_dtype)
+        if problem is None:
+            continue
         warnings.warn(
-            f"model.attention: {problem}. Dense attention takes its place: slow, with memory that grows as "
-            "the square of a row.",
+            f"model.attention: {problem}{f' with heads of {channels}' if own else ''}. Dense attention takes "
+            "its place: slow, with memory that grows as the square of a row.",
             stacklevel=2,
         )
-        megatron_config.attention_backend_name = "dense"
+        if own:
+            megatron_config.dense_channels += (channels,)
+        else:
+            megatron_config.attention_backend_name = "dense"
 
 
 def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -26,18 +26,56 @@ from torch.nn.functional import grouped_mm
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
-from megatron_vlm.models.layers.routes import Exchange, Join, Order, Spread
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, Exchange, Join, Order, Spread
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
 
+class Choice:
+    """Which experts a token takes (T, k), in the order of their numbers: those of `routes_TC`, or where these
+    are negative or None what the router chooses.
+
+    Megatron calls it in place of its own top-k, which orders experts by their scores with gradients, and not
+    at all without. Another order would change the last bits of the sum that divides the weights.
+    """
+
+    def __init__(self, routes_TC: Tensor | None):
+        self.routes_TC = routes_TC
+
+    def get_replay_topk(self, scores: Tensor, topk: int, num_groups, group_topk, default_compute_topk):
+        chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+        if self.routes_TC is not None:
+            chosen = torch.where(self.routes_TC < 0, chosen, self.routes_TC)
+        chosen = chosen.sort(dim=1).values
+        return scores.gather(1, chosen), chosen
+
+
 class Router(TopKRouter):
-    """Top-k routing with a selection bias from the checkpoint, which is read and saved but never updated."""
+    """Top-k routing with a selection bias from the checkpoint, which is read and saved but never updated.
+
+    Given experts take the place of the chosen ones; their weights are the router's own and have its gradient.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.frozen_expert_bias = True
         self.trained_weight = 0.0  # of the current micro batch, on all ranks of context parallelism
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
+
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weight of each expert for each token, and whether it is chosen, (T, E) each.
+
+        The mask is (S, B), or in its place `Stream.routes` (S, B, layers, k). So routes come to a layer as
+        its tokens do, also when it is recomputed, and no module keeps them.
+        """
+        routes_TC = None
+        if padding_mask is not None and padding_mask.dim() == 4:
+            routes_SBC = padding_mask[:, :, self.layer_number - 1].long()
+            padding_mask, routes_TC = routes_SBC[..., 0] == ROUTE_OF_PADDING, routes_SBC.flatten(0, 1)
+        self.router_replay = Choice(routes_TC)
+        try:
+            return super().forward(hidden_SBD, padding_mask)
+        finally:
+            self.router_replay = None
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
@@ -128,11 +166,13 @@ class MoE(BaseMoELayer):
     expert parallelism, and once with it.
     """
 
+    router_class = Router
+
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool, **_
     ):
         super().__init__(config, None, pg_collection, is_mtp_layer)
-        self.router = Router(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.router = self.router_class(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.experts = Experts(config, self.num_local_experts, pg_collection)
         if self.use_shared_expert:
             linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
@@ -140,8 +180,10 @@ class MoE(BaseMoELayer):
             self.shared_experts = SharedExperts(config, linears, gate, pg_collection)
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S)."""
-        weights_TE, chosen_TE = self.router(hidden_SBD, None if padding_mask is None else padding_mask.t())
+        """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S) or
+        (B, S, layers, k), see `Router.forward`."""
+        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
+        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
         output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, chosen_TE).view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)

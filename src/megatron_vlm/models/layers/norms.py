@@ -15,20 +15,20 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, with statistics in fp32.
 
     With `layernorm_zero_centered_gamma` the weight is an offset from one and is applied in fp32 before the
-    cast back; otherwise it is applied after the cast. Transformers has the same order in each case
-    (Gemma3RMSNorm, LlamaRMSNorm). Under sequence parallelism the weight's gradient is summed over TP.
+    cast back, as one without offset with `wide_norms`; otherwise after the cast. Transformers does the same
+    (Gemma3RMSNorm, Gemma4RMSNorm, LlamaRMSNorm). Sequence parallelism sums the weight's gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        initial = torch.zeros if self.zero_centered else torch.ones
+        self.kind = config.layernorm_zero_centered_gamma, getattr(config, "wide_norms", False)
+        initial = torch.zeros if self.kind[0] else torch.ones
         self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        of_what = x, self.weight, self.eps, self.zero_centered
+        of_what = x, self.weight, self.eps, *self.kind
         return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
 
 

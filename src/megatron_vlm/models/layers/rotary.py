@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_vlm.models.layers.fused import Rotate, turned
@@ -46,10 +47,10 @@ def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tens
 class Rotary(nn.Module):
     """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R/2) fp32.
 
-    Most models have one rule; Gemma3 has two, one for its local and one for its global layers. Positions are
-    (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys use the same table. With
-    `query_scale`, a function of the position ids, T is 2: a scaled table for queries, then one for keys.
-    Scaling commutes with rotation, so the scaled table scales the queries.
+    Most models have one rule; Gemma3 has two, for its local and its global layers; that of narrower heads is
+    padded. Positions are (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys use
+    the same table. With `query_scale`, a function of the position ids, T is 2: a scaled table for queries,
+    then one for keys. Scaling commutes with rotation, so the scaled table scales the queries.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Rotary(nn.Module):
     ):
         super().__init__()
         self.register_buffer(
-            "inv_freq", torch.stack([frequencies for frequencies, _ in rules]), persistent=False
+            "inv_freq", pad_sequence([each for each, _ in rules], batch_first=True), persistent=False
         )
         self.register_buffer("factors", torch.tensor([factor for _, factor in rules]), persistent=False)
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"

@@ -13,6 +13,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch import distributed as dist
 
+FREE_ROUTE, ROUTE_OF_PADDING = -1, -2  # in place of an expert's number: the router chooses
+
 
 @dataclass(frozen=True)
 class Order:

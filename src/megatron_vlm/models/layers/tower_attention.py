@@ -74,7 +74,7 @@ def use_sdpa(vision: nn.Module) -> None:
 def heads(vision: nn.Module) -> set[tuple[int, int]]:
     """(heads, channels of a head) of the towers in `vision` that use `attend`."""
     return {
-        (part.num_heads, part.head_dim)
+        (getattr(part, "num_heads", None) or part.config.num_attention_heads, part.head_dim)
         for part in vision.modules()
         if hasattr(part, "head_dim") and part.config._attn_implementation == NAME
     }

@@ -24,7 +24,7 @@ from megatron_vlm.models.weights.rules import (
     named_global_weights,
     named_weights,
 )
-from megatron_vlm.models.weights.streaming import hf_weights
+from megatron_vlm.models.weights.streaming import from_every_stage, hf_weights
 
 __all__ = [
     "ADAPTERS",
@@ -40,6 +40,7 @@ __all__ = [
     "export_hf",
     "find_rule",
     "find_weight",
+    "from_every_stage",
     "hf_tensors",
     "hf_weights",
     "hub_name",

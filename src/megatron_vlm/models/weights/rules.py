@@ -118,15 +118,16 @@ class GatedMLP(Operation):
 
 @dataclass(frozen=True)
 class GroupedQKV(Operation):
-    """Megatron's linear_qkv: for each key/value group its query heads, its key head, its value head."""
+    """Megatron's linear_qkv: for each key/value group its query heads, its key head, any value head."""
 
     heads: int
     groups: int
     head_dim: int
+    values: bool = True
     axis: ClassVar[int] = 0
 
     def views(self, param: Tensor) -> list[Tensor]:
-        sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
+        sizes = [self.heads // self.groups * self.head_dim] + (1 + self.values) * [self.head_dim]
         return list(param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,42 +15,51 @@ from megatron_vlm.models.weights.exporting import hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import WeightMap, turned
 
+Named = tuple[str, Tensor]
+
 
 def hf_weights(
-    chunks: list[MegatronModule], source: str | Path, weight_map: WeightMap
-) -> Iterator[tuple[str, Tensor]]:
+    chunks: list[MegatronModule],
+    source: str | Path,
+    weight_map: WeightMap,
+    value: Callable[[Tensor], Tensor | None] = torch.detach,
+) -> Iterator[Named]:
     """(name, whole tensor) of every weight, stage after stage, on every rank: names, dtypes and layouts are
     those of the files in `source`, as an export has them. Fused experts come as one tensor.
 
-    Collective over all ranks, which all iterate to the end. One weight is held at a time.
+    Collective over all ranks, which all iterate to the end. One weight is held at a time. `value` is that of
+    `hf_tensors`.
     """
-    checkpoint, device = HFCheckpoint(source, weight_map.renames), next(chunks[0].parameters()).device
+    checkpoint = HFCheckpoint(source, weight_map.renames)
+
+    def as_stored(key: str, tensor: Tensor) -> Named:
+        stored = checkpoint.stored(key)
+        tensor = tensor.mT if turned(stored.shape, tensor.shape) else tensor
+        return stored.name, tensor.to(stored.dtype)
+
+    own = hf_tensors(chunks, weight_map.rules, checkpoint.files, value)
+    return from_every_stage((as_stored(*weight) for weight in own), next(chunks[0].parameters()).device)
+
+
+def from_every_stage(own: Iterable[Named], device: torch.device) -> Iterator[Named]:
+    """What each pipeline stage has, one after another, on every rank's `device`. `own` may be a collective of
+    its stage."""
     group, mine = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
     for sender in dist.get_process_group_ranks(group):
-        own = hf_tensors(chunks, weight_map.rules, checkpoint.files) if sender == mine else iter(())
-        while weight := _sent(next(own, None), checkpoint, sender, group, device):
+        weights = iter(own) if sender == mine else iter(())
+        while weight := _sent(next(weights, None), sender, group, device):
             yield weight
 
 
-def _sent(
-    weight: tuple[str, Tensor] | None,
-    checkpoint: HFCheckpoint,
-    sender: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[str, Tensor] | None:
+def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup, device: torch.device) -> Named | None:
     """The sender's weight on every rank of the group; None after its last."""
-    key = [weight and weight[0]]
-    if group.size() > 1:
-        dist.broadcast_object_list(key, src=sender, group=group)
-    if key[0] is None:
+    if group.size() == 1:
+        return weight and (weight[0], weight[1].contiguous())
+    said = [weight and (weight[0], weight[1].shape, weight[1].dtype)]
+    dist.broadcast_object_list(said, src=sender, group=group)
+    if said[0] is None:
         return None
-    stored = checkpoint.stored(key[0])
-    if weight is None:
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-    else:
-        tensor = weight[1].mT if turned(stored.shape, weight[1].shape) else weight[1]
-        tensor = tensor.to(stored.dtype).contiguous()
-    if group.size() > 1:
-        dist.broadcast(tensor, src=sender, group=group)
-    return stored.name, tensor
+    name, shape, dtype = said[0]
+    tensor = torch.empty(shape, dtype=dtype, device=device) if weight is None else weight[1].contiguous()
+    dist.broadcast(tensor, src=sender, group=group)
+    return name, tensor

@@ -1,0 +1,32 @@
+"""The heads of each layer's attention: most models have the same in all layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Heads(NamedTuple):
+    """Of one layer. Without `values` of its own, it takes its keys, before their norm, for values."""
+
+    channels: int  # of a head
+    groups: int  # key/value heads
+    values: bool = True
+
+    @property
+    def keys_and_values(self) -> int:
+        """Rows of the projections that make them."""
+        return (1 + self.values) * self.groups * self.channels
+
+
+def heads_of(sizes: Any, layer: int) -> Heads:
+    """Those of `layer`, counted from 0 over the whole model; `sizes` is a LanguageModelConfig or a family's
+    fields of it."""
+    sizes = sizes if isinstance(sizes, dict) else vars(sizes)
+    if each := sizes.get("layer_heads"):
+        return each[layer]
+    return Heads(sizes["kv_channels"], sizes["num_query_groups"])
+
+
+def all_heads(sizes: Any) -> set[Heads]:
+    """The different ones of a model."""
+    return set((sizes if isinstance(sizes, dict) else vars(sizes)).get("layer_heads") or [heads_of(sizes, 0)])

@@ -1,0 +1,331 @@
+"""Gemma 4, dense or with experts: a tower in native resolution, two kinds of layers with heads of their own.
+
+Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused, see docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AutoModel
+from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.attention_sizes import Heads
+from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.family_parts import gemma4_layers, keys, llama, moe_rules, towers
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
+from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
+from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Rule, Whole
+
+FULL = "full_attention"
+
+
+def _chosen(count: Any, text: Any) -> bool:
+    return not text.enable_moe_block or (count is not None and 2 <= count <= text.num_experts)
+
+
+def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
+    return factor in (None, 1) or rule_and_text[0].get("rope_type") in ("default", "proportional")
+
+
+SECTIONS = keys.sections(
+    keys.Section(
+        ("gemma4",),
+        keys.TOP
+        | keys.any_of("image_token_id", "video_token_id", "audio_token_id")
+        | {"audio_config": keys.Values("null (audio is not trained)", lambda audio, whole: audio is None)},
+        no_effect=("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
+    ),
+    keys.Section(
+        ("gemma4_text",),
+        keys.text("hidden_activation")
+        | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v", "enable_moe_block")
+        | keys.any_of("num_experts", "moe_intermediate_size", "global_head_dim", "num_global_key_value_heads")
+        # what Transformers makes of other keys, and how it may be asked for them
+        | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
+        | keys.any_of("serialize_explicit_per_layer_config", "output_router_logits")
+        | {
+            "layer_types": keys.LAYER_TYPES,
+            "use_bidirectional_attention": keys.only("vision"),
+            "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
+            "top_k_experts": keys.Values("2 to num_experts", _chosen),
+            "hidden_size_per_layer_input": keys.Values(
+                "0 (embeddings of each layer's own are not implemented)", lambda size, _: not size
+            ),
+            "num_kv_shared_layers": keys.Values(
+                "0 (keys and values of another layer are not implemented)", lambda layers, _: layers == 0
+            ),
+        },
+        no_effect=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+        rope=keys.ROPE
+        | {
+            "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
+            "partial_rotary_factor": keys.Values(
+                '1, or any where rope_type is "proportional", or "default", which ignores it', _partial
+            ),
+        },
+        rope_by_layer=True,
+        by_layer=("head_dim", "num_key_value_heads"),
+    ),
+    keys.Section(
+        ("gemma4_vision",),
+        keys.VISION
+        | keys.any_of("num_hidden_layers", "num_key_value_heads", "hidden_activation", "rms_norm_eps")
+        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims"),
+        no_effect=("attention_bias", "max_position_embeddings"),
+    ),
+)
+
+
+def _of_kind(text: Any, kind: str) -> Any:
+    """The text model's config as layers of one kind have it."""
+    if hasattr(text, "per_layer_config"):
+        return text.per_layer_config[kind]
+    found = deepcopy(text)  # Transformers up to 5.12
+    if kind == FULL:
+        found.head_dim = text.global_head_dim or text.head_dim
+        if text.attention_k_eq_v:
+            found.num_key_value_heads = text.num_global_key_value_heads
+    return found
+
+
+def _heads(text: Any) -> tuple[Heads, ...]:
+    """Of each layer."""
+    kinds = {}
+    for kind in set(text.layer_types):
+        own = _of_kind(text, kind)
+        values = not (text.attention_k_eq_v and kind == FULL)
+        kinds[kind] = Heads(own.head_dim, own.num_key_value_heads, values)
+    return tuple(kinds[kind] for kind in text.layer_types)
+
+
+def architecture(hf_config: Any) -> dict:
+    text = hf_config.text_config
+    of_first = _of_kind(text, text.layer_types[0])
+    whole = SimpleNamespace(text_config=of_first, tie_word_embeddings=hf_config.tie_word_embeddings)
+    return llama.architecture(whole, activation="hidden_activation") | {
+        "softmax_scale": 1.0,
+        **llama.attention_bias(text),
+        "qk_layernorm": True,
+        "wide_norms": True,
+        "norm_after_sublayer": True,
+        "embedding_scale": text.hidden_size**0.5,
+        "logit_softcap": text.final_logit_softcapping,
+        "layer_windows": llama.layer_windows(text),
+        "layer_rotary": tuple(_kinds(text).index(kind) for kind in text.layer_types),
+        "layer_heads": _heads(text),
+        "own_layer_spec": gemma4_layers.layer_spec,
+        **(_experts(text) if text.enable_moe_block else {}),
+    }
+
+
+def _experts(text: Any) -> dict:
+    return {
+        "num_moe_experts": text.num_experts,
+        "moe_layer_freq": [1] * text.num_hidden_layers,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": text.intermediate_size,
+        "moe_router_topk": text.top_k_experts,
+    }
+
+
+def _kinds(text: Any) -> list[str]:
+    """The kinds of layers; each has a rotary rule of its own."""
+    return sorted(set(text.layer_types))
+
+
+def rotary(hf_config: Any) -> Rotary:
+    text = hf_config.text_config
+    return Rotary([inverse_frequencies(_of_kind(text, kind), kind) for kind in _kinds(text)])
+
+
+class Gemma4Vision(nn.Module):
+    """The HF tower and projector; all images run as one sequence in which each image sees only itself.
+
+    pixel_values (P, F), without padding, and image_grid_thw (N, 3), on the host -> features (M, D).
+    """
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        tower = AutoModel.from_config(
+            deepcopy(hf_config.vision_config),
+            attn_implementation="sdpa",
+            dtype=torch.float32,  # not that of config.json: `standardize` has buffers, which stay as they are
+            trust_remote_code=False,
+        )
+        self.vision_tower = use_segments(tower)
+        self.embed_vision = Gemma4MultimodalEmbedder(hf_config.vision_config, hf_config.text_config)
+        self.pooled = hf_config.vision_config.pooling_kernel_size
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
+        device = pixel_values.device
+        positions_P2 = torch.cat([_positions(*shape) for shape in shapes_N]).to(device, non_blocking=True)
+        padding_1P = torch.zeros(1, len(positions_P2), dtype=torch.bool, device=device)
+        hidden_1PE = self.vision_tower.patch_embedder(pixel_values[None], positions_P2[None], padding_1P)
+        hidden_PE = self._encoded(hidden_1PE, positions_P2[None], image_grid_thw.prod(-1))
+        order_P = towers.merge_order(shapes_N, self.pooled).to(device, non_blocking=True)
+        squares = hidden_PE.index_select(0, order_P).unflatten(0, (-1, self.pooled**2))
+        pooled_ME = squares.float().mean(1).to(hidden_PE.dtype).float() * hidden_PE.shape[-1] ** 0.5
+        if self.vision_tower.config.standardize:
+            bias, scale = self.vision_tower.std_bias, self.vision_tower.std_scale
+            pooled_ME = (pooled_ME - bias.float()) * scale.float()
+        return self.embed_vision(pooled_ME.to(hidden_PE.dtype))
+
+    def _encoded(self, hidden_1PE: Tensor, positions_1P2: Tensor, patches_N: Tensor) -> Tensor:
+        """What the tower's layers make of the images."""
+        encoder = self.vision_tower.encoder
+        if uses_segments(self.vision_tower):
+            bounds = pad(patches_N.cumsum(0), (1, 0))
+            return encoder(hidden_1PE, None, positions_1P2, host_bounds=bounds).last_hidden_state[0]
+        images = zip(*(x.split(patches_N.tolist(), dim=1) for x in (hidden_1PE, positions_1P2)), strict=True)
+        return torch.cat([encoder(image, None, places).last_hidden_state[0] for image, places in images])
+
+
+def _positions(rows: int, columns: int) -> Tensor:
+    """(rows * columns, 2): the column and the row of each patch, on the host."""
+    with torch.device("cpu"):
+        numbers = torch.arange(rows * columns)
+        return torch.stack((numbers % columns, numbers // columns), dim=-1)
+
+
+def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
+    """A black square of whole pooled patches."""
+    vision = hf_config.vision_config
+    pooled = vision.pooling_kernel_size
+    side = pooled * max(1, round(pixels**0.5 / (vision.patch_size * pooled)))
+    return {
+        "pixel_values": torch.zeros(side**2, 3 * vision.patch_size**2),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
+
+
+def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    return (visual.image_grid_thw.prod(-1) // hf_config.vision_config.pooling_kernel_size**2).tolist()
+
+
+def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
+    return int((visual.image_grid_thw.prod(-1) ** 2).sum())
+
+
+def visual_kinds(hf_config: Any) -> Kinds:
+    """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with one
+    is refused, where Transformers embeds padding."""
+    others = torch.tensor([hf_config.video_token_id, hf_config.audio_token_id], device="cpu")
+
+    def kinds(input_ids: Tensor) -> Tensor:
+        return (input_ids == hf_config.image_token_id) * IMAGE + torch.isin(input_ids, others) * VIDEO
+
+    return kinds
+
+
+MODEL = "model.language_model."
+LAYER = MODEL + "layers.*."
+
+
+def weights(hf_config: Any) -> list[Rule]:
+    text, parts = hf_config.text_config, ("vision_tower.**", "embed_vision.**")
+    after = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
+    return [
+        *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
+        *llama.outer_rules(hf_config, MODEL),
+        *_attention_rules(text),
+        *(_expert_rules if text.enable_moe_block else _dense_rules)(text),
+        *llama.norm_rules(LAYER, after),
+        llama.layer_rule(LAYER, "mlp_bda.layer_scalar", ("layer_scalar",), Whole()),
+    ]
+
+
+def _attention_rules(text: Any) -> list[Rule]:
+    norms = {"input_layernorm": "input_layernorm"}
+    norms |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+    rules = llama.norm_rules(LAYER, norms)
+    for kind, cut in (
+        (("weight", Cut(1)), ("bias", Whole())) if text.attention_bias else (("weight", Cut(1)),)
+    ):
+        ours, proj = f"self_attention.linear_qkv.{kind}", f"self_attention.linear_proj.{kind}"
+        rules.append(llama.layer_rule(LAYER, proj, (f"self_attn.o_proj.{kind}",), cut))
+        for layer, heads in enumerate(_heads(text)):
+            number = str(layer)
+            theirs = (f"{LAYER}self_attn.{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
+            names = (llama.LAYER + ours).replace("*", number), tuple(x.replace("*", number) for x in theirs)
+            operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
+            rules.append(Rule(*names, operation))
+    return rules
+
+
+def _dense_rules(text: Any) -> list[Rule]:
+    return llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
+
+
+def _expert_rules(text: Any) -> list[Rule]:
+    """Rules for the dense feed-forward, the router, the experts and the norms around them."""
+    sizes = {"fc1": (2 * text.moe_intermediate_size, text.hidden_size)}
+    sizes["fc2"] = sizes["fc1"][1], text.moe_intermediate_size
+    experts = {"fc1": "experts.gate_up_proj", "fc2": "experts.down_proj"}
+    router = {"weight": "proj.weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}
+    norms = {
+        "mlp.norm_of_dense": "pre_feedforward_layernorm",
+        "mlp.norm_after_dense": "post_feedforward_layernorm_1",
+        "mlp.norm_of_experts": "pre_feedforward_layernorm_2",
+        "mlp.norm_after_experts": "post_feedforward_layernorm_2",
+    }
+    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    rule = llama.layer_rule
+    return [
+        *llama.norm_rules(LAYER, norms),
+        rule(LAYER, "mlp.shared_experts.linear_fc1.weight", gate_up, GatedMLP()),
+        rule(LAYER, "mlp.shared_experts.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
+        *[rule(LAYER, f"mlp.router.{ours}", (f"router.{hf}",), Whole()) for ours, hf in router.items()],
+        *[
+            moe_rules.fused(
+                rule(LAYER, f"mlp.experts.*.linear_{ours}", (hf,), Whole()), text.num_experts, sizes[ours]
+            )
+            for ours, hf in experts.items()
+        ],
+    ]
+
+
+def portable_config(config: dict) -> dict:
+    """The config with heads of full attention as published checkpoints and versions up to 5.12 say it."""
+    config = towers.portable_config(config)
+    text = dict(config["text_config"])
+    layers = text.pop("per_layer_config", None)
+    if layers is None:
+        return config
+    own = layers.get(str(text["layer_types"].index(FULL)), {})
+    text["global_head_dim"] = own.get("head_dim", text["head_dim"])
+    if "num_key_value_heads" in own:
+        text["num_global_key_value_heads"] = own["num_key_value_heads"]
+    return config | {"text_config": text}
+
+
+FAMILY = Family(
+    model_type="gemma4",
+    sections=SECTIONS,
+    visual_keys=("pixel_values", "image_grid_thw"),
+    architecture=architecture,
+    rotary=rotary,
+    build_vision=Gemma4Vision,
+    blank_image=blank_image,
+    visual_tokens=visual_tokens,
+    tower_pairs=tower_pairs,
+    weights=weights,
+    groups={
+        "tower": ("vision.vision_tower.",),
+        "projector": ("vision.embed_vision.",),
+        "language_model": ("language_model.",),
+    },
+    has_experts=True,
+    bidirectional_images="windows",
+    visual_kinds=visual_kinds,
+    portable_config=portable_config,
+    peft_experts=("router.proj",),
+)

@@ -1,0 +1,127 @@
+"""Gemma 4's transformer layers, from ours: what its text model has that no other family's has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megatron_vlm.models.attention_sizes import heads_of
+from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
+from megatron_vlm.models.language_model import layer_spec as our_layer_spec
+from megatron_vlm.models.layers.attention import RotarySelfAttention
+from megatron_vlm.models.layers.fused import Norm, norm
+from megatron_vlm.models.layers.moe import MoE, Router
+from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
+from megatron_vlm.parallel.linears import ColumnParallelLinear
+
+
+def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
+    """Transformer layer number `layer`, for `LanguageModelConfig.own_layer_spec`."""
+    spec = our_layer_spec(config, layer)
+    parts, attention = spec.submodules, spec.submodules.self_attention
+    attention.module = OwnHeadsAttention
+    if not heads_of(config, layer).values:
+        attention.submodules.linear_qkv = QueryKeyLinear
+    parts.mlp_bda = ModuleSpec(NormThenAddThenScale, params={"config": config})
+    if has_experts(config, layer):
+        parts.pre_mlp_layernorm, parts.mlp = IdentityOp, DenseAndExperts
+    return spec
+
+
+class PlainNorm(nn.Module):
+    """A root-mean-square norm without weights, in fp32."""
+
+    def __init__(self, config: LanguageModelConfig, width: int):
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.register_buffer("ones", torch.ones(width, dtype=config.params_dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_what = x, self.ones, self.eps, False, True
+        return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
+
+
+class QueryKeyLinear(ColumnParallelLinear):
+    """Megatron's `linear_qkv` without rows for values."""
+
+    def __init__(self, width: int, out: int, *, config: LanguageModelConfig, **kwargs: Any):
+        super().__init__(width, out - config.num_query_groups * config.kv_channels, config=config, **kwargs)
+
+
+class OwnHeadsAttention(RotarySelfAttention):
+    """Attention with its layer's own heads; values are normed, and may be the keys before their norm."""
+
+    def __init__(self, config: LanguageModelConfig, submodules: Any, layer_number: int, **kwargs: Any):
+        heads, config = heads_of(config, layer_number - 1), copy.copy(config)
+        config.kv_channels, config.num_query_groups = heads.channels, heads.groups
+        if heads.channels in config.dense_channels:
+            config.attention_backend_name = "dense"
+        super().__init__(config, submodules, layer_number, **kwargs)
+        self.heads = heads
+        self.v_layernorm = PlainNorm(config, heads.channels)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
+        """(S, B, H, K) each, H of this rank."""
+        both, _ = self.linear_qkv(hidden_states)
+        both = both.unflatten(-1, (self.num_query_groups_per_partition, -1, self.heads.channels))
+        own = 1 + self.heads.values
+        query, key, *values = both.split([both.shape[-2] - own] + own * [1], dim=-2)
+        key, value = key.squeeze(-2), (values or [key])[0].squeeze(-2)
+        return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), self.v_layernorm(value)
+
+
+class NormThenAddThenScale(NormThenAdd):
+    """(residual + norm(sub-layer output)) times a number of the checkpoint's, which is not trained."""
+
+    def __init__(self, config: LanguageModelConfig):
+        super().__init__(config)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def _add(self, *args: Any) -> Tensor:
+        return super()._add(*args) * self.layer_scalar
+
+
+class ScaledRouter(Router):
+    """A router that norms its input and scales it by channel, and its choices' weights by expert."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        width, experts = self.config.hidden_size, self.config.num_moe_experts
+        self.norm = PlainNorm(self.config, width)
+        self.scale = nn.Parameter(torch.ones(width, dtype=self.config.params_dtype))
+        self.per_expert_scale = nn.Parameter(torch.ones(experts, dtype=self.config.params_dtype))
+        for weight in (self.scale, self.per_expert_scale):
+            weight.sequence_parallel = self.config.sequence_parallel
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scaled = self.norm(input) * self.scale * self.config.hidden_size**-0.5
+        weights_TE, chosen_TE = super().forward(scaled, padding_mask)
+        return weights_TE * self.per_expert_scale, chosen_TE
+
+
+class DenseAndExperts(MoE):
+    """A dense feed-forward and routed experts, each between norms of its own; their outputs are added.
+
+    The dense one is Megatron's shared experts. All three, the router too, take the layer's hidden states, to
+    which no norm was applied.
+    """
+
+    router_class = ScaledRouter
+
+    def __init__(self, config: LanguageModelConfig, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        for name in ("norm_of_dense", "norm_after_dense", "norm_of_experts", "norm_after_experts"):
+            self.add_module(name, RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
+
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
+        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
+        normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
+        routed_SBD = self._routed(normed_TD, weights_TE, chosen_TE).view_as(hidden_SBD)
+        dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
+        return self.norm_after_dense(dense_SBD) + self.norm_after_experts(routed_SBD), None

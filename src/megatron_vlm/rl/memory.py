@@ -1,0 +1,96 @@
+"""Weights, optimizer state and gradients of a policy in host memory, while an engine has the device.
+
+What is moved are whole storages: their bytes are copied, and the device's memory is released in place. So
+Megatron's many views into its buffers stay what they are: parameters, main gradients, a rank's share of the
+optimizer. Megatron 0.19's own helpers give tensors new memory, which an fp32 optimizer's views then miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from megatron_vlm.parallel import setup
+from megatron_vlm.training.optimizer import parts
+
+MODEL, OPTIMIZER, GRADS = KINDS = ("model", "optimizer", "grads")
+
+
+class Memory:
+    """The memory of a policy by kind: `model`, `optimizer`, `grads`; each on the device or away."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
+        self._chunks, self._optimizer = chunks, optimizer
+        # of each kind that is away: storage, its size, its bytes on the host; None: all are zero
+        self._away: dict[str, list[tuple[UntypedStorage, int, Tensor | None]]] = {}
+
+    def offload(self, kind: str) -> None:
+        """Copies all of a kind to the host and releases its memory. Gradients that are zero are not kept."""
+        if kind in self._away:
+            return
+        self._away[kind] = moved = []
+        for storage in self._storages(kind):
+            size, here = storage.nbytes(), _bytes(storage)
+            host = None
+            if kind != GRADS or here.any():
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                host.copy_(here)
+            storage.resize_(0)
+            moved.append((storage, size, host))
+        if setup.device().type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, kind: str) -> None:
+        """Brings a kind back as it was, to the bit."""
+        for storage, size, host in self._away.pop(kind, ()):
+            storage.resize_(size)
+            _bytes(storage).zero_() if host is None else _bytes(storage).copy_(host)
+
+    def need(self, what: str, *kinds: str) -> None:
+        """Raises ValueError if one of these is away."""
+        if away := [kind for kind in kinds if kind in self._away]:
+            raise ValueError(
+                f"{what}: the policy is offloaded ({', '.join(away)}); first call "
+                f"policy.to('cuda', {', '.join(f'{kind}={kind in away}' for kind in KINDS)})."
+            )
+
+    def _storages(self, kind: str) -> list[UntypedStorage]:
+        """Each once, of the device; what the optimizer shares with the model belongs to the model."""
+        other = {} if kind != OPTIMIZER else self._unique(chain(self._of_model(), self._of_grads()))
+        tensors = {MODEL: self._of_model, OPTIMIZER: self._of_optimizer, GRADS: self._of_grads}[kind]()
+        return [storage for key, storage in self._unique(tensors).items() if key not in other]
+
+    @staticmethod
+    def _unique(tensors: Iterator[Tensor]) -> dict[int, UntypedStorage]:
+        storages = (
+            tensor.untyped_storage() for tensor in tensors if tensor.device.type == setup.device().type
+        )
+        return {storage._cdata: storage for storage in storages if storage.resizable()}
+
+    def _of_model(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            yield from chain(chunk.module.parameters(), chunk.module.buffers())
+            yield from (each.param_data for each in _buffers(chunk) if each.param_data is not None)
+
+    def _of_grads(self) -> Iterator[Tensor]:
+        return (each.grad_data for chunk in self._chunks for each in _buffers(chunk))
+
+    def _of_optimizer(self) -> Iterator[Tensor]:
+        for part in parts(self._optimizer):
+            if part.optimizer is not None:
+                yield from (param for group in part.optimizer.param_groups for param in group["params"])
+                states = part.optimizer.state.values()
+                yield from (each for state in states for each in state.values() if isinstance(each, Tensor))
+
+
+def _buffers(chunk: DistributedDataParallel) -> list:
+    return chunk.buffers + chunk.expert_parallel_buffers
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,141 @@
+"""Answers to prompts as samples for a policy: what an engine is, and the one that is the policy itself.
+
+engine = OwnEngine(answers=8, max_new_tokens=256)
+samples = engine(policy, prompts)  # the same on every rank, in the order of the prompts
+mine = own_share(samples)  # of this data-parallel rank, for `policy.logprobs` and `forward_backward`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_vlm.batch import Prompt
+from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
+from megatron_vlm.generation.generate import generate
+from megatron_vlm.models.hf import Source
+from megatron_vlm.rl.policy import Policy
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RolloutPrompt:
+    """A conversation that ends with the user's turn: as HF messages and image files, and as the model sees
+    it. Engines that are the policy itself need `inputs` alone."""
+
+    messages: list[dict]
+    images: list[bytes]
+    inputs: Prompt
+
+    @classmethod
+    def of(cls, source: Source, messages: list[dict], images: Sequence[bytes] = ()) -> RolloutPrompt:
+        """Encoded by the checkpoint's processor; see `data.chatml.cook_chatml_sample` for messages."""
+        return cls(messages, [*images], encode_prompt(source.processor, messages, [*images], source.needs))
+
+
+class Rollout(Protocol):
+    """An engine. Every rank calls it with the same prompts and gets all samples, in the order of the prompts;
+    the answers to a prompt follow each other. A sample is what `Policy` takes, with these fields:
+
+    input_ids, loss_mask  (T,) the prompt and the answer; the mask is True for the answer's tokens
+    rollout_log_probs     (n,) fp32, the engine's for each token of the answer, at the temperature of sampling
+    prompt                the number of the prompt
+    ended                 whether the model ended the answer; False if it was cut
+
+    and the prompt's visual fields.
+    """
+
+    def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]: ...
+
+
+class Answered(NamedTuple):
+    """What an engine says: the answer's tokens, with the stop token if that ended it."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    ended: bool
+
+
+@dataclass
+class OwnEngine:
+    """The policy answers itself, in its layout, with a key/value cache beside its weights.
+
+    Losses that compare `rollout_log_probs` with the policy's take top_p 1: the policy scores tokens among
+    all. Every call draws anew, and the same for the same seed.
+    """
+
+    answers: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    cache_bytes: int = 2**32
+
+    def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
+        found = generate(
+            policy.chunks,
+            [prompt.inputs for prompt in prompts],
+            self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            answers=self.answers,
+            seed=self.seed,
+            stop=stop_tokens(policy.source.folder, policy.source.hf_config),
+            cache_bytes=self.cache_bytes,
+        )
+        self.seed += 1
+        answered = [
+            [Answered(one.tokens, one.logprobs, one.finish_reason == "stop") for one in of_prompt]
+            for of_prompt in found
+        ]
+        return samples_of(policy, prompts, answered)
+
+
+def samples_of(
+    policy: Policy, prompts: Sequence[RolloutPrompt], answered: Sequence[Sequence[Answered]]
+) -> list[Sample]:
+    """The answers as samples.
+
+    An answer is cut before the first placeholder of an image that it holds: there is no image for it. Without
+    any token left, none of the sample is trained.
+    """
+    kinds = policy.source.family.visual_kinds(policy.source.hf_config)
+    samples = []
+    for number, (prompt, answers) in enumerate(zip(prompts, answered, strict=True)):
+        given, visual = prompt.inputs["input_ids"], prompt.inputs["visual_inputs"]
+        for tokens, log_probs, ended in answers:
+            answer = torch.tensor(tokens, dtype=torch.long)
+            placeholders = (torch.as_tensor(kinds(answer)) != 0).nonzero()
+            kept = int(placeholders[0]) if len(placeholders) else len(answer)
+            ids = torch.cat([given, answer[:kept]])
+            samples.append(
+                {
+                    "input_ids": ids,
+                    "loss_mask": torch.arange(len(ids)) >= len(given),
+                    "rollout_log_probs": torch.tensor(log_probs[:kept], dtype=torch.float32),
+                    "prompt": number,
+                    "ended": ended and kept == len(answer),
+                    **(visual.as_model_kwargs() if visual is not None else {}),
+                }
+            )
+    return samples
+
+
+def reply(policy: Policy, sample: Sample) -> str:
+    """The text of the answer, without special tokens."""
+    tokens = sample["input_ids"][sample["loss_mask"]]
+    return policy.source.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def own_share(samples: Sequence[Sample]) -> list[Sample]:
+    """Those of this data-parallel rank: each sample goes to one, and their numbers differ by at most one."""
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    return [*samples[rank::size]]

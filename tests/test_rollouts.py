@@ -1,0 +1,210 @@
+"""Samples of engines are what the policy scores: its own answers, and those of a server over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from types import SimpleNamespace
+
+import engine_server
+import pytest
+import rollout_cells
+
+from megatron_vlm.models.hf import open_source
+from megatron_vlm.rl.http_engine import EngineError, HttpEngine
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FAMILIES = ("gemma3", "qwen3_vl")
+STYLES = ("vllm", "sglang", "sglang before")
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """By rank and family; one launch of two processes, and servers in this one."""
+    asked = {}
+    with contextlib.ExitStack() as servers:
+        for family in FAMILIES:
+            text = {} if family == "gemma3" else {"initializer_range": 0.2}
+            folder = tmp_path_factory.mktemp(family) / "checkpoint"
+            path = str(build_tiny_checkpoint(family, folder, text=text))
+            urls = {
+                style: servers.enter_context(engine_server.serving(engine_server.Answerer(path, style)))
+                for style in STYLES
+            }
+            asked[family] = path, urls
+        return run_distributed(2, rollout_cells.measure, asked, free_address(), timeout=900)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ("own", *STYLES))
+def test_an_engines_log_probabilities_are_those_of_the_policy(measured, family, engine):
+    first, second = (rank[family][engine] for rank in measured)
+    assert first == second
+    assert first["prompts"] == [0] * 4 + [1] * 4 + [2] * 4 and len(set(map(tuple, first["answers"]))) > 6
+    assert sum(first["images"][:4]) == 0 and min(first["images"][4:]) > 0
+    for difference in first["differences"].values():
+        assert difference["tokens"] > 0 and difference["max"] < 2e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_call_draws_anew_and_layouts_draw_alike(measured, family):
+    found = measured[0][family]
+    assert found["own"]["answers"] != found["again"]["answers"]
+    same = [a == b for a, b in zip(found["own"]["answers"], found["shares"]["answers"], strict=True)]
+    assert sum(same) >= len(same) - 1  # a draw may lie within rounding of the bound between two tokens
+
+
+@pytest.mark.long
+def test_a_loop_learns_and_its_ratios_are_one(measured):
+    for rank in measured:
+        for found in rank.values():
+            assert found["loop"]["ratios"] == [1.0] * rollout_cells.STEPS
+            rewards = found["loop"]["rewards"]
+            assert rewards[0] < 0.8 and min(rewards[-3:]) > 0.9
+
+
+@pytest.mark.long
+def test_an_answer_is_cut_before_a_placeholder(measured):
+    for found in measured[0].values():
+        assert found["cut"] == [([5, 6], [-1.0, -2.0], False), ([], [], False)]
+
+
+@pytest.mark.long
+def test_every_sample_is_of_one_rank(measured):
+    assert [rank["gemma3"]["shares"]["own"] for rank in measured] == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.long
+def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
+    for rank in measured:
+        for found in rank.values():
+            assert "refused (try 2 of 2); see that the server runs" in found["dead"]
+
+
+# ---- the server's answers, without a model ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_gemma3):
+    """What an engine looks at of a policy, and its prompts."""
+    source = open_source(tiny_gemma3)
+    return SimpleNamespace(source=source), rollout_cells.prompts_of(source)
+
+
+def choice(tokens=(5, 6), values=(-0.5, -1.5), finish="stop", **other) -> dict:
+    return {
+        "index": 0,
+        "token_ids": list(tokens),
+        "logprobs": {"token_logprobs": list(values)},
+        "finish_reason": finish,
+    } | other
+
+
+def ask(url: str, asked: tuple, prompts: slice, **settings) -> list:
+    engine = HttpEngine(url, "tiny", 1, 4, **{"pause": 0.01, "timeout": 5.0} | settings)
+    return engine._ask_all(asked[0], asked[1][prompts])
+
+
+TEXT, IMAGE = slice(0, 1), slice(1, 2)
+REFUSED = {
+    "no ids": ({"choices": [choice(token_ids=None)]}, "no token_ids, and its text is not tokenised again"),
+    "no log-probabilities": ({"choices": [choice(logprobs=None)]}, "0 log-probabilities for 2 tokens"),
+    "fewer": ({"choices": [choice(values=(-1.0,))]}, "1 log-probabilities for 2 tokens"),
+    "no number": ({"choices": [choice(values=(-1.0, float("nan")))]}, "or one is no number"),
+    "infinite": ({"choices": [choice(values=(-1.0, float("-inf")))]}, "or one is no number"),
+    "another model": ({"choices": [choice(tokens=(5, 10**9))]}, "token 1000000000 is none of the model's"),
+    "aborted": ({"choices": [choice(finish="abort")]}, "an answer ended by abort"),
+    "too many": ({"choices": [choice(), choice()]}, "2 answers, not 1"),
+    "another form": ({"error": "x"}, "not in the form of vLLM's or SGLang's (KeyError: 'choices')"),
+    "a list": ((200, b"[]"), "not in the form"),
+    "no JSON": ((200, b"<html>\x1b[31m"), "JSONDecodeError"),
+    "no text": ((200, b"\xff\xfe\xff"), "UnicodeDecodeError"),
+    "deep": ((200, b"[" * 100_000), "RecursionError"),
+    "client's fault": (
+        (400, b'{"message": "n is too\nlarge"}'),
+        'status 400: {"message": "n is too\\nlarge"} (try 1',
+    ),
+    "elsewhere": ((302, b"moved"), "status 302: moved (try 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_server_says_is_refused(asked, name):
+    said, expected = REFUSED[name]
+    with engine_server.serving(lambda path, request: said) as url, pytest.raises(EngineError) as raised:
+        ask(url, asked, TEXT)
+    assert expected in str(raised.value) and str(raised.value).startswith(f"{url}/v1/completions: ")
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 600
+
+
+def test_what_a_server_saw_has_to_be_the_prompt(asked):
+    ours = asked[1][1].inputs["input_ids"].tolist()
+    content = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}}
+    seen, said = [], {}
+
+    def answer(path: str, request: dict) -> dict:
+        seen.append((path, request))
+        return {"choices": [choice(**content)]} | said
+
+    with engine_server.serving(answer) as url:
+        said |= {"prompt_token_ids": ours}
+        assert ask(url, asked, IMAGE) == [[([5, 6], [-0.5, -1.5], True)]]
+        for given, count, expected in (
+            (None, None, "does not say which prompt_token_ids it is for"),
+            (
+                ours[:-1],
+                None,
+                f"prompt has {len(ours) - 1} tokens and ours {len(ours)}, or they differ: one begins",
+            ),
+            ([*ours[:-1], ours[-1] + 1], len(ours), f"token {len(ours) - 1} is {ours[-1] + 1} there"),
+            ([10**20, *ours], len(ours) + 1, "serve a folder with the policy's chat template"),
+        ):
+            said |= {"prompt_token_ids": given, "usage": {"prompt_tokens": count}}
+            with pytest.raises(EngineError) as raised:
+                ask(url, asked, IMAGE)
+            assert expected in str(raised.value)
+    assert {path for path, _ in seen} == {"/v1/chat/completions"}
+    parts = seen[0][1]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "text"]
+
+
+def test_a_busy_server_is_asked_again_but_not_without_end(asked):
+    tries = []
+
+    def answer(path: str, request: dict):
+        tries.append(path)
+        return {"choices": [choice()]} if len(tries) == 3 else (503 if len(tries) > 1 else 429, b"busy")
+
+    with engine_server.serving(answer) as url:
+        assert len(ask(url, asked, TEXT)) == 1 and len(tries) == 3
+        tries += [""]
+        with pytest.raises(EngineError, match=r"status 503: busy \(try 2 of 2\)"):
+            ask(url, asked, TEXT, retries=1)
+        assert len(tries) == 6
+
+
+def test_a_slow_or_endless_answer_is_given_up(asked):
+    def slow(path: str, request: dict):
+        time.sleep(1)
+        return {"choices": [choice()]}
+
+    with engine_server.serving(slow) as url:
+        with pytest.raises(EngineError, match=r"timed out \(try 1 of 4\)"):
+            ask(url, asked, TEXT, timeout=0.2)
+        with pytest.raises(EngineError, match="more than 20 bytes"):
+            ask(url, asked, TEXT, most_bytes=20)
+
+
+def test_an_address_is_of_http():
+    with pytest.raises(ValueError, match="begins with http:// or https://"):
+        HttpEngine("file:///etc/passwd", "tiny", 1, 4)
