@@ -3,6 +3,7 @@
 import json
 import operator
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from sources import write_hf_folder, write_sharegpt
@@ -14,7 +15,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.paths import DataSource, paths_of, sources_of
+from megatron_vlm.data.paths import DataSource, paths_of, sources_of, unread_end
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
@@ -135,6 +136,21 @@ def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
     assert DataSource.of("owner/name:part#7") == DataSource("owner/name", "part", rows=7)
     assert DataSource.of("owner/name:part*.5") == DataSource("owner/name", "part", share=0.5)
     assert DataSource.of("C:/a.jsonl") == DataSource("C:/a.jsonl")
+
+
+ENDS = ["*x", "*", "*-1", "*nan", "*inf", "*1e-1", "*30%", "*.jsonl", f"*{10**9}", "#x", "#", "#-1", "#1.5"]
+
+
+@pytest.mark.parametrize("end", [*ENDS, "#5*0.3", "*0.3#5", "#5 ", "# 5", f"#{10**18}"])
+def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
+    """If the name of an existing file does not hold it."""
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/b").touch()
+    assert unread_end(f"a/b{end}") == unread_end(f"c#d/no{end}") == end
+    Path(f"a/b{end}").touch()
+    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/no", "c#d/no", "s3://a/b*x"):
+        assert unread_end(good) is None
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,36 @@ MISTAKES = [
         train_data_path="row.jsonl",
     ),
     train(
+        "a share of the data that is no number",
+        r"rows.jsonl\*x does not exist, and `\*x` is no share, such as `\*0.3`; give one",
+        train_data_path="rows.jsonl*x",
+    ),
+    train(
+        "a number of rows that is none",
+        r"rows.jsonl#1.5 does not exist, and `#1.5` is no number of rows, such as `#5000`; give one",
+        train_data_path="rows.jsonl#1.5",
+    ),
+    train(
+        "a number of rows and a share of them",
+        r"rows.jsonl#5\*0.3 does not exist, and `#5\*0.3` is no number of rows, .*; give one, or a share",
+        train_data_path="rows.jsonl#5*0.3",
+    ),
+    train(
+        "none of the data",
+        r"data.train_data_path: rows.jsonl: an epoch would have none of its rows; leave it out",
+        train_data_path="rows.jsonl*0",
+    ),
+    train(
+        "a pattern of files as data",
+        r"path: \*.jsonl does not exist, and `\*.jsonl` is no share, .*; give one, or name each",
+        train_data_path="*.jsonl",
+    ),
+    train(
+        "a space after the data's path",
+        r"data.train_data_path: 'rows.jsonl ' does not exist, and has a space at an end; drop the space",
+        train_data_path="rows.jsonl #5",
+    ),
+    train(
         "a hub dataset without a network",
         r"data.train_data_path: org/data does not exist here, nor in the caches, .*; give",
         train_data_path="org/data",

@@ -13,7 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models import costs
+from megatron_vlm.models.families import family_for
+from megatron_vlm.models.hf import load_config
 from megatron_vlm.parallel.layout import pipeline_layout
+from megatron_vlm.recipes import load_recipe
 from tiny.distributed import run_distributed
 
 CONFIGS = Path(__file__).parent / "hf_configs"
@@ -53,6 +56,16 @@ def test_layers_are_placed_around_tower_and_output():
     assert layers_of(pipeline_layout(6, 9, 0, ParallelConfig(pp=2))) == [1, 5]
     # rank 0 holds the first and the third part, rank 1 the second and the last
     assert layers_of(pipeline_layout(8, 2, 0, ParallelConfig(pp=2, vpp=2))) == [1, 3, 2, 2]
+
+
+@pytest.mark.parametrize(("name", "of_an_image"), [("internvl35_1b", 2 / 5), ("qwen2_vl_2b", 1)])
+def test_tiles_are_spread_over_ranks_and_other_images_stay_whole(name, of_an_image):
+    """Four ranks, and 1.6 images in a row; one of InternVL has five tiles."""
+    run = load_recipe(name)(train_data_path="none", tp=4)
+    hf_config = load_config(CONFIGS / f"{name}.json")
+    image = costs.image_cost(run, family_for(hf_config), hf_config)
+    assert costs.images_per_row(run, image) == pytest.approx(1.6, abs=0.03)
+    assert costs.images_per_tower(run, image) == pytest.approx(of_an_image)
 
 
 def test_first_and_last_stage_hold_embedding_and_loss():

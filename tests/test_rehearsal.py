@@ -23,8 +23,6 @@ WORST_MEMORY = 0.01  # between the rehearsed and the measured peak
 WORST_PLAN = 0.1  # between the planned and the rehearsed
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "tests" / "hf_configs"
-# on 64 GPUs and more the plan of these asks for up to 12 % more than their rehearsals: not understood yet
-TOO_CAREFUL = ("internvl35_8b",)
 LAYOUTS = {
     "dp 2": ParallelConfig(),
     "tp 2": ParallelConfig(tp=2),
@@ -159,12 +157,7 @@ def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
     rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
     assert {row["recipe"] for row in rows} >= {config.stem for config in CONFIGS.glob("*.json")}
     assert {row["gpus"] for row in rows} >= {8, 64, 1024}
-    most = {recipe: 0.13 for recipe in TOO_CAREFUL}
-    wrong = [
-        row
-        for row in rows
-        if not -WORST_PLAN <= row["plan_over_rehearsed"] - 1 <= most.get(row["recipe"], WORST_PLAN)
-    ]
+    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST_PLAN]
     assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
 
 

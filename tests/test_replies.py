@@ -146,8 +146,8 @@ def talk(random_):
         turns.append({"role": "user", "content": random_.choice(SAID)})
         while random_.random() < 0.3:
             calls = [{"name": name} for name in "fg"[: random_.randint(1, 2)]]
-            text = random_.choice(["", "the cat"])
-            thoughts = {"reasoning_content": "why"} if random_.random() < 0.5 else {}
+            text = random_.choice(["", "the cat", SAID[4]])
+            thoughts = {"reasoning_content": "why"} if random_.random() < 0.5 and text != SAID[4] else {}
             turns.append({"role": "assistant", "content": text, "tool_calls": calls, **thoughts})
             turns += [{"role": "tool", "content": random_.choice(["12", "", "the cat"])} for _ in calls]
         turns.append({"role": "assistant", "content": random_.choice(SAID)})

@@ -14,7 +14,7 @@ from megatron_vlm.models.families import FAMILIES, family_for, load
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.vision_parallel import balanced_shares
-from megatron_vlm.models.vlm import build_model
+from megatron_vlm.models.vlm import build_model, recompute_layers
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import DEMO, RECIPES
 from tiny.checkpoints import build_tiny_checkpoint
@@ -39,6 +39,16 @@ def test_towers_put_everything_on_their_device_but_what_the_host_reads(family_an
     features = vision(**two.as_model_kwargs())
     assert features.device.type == "meta"
     assert features.shape[-2] == sum(family.visual_tokens(hf_config, two))
+
+
+def test_a_frozen_tower_is_not_run_again(family_and_config):
+    """Its features need no gradient, so nothing is kept for a backward pass, also with recomputation."""
+    family, hf_config = family_and_config
+    with torch.device("meta"):
+        vision = family.build_vision(hf_config).requires_grad_(False).train()
+    recompute_layers(vision)
+    image = GenericVisualInputs(**family.blank_image(hf_config, 64**2)).to("meta")
+    assert not vision(**image.as_model_kwargs()).requires_grad
 
 
 def test_images_are_spread_evenly_and_each_once():

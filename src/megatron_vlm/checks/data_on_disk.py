@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.paths import items_of, paths_of, unread_end
 from megatron_vlm.messages import printable
 
 FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
@@ -25,9 +25,21 @@ NO_PATHS = ("data:", "://", "::")  # these mark media that are not paths: base64
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
     """What keeps each of the paths from being read; remote paths are not checked."""
-    for path in paths_of(paths):
-        if "://" not in path:
+    for item, path in zip(items_of(paths), paths_of(paths), strict=True):
+        if "://" in path:
+            continue
+        if end := unread_end(item):
+            yield f"{key}: {printable(item)} does not exist, and {_what_it_is_not(printable(end))}"
+        elif path != path.strip() and not Path(path).expanduser().exists():
+            yield f"{key}: '{printable(path)}' does not exist, and has a space at an end; drop the space."
+        else:
             yield from dataset_problems(data, key, path)
+
+
+def _what_it_is_not(end: str) -> str:
+    if end.startswith("#"):
+        return f"`{end}` is no number of rows, such as `#5000`; give one, or a share, such as `*0.3`."
+    return f"`{end}` is no share, such as `*0.3`; give one, or name each file, as patterns are not read."
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:

@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+COUNT, SHARE = r"#(\d{1,18})", r"\*(\d{1,9}|\d{0,9}\.\d+)"  # after a path
+END = re.compile(r"[#*][^/]*\Z")  # what looks like one of these
+
 
 @dataclass(frozen=True)
 class DataSource:
@@ -23,7 +26,7 @@ class DataSource:
         """What an item says; the name of a file or folder that exists is a path as it is."""
         if os.path.exists(item) or "://" in item:
             return cls(item)
-        path, rows, share = re.fullmatch(r"(.*?)(?:#(\d+)|\*(\d*\.?\d+))?", item, re.DOTALL).groups()
+        path, rows, share = re.fullmatch(f"(.*?)(?:{COUNT}|{SHARE})?", item, re.DOTALL).groups()
         name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)
         path, subset = name.groups() if name and not os.path.exists(path) else (path, None)
         return cls(path, subset, rows and int(rows), share and float(share))
@@ -49,6 +52,15 @@ def sources_of(value: str | Sequence[str] | None, repetitions: Sequence[float] =
 def items_of(value: str | Sequence[str] | None) -> list[str]:
     """The items of a data path setting as they were written."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def unread_end(item: str) -> str | None:
+    """The end of an item that is neither a count nor a share but looks like one, as `*x` or `#5*0.3`; None if
+    it has none, or if that belongs to the name of a file or folder that exists."""
+    path = DataSource.of(item).path
+    if "://" in item or os.path.exists(os.path.expanduser(path)) or not END.search(path):
+        return None
+    return END.search(item)[0]
 
 
 def paths_of(value: str | Sequence[str] | None) -> list[str]:

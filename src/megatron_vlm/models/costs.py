@@ -33,6 +33,7 @@ class ImageCost:
     """One image: the number of its features, and the operations and kept bytes of a forward pass."""
 
     tokens: int
+    items: int  # pieces that may be on different ranks: tiles, or the image as a whole
     pixel_bytes: int  # ready for the tower
     flops: float
     saved_bytes: float  # for the backward pass of what is trained
@@ -108,10 +109,17 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     ):
         vision(**visual.as_model_kwargs())
     kept, outside, inputs = saved.nbytes({p.untyped_storage()._cdata for p in vision.parameters()})
-    tokens = sum(family.visual_tokens(hf_config, image))
+    tokens = family.visual_tokens(hf_config, image)
     pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
     return ImageCost(
-        tokens, pixels, linear.get_total_flops() + attention.flops, kept, outside, inputs, passes
+        tokens=sum(tokens),
+        items=len(tokens),
+        pixel_bytes=pixels,
+        flops=linear.get_total_flops() + attention.flops,
+        saved_bytes=kept,
+        saved_outside=outside,
+        layer_inputs=inputs,
+        passes=passes,
     )
 
 
@@ -237,9 +245,9 @@ def images_per_tower(config: RunConfig, image: ImageCost) -> float:
     images = images_per_row(config, image)
     if not config.parallel.images_spread:
         return images
-    rows = config.train.micro_batch_size
+    items = config.train.micro_batch_size * image.items
     ranks = config.parallel.tp * config.parallel.cp
-    return max(images / ranks, min(images, 1 / rows))  # an image stays whole
+    return max(images / ranks, min(images, 1 / items))  # an item stays whole
 
 
 def language_model_passes(config: RunConfig) -> int:

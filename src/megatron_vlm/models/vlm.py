@@ -162,6 +162,7 @@ def recompute_layers(vision: torch.nn.Module) -> None:
     for module in vision.modules():
         if isinstance(module, PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
+            module.disable_input_require_grads()  # a frozen tower would be run again for nothing
 
 
 def build_model(
