@@ -282,7 +282,8 @@ def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches or tiles, of all rows; see
     `megatron_vlm.data.media.naflex` and `anyres`."""
     ready = ("pixel_values", "pixel_values_videos")
-    keys = (*ready, "pixel_attention_mask", "spatial_shapes", "image_position_ids", "image_sizes", "batch_num_images")
+    counted = ("image_position_ids", "image_sizes", "batch_num_images")
+    keys = (*ready, "pixel_attention_mask", "spatial_shapes", *counted)
     padded = any(out[key].dim() == 5 for out in outputs for key in ready if key in out)
     if not (padded or any({"spatial_shapes", "image_position_ids"} & out.keys() for out in outputs)):
         return {}

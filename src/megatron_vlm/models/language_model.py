@@ -31,11 +31,7 @@ from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
-from megatron_vlm.parallel.linears import (
-    BiasedRowParallelLinear,
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from megatron_vlm.parallel.linears import BiasedRowParallelLinear, ColumnParallelLinear, RowParallelLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -146,9 +142,8 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         if megatron_config.norm_after_sublayer
         else get_bias_dropout_add
     )
-    dense_mlp = partial(
-        GatedMLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-    )
+    mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    dense_mlp = partial(GatedMLP.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
         module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(

@@ -88,5 +88,4 @@ def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> 
     cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
     second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
     """
-    turn = Rotate.apply if torch.is_grad_enabled() else turned
-    return turn(x_SBHK, cos, sin, adjacent)
+    return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
