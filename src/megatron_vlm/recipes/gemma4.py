@@ -23,7 +23,8 @@ def gemma4_26b_a4b(**changes: Unpack[RecipeArgs]) -> RunConfig:
 
 def gemma4_tiny_digits(**changes: Unpack[RecipeArgs]) -> RunConfig:
     """A tiny Gemma 4 with experts that learns to read digits, for `make demo FAMILY=gemma4`."""
-    return tiny_digits("gemma4", EP2, changes)
+    # its processor makes at least 64 tokens of a digit
+    return tiny_digits("gemma4", {**EP2, "seq_length": 256}, changes)
 
 
 def _gemma4(size: str, layout: RecipeArgs, changes: RecipeArgs) -> RunConfig:

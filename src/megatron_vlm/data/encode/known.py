@@ -26,11 +26,11 @@ from transformers.video_utils import VideoMetadata
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import RenderedChat
-from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder, pixtral_size
+from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
 from megatron_vlm.data.media import naflex
 from megatron_vlm.data.media.images import decode_pixels
-from megatron_vlm.data.media.patches import of_frames, of_image
+from megatron_vlm.data.media.patches import of_frames, of_image, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size
 

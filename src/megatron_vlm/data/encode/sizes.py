@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import ProcessorMixin
-from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
@@ -22,6 +21,7 @@ from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
 from megatron_vlm.data.media import anyres, naflex
+from megatron_vlm.data.media.patches import pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import counts_tokens, fixed_size, one_size
 
@@ -177,15 +177,18 @@ class SizeEncoder:
             return naflex.count(self._processor, height, width)
         if anyres.is_anyres(self._processor):
             return anyres.count(self._processor, height, width, alone)
-        has_grids = hasattr(self._processor.image_processor, "merge_size")
-        if not has_grids and not self._one_size and height in (1, 3):
+        images = self._processor.image_processor
+        has_grids, pooled = hasattr(images, "merge_size"), getattr(images, "pooling_kernel_size", None)
+        if not (has_grids or pooled or self._one_size) and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         try:
             told = self._processor._get_num_multimodal_tokens([(height, width)])
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
-        of_one = 1 if has_grids else self._patches(width, height)  # of a tile, or of the image as a whole
-        return told["num_image_tokens"][0], of_one * told["num_image_patches"][0]
+        tokens, of_one = told["num_image_tokens"][0], 1  # patch, or those of a tile, or of the whole image
+        if not has_grids:
+            of_one = tokens * pooled**2 if pooled else self._patches(width, height)
+        return tokens, of_one * told["num_image_patches"][0]
 
     def _patches(self, width: int, height: int) -> int:
         resized = fixed_size if self._one_size else pixtral_size
@@ -207,11 +210,3 @@ def _grown(
         read, written = stop, first + len(media)
         new_spans[index] = (first, written)
     return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
-
-
-def pixtral_size(processor: ProcessorMixin, height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image that is scaled to fit a square and rounded up to whole image tokens."""
-    longest = processor.image_processor.size["longest_edge"]
-    merged = processor.patch_size * processor.spatial_merge_size
-    image = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
-    return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))

@@ -1,4 +1,5 @@
-"""Images and frames cut into patches for towers that merge squares of them (Qwen-VL's, GLM-V's)."""
+"""Images and frames cut into patches for towers that merge squares of them (Qwen-VL's, GLM-V's), and the size
+to which Pixtral's processor brings an image."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
 
 def of_image(processor: Any, image: np.ndarray) -> dict[str, Tensor]:
@@ -34,3 +36,11 @@ def of_frames(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
     # row and column of the square, row and column of the patch in it, then its moments and lines.
     merged = np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 1, 4))
     return torch.from_numpy(merged.view(np.uint8).reshape(-1, moments * side * side * 3))
+
+
+def pixtral_size(processor: Any, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image that is scaled to fit a square and rounded up to whole image tokens."""
+    longest = processor.image_processor.size["longest_edge"]
+    merged = processor.patch_size * processor.spatial_merge_size
+    image = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
+    return get_resize_output_image_size(image, size=(longest, longest), patch_size=(merged, merged))
