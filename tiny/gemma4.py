@@ -74,8 +74,7 @@ def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config
     text_config = {
         "vocab_size": -(-len(vocab) // 64) * 64,
         "hidden_size": 64,
-        # 1 / sqrt(hidden_size): with 0.02 the router gives all experts nearly the same score, and which two are
-        # the best is a matter of rounding
+        # 1 / sqrt(hidden_size): with 0.02 the router's scores are nearly equal, and rounding chooses experts
         "initializer_range": 0.125,
         "intermediate_size": 128,
         "num_hidden_layers": layers,
