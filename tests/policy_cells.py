@@ -95,14 +95,13 @@ def with_given_experts(model) -> tuple[dict[str, Any], list[dict[int, torch.Tens
             routes = given["routes"][:, layer].long()
             experts = experts.clone()
             experts[: len(routes)] = torch.where(routes < 0, experts[: len(routes)], routes)
-            sigmoid, scales = (
-                hasattr(gate, "e_score_correction_bias"),
-                getattr(gate, "per_expert_scale", None),
-            )
-            scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if scales is None else logits
+            sigmoid, scaled = hasattr(gate, "e_score_correction_bias"), hasattr(gate, "per_expert_scale")
+            # Gemma 4's first output is probabilities already
+            scores = logits if scaled else logits.sigmoid() if sigmoid else logits.softmax(-1)
             scores = scores.gather(1, experts)
             weights = scores / scores.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0)
-            weights = weights if scales is None else weights * scales[experts]  # Gemma 4
+            if scaled:
+                weights = weights * gate.per_expert_scale[experts]
         taken[-1][layer] = experts.sort(-1).values.short()
         return logits, weights, experts
 
