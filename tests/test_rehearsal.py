@@ -135,6 +135,25 @@ def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
     assert scattered / scatters == 2 * 256 * width * 4  # tokens of two rows, in fp32
 
 
+def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
+    """All else is exchanged by training without adapters, too, and at most as often."""
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    hf_config, calls = config_of("gemma3"), {}
+    for r in (0, 4):
+        run = run_of(ParallelConfig(tp=2))
+        run.model.load_weights, run.adapter.r = True, r
+        found = rehearse(run, hf_config, 2).micro_batch.collectives
+        calls[r] = {(call.kind, call.nbytes): count for call, count in found.items() if call.group == "tp"}
+    assert all(calls[4].get(call, 0) <= count for call, count in calls[0].items())
+    more = {call: count for call, count in calls[4].items() if call not in calls[0]}
+    linears = 7 * hf_config.text_config.num_hidden_layers
+    for kind in ("allgather_base", "reduce_scatter_base"):
+        sent = sum(nbytes * count for (each, nbytes), count in more.items() if each == kind)
+        assert sent == linears * 2 * 256 * 4 * 4, kind  # of two rows, in fp32
+    assert {kind for kind, _ in more} == {"allgather_base", "reduce_scatter_base"}
+
+
 def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import RESERVE, make_plan

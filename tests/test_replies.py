@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -112,6 +113,18 @@ SHAPES = {
 }
 # No beginning of the conversation is a beginning of the text, so that marks alone find replies.
 SHAPES["counted"] = "{{ messages | length }}" + SHAPES["qwen3_vl_thinking"]
+# the end of the last reply begins as that of the others
+SHAPES["closed"] = (
+    BODY
+    + "{{ messages | length }}{%- for message in messages -%}"
+    + "{%- set content = body(message.content) -%}{{ '<|im_start|>' + message.role + '\n' }}"
+    + "{%- if message.role == 'assistant' -%}{%- generation -%}{{ content }}"
+    + CALLS
+    + "{{ '<|im_end|>bye' if loop.last else '<|im_end|>' }}{%- endgeneration -%}"
+    + "{%- else -%}{{ content + '<|im_end|>' }}{%- endif -%}"
+    + "{{ '\n' if message.role != 'assistant' or not loop.last }}{%- endfor -%}"
+    + "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
 SAID = [
     "the cat",
     "the cat",
@@ -170,6 +183,37 @@ def test_replies_are_where_generation_tags_would_say(pair, monkeypatch):
     assert len(differently) > 10
 
 
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize("first", [[], [IMAGE], [TEXT, IMAGE], [IMAGE, TEXT, IMAGE, TEXT]])
+def test_a_reply_may_follow_nothing_or_any_content(pair, first):
+    turns = [{"role": "user", "content": first}] if first else []
+    for text in "bd":
+        turns += [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+        turns += [{"role": "user", "content": [TEXT]}]
+    tags, untagged = pair
+    expected = tags.render(turns)
+    if not first and expected[0].startswith("4"):
+        return  # where turns are counted, the text has not even the beginning of the prompt
+    assert len(expected[1]) == 2 and untagged.render(turns) == expected
+
+
+def test_a_prompt_that_holds_more_than_a_reply_is_refused():
+    """What follows the reply completes it, so the text alone does not show it."""
+
+    def render(messages, add_generation_prompt=False):
+        return (
+            "".join(part["text"] for turn in messages for part in turn["content"])
+            + ">>" * add_generation_prompt
+        )
+
+    said = [("user", "a"), ("assistant", ">"), ("user", ">b")]
+    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    with pytest.raises(BadSample, match="turn 1, a reply, the prompt differs around it"):
+        UntaggedReplies(render, re.compile("<end>"))(turns)
+
+
 EXPECTED = {
     "qwen3_vl_thinking": ["b<|im_end|>", "d<|im_end|>", "\n</think>\n\nf<|im_end|>"],
     "qwen3": ["b<|im_end|>", "d<|im_end|>", "<think>\n\n</think>\n\nf<|im_end|>"],
@@ -178,6 +222,7 @@ EXPECTED = {
     "ended_by_the_next": [f"\n<think></think>\n{said}<|vision_start|>" for said in "bdf"],
 }
 EXPECTED["counted"] = EXPECTED["qwen3_vl_thinking"]
+EXPECTED["closed"] = ["b<|im_end|>", "<think>x</think>d<|im_end|>", "f<|im_end|>bye"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -239,7 +284,7 @@ def test_renderings_are_few(processor):
     thinking = ChatTemplate(processor, without_generation_tags(SHAPES["qwen3_vl_thinking"]))
     messages, _ = cook_chatml_sample(turns)
     assert counted(plain, messages) == 1 + 2 * 4
-    assert counted(thinking, messages) <= 1 + 2 * 4 + 3 * 3
+    assert counted(thinking, messages) == 1 + 2 + 3 * (1 + 3)  # the prompt alone shows that a reply differs
     assert counted(thinking, messages[:2]) == 1 + 2
     last = [message | {"loss": False} for message in messages[:-1]] + messages[-1:]
     assert counted(thinking, last) == 1 + 2

@@ -34,15 +34,12 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-# Visual fields that stay on the CPU: the model reads their values on the host to launch work.
-HOST_FIELDS = frozenset(
-    ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "image_tiles", "video_frames")
-)
-
 _FIELDS_OF_KIND = (  # pixels; what says how many rows of them each item has, if not 1; one entry per item
     ("pixel_values", ("image_grid_thw", "image_tiles"), "image_sizes"),
     ("pixel_values_videos", ("video_grid_thw", "video_frames"), "second_per_grid_ts"),
 )
+# Visual fields that stay on the CPU: the model reads their values on the host to launch work.
+HOST_FIELDS = frozenset(name for _, grids, other in _FIELDS_OF_KIND for name in (*grids, other))
 
 
 # a document's (T,) ids and visual inputs -> its positions, (T,) or (3, T) int64
@@ -122,13 +119,10 @@ class GenericVisualInputs:
 
         (B, N, C, H, W) pixels become (B*N, C, H, W), (B, N, 3) grids become (B*N, 3), and so on.
         """
-        ranks = dict.fromkeys(HOST_FIELDS, 1) | {"image_sizes": 2, "image_grid_thw": 2, "video_grid_thw": 2}
-
-        def flat(name: str, value: Tensor) -> Tensor:
-            has_sample_axis = value.dim() == ranks[name] + 1 if name in ranks else value.dim() in (3, 5)
-            return value.flatten(0, 1) if has_sample_axis else value
-
-        return {name: flat(name, value) for name, value in self.as_model_kwargs().items()}
+        pairs = {"image_sizes": (3,), "image_grid_thw": (3,), "video_grid_thw": (3,)}
+        axes = dict.fromkeys(HOST_FIELDS, (2,)) | pairs  # how many there then are; of pixels 3 or 5
+        values = self.as_model_kwargs()
+        return {key: v.flatten(0, 1) if v.dim() in axes.get(key, (3, 5)) else v for key, v in values.items()}
 
     def items(self) -> list[GenericVisualInputs]:
         """Each image alone, then each video alone; `cat` is the inverse."""
@@ -267,11 +261,9 @@ def cat_padded(tensors: list[Tensor]) -> Tensor:
     if len({t.shape[1:] for t in tensors}) == 1:
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     sizes = [max(t.shape[axis] for t in tensors) for axis in range(1, tensors[0].dim())]
-    out = tensors[0].new_zeros(sum(t.shape[0] for t in tensors), *sizes)
-    row = 0
-    for t in tensors:
-        out[(slice(row, row + t.shape[0]), *(slice(0, n) for n in t.shape[1:]))] = t
-        row += t.shape[0]
+    out = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
+    for part, t in zip(out.split([len(t) for t in tensors]), tensors, strict=True):
+        part[(slice(None), *map(slice, t.shape[1:]))] = t
     return out
 
 

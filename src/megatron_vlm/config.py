@@ -157,8 +157,6 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    objective: str = "tokens"  # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
-    dpo_beta: float = 0.1  # how much a model may leave the starting weights; less leaves them further
     steps: int | None = 1000  # None: as many as `epochs` make
     epochs: float | None = None  # in place of `steps`: how often the training data is passed over
     micro_batch_size: int = 1
@@ -173,6 +171,8 @@ class TrainConfig:
     )
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
     hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
+    objective: str = "tokens"  # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
+    dpo_beta: float = 0.1  # how much a model may leave the starting weights; less leaves them further
 
 
 @dataclass

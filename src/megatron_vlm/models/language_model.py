@@ -29,8 +29,9 @@ from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream, check_positions
-from megatron_vlm.parallel import linears, setup, weight_gradients
+from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, stage_layers
+from megatron_vlm.parallel.linears import BiasedRowParallelLinear, ColumnParallelLinear, RowParallelLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -129,11 +130,9 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         module=RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.arbitrary},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linears.ColumnParallelLinear,
+            linear_qkv=ColumnParallelLinear,
             core_attention=CoreAttention,
-            linear_proj=linears.BiasedRowParallelLinear
-            if megatron_config.add_proj_bias
-            else linears.RowParallelLinear,
+            linear_proj=BiasedRowParallelLinear if megatron_config.add_proj_bias else RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -143,10 +142,8 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         if megatron_config.norm_after_sublayer
         else get_bias_dropout_add
     )
-    dense_mlp = partial(
-        GatedMLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linears.ColumnParallelLinear, linears.RowParallelLinear),
-    )
+    mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    dense_mlp = partial(GatedMLP.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
         module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(

@@ -25,8 +25,7 @@ from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients, step_in_flight
 from megatron_vlm.training.not_finite import raise_not_finite
 
-# (chunks, micro batches, forward_only=...) -> reports with `sums`, as `token_loss` makes them
-Objective = Callable[..., list[dict[str, Tensor]]]
+Objective = Callable[..., list[dict[str, Tensor]]]  # of chunks, micro batches and forward_only
 
 
 def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
