@@ -95,14 +95,18 @@ def with_given_experts(model) -> tuple[dict[str, Any], list[dict[int, torch.Tens
             routes = given["routes"][:, layer].long()
             experts = experts.clone()
             experts[: len(routes)] = torch.where(routes < 0, experts[: len(routes)], routes)
-            sigmoid = hasattr(gate, "e_score_correction_bias")
-            scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+            sigmoid, scaled = hasattr(gate, "e_score_correction_bias"), hasattr(gate, "per_expert_scale")
+            # Gemma 4's first output is probabilities already
+            scores = logits if scaled else logits.sigmoid() if sigmoid else logits.softmax(-1)
+            scores = scores.gather(1, experts)
             weights = scores / scores.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0)
+            if scaled:
+                weights = weights * gate.per_expert_scale[experts]
         taken[-1][layer] = experts.sort(-1).values.short()
         return logits, weights, experts
 
     for layer, module in enumerate(model.model.language_model.layers):
-        if (gate := getattr(module.mlp, "gate", None)) is not None:
+        if (gate := getattr(module.mlp, "gate", getattr(module, "router", None))) is not None:
             gate.register_forward_hook(partial(take, layer))
     return given, taken
 

@@ -32,11 +32,12 @@ def cases(family: str, path: Path | str) -> tuple[list[dict], dict, list[dict], 
 
     text = AutoConfig.from_pretrained(path).text_config
     experts = getattr(text, "num_experts", None) or text.n_routed_experts
+    choices = getattr(text, "top_k_experts", None) or text.num_experts_per_tok
     free = policy_cells.samples_of(family, path)
     numbers, routed = torch.Generator().manual_seed(5), []
     for sample in free:
         shape = len(sample["input_ids"]), text.num_hidden_layers
-        routes = torch.rand(*shape, experts, generator=numbers).argsort(-1)[..., : text.num_experts_per_tok]
+        routes = torch.rand(*shape, experts, generator=numbers).argsort(-1)[..., :choices]
         routes[torch.rand(shape, generator=numbers) < 0.2] = -1
         routed.append(sample | {"routes": routes.short()})
     routed[-2]["routes"] = routed[-2]["routes"][:-1]
@@ -67,7 +68,7 @@ def _measure(name: str, path: str, held: tuple) -> dict[str, Any]:
     row["moved"] = (of_routed["log_probs"][1] - of_free["log_probs"][1]).abs().max().item()
     row["alone"] = _alone(policy, routed, of_routed["log_probs"])
     row |= policy_cells.differences(policy, routed, of_routed)
-    routers = [key for key in of_routed["grads"] if key.endswith("mlp.gate.weight")]
+    routers = [key for key in of_routed["grads"] if key.endswith(("mlp.gate.weight", "router.proj.weight"))]
     row["router gradient"] = min(of_routed["grads"][key].abs().max().item() for key in routers)
     return _of_all_ranks(row)
 

@@ -56,11 +56,18 @@ def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Pre
     """The model of a config with weights that all matter.
 
     Transformers initializes some weights to 0 or 1 (norms, biases, Gemma3's projector, GLM's selection bias).
-    They are changed too, so that every weight affects the output and an error in any of them shows.
+    They are changed too, so that every weight affects the output and an error in any of them shows. Then some
+    are multiplied by their family's `factors`.
     """
-    return perturbed(
+    model = perturbed(
         lambda: AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=False), seed
     )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            for end, factor in TINY_FAMILIES[config.model_type].factors.items():
+                if name.endswith(end):
+                    weight.mul_(factor)
+    return model
 
 
 def perturbed(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:

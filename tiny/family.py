@@ -23,3 +23,5 @@ class TinyFamily:
     published: dict | None = None  # sizes of the published processor, for benches; None: as another family's
     # name -> arguments of `build_tiny_checkpoint`: text models and towers that the plain one does not have
     variants: dict[str, dict] = field(default_factory=dict)
+    # end of a weight's name -> what its random values are multiplied by, as training would have made them
+    factors: dict[str, float] = field(default_factory=dict)
