@@ -76,7 +76,8 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            seen = {key: value for key, value in without_padding(inputs).items() if key in parts.visual_keys}
+            ready = parts.of_processor(config)(without_padding(inputs))
+            seen = {key: value for key, value in ready.items() if key in parts.visual_keys}
             visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
             inputs["position_ids"] = parts.position_ids(config)(ids, visual).unsqueeze(-2)
             labels = batch["labels"][0][mine]
@@ -131,13 +132,12 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
 
 def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
-    from megatron_vlm.batch import DataNeeds
     from megatron_vlm.data.chatml import ChatMLSample
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
     from megatron_vlm.data.preferences.pairs import with_pairs
 
-    needs = DataNeeds(parts.visual_keys, parts.position_ids(config))
+    needs = parts.data_needs(config)
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
     run.train.objective = "dpo"
     samples = [
