@@ -66,7 +66,7 @@ class OwnEngine:
     """The policy answers itself, in its layout, with a key/value cache beside its weights.
 
     Losses that compare `rollout_log_probs` with the policy's take top_p 1: the policy scores tokens among
-    all. Every call draws anew, and the same for the same seed.
+    all. Each call takes the next seed, so an engine made again repeats its answers.
     """
 
     answers: int
