@@ -24,6 +24,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
+from megatron_vlm.rl.outputs import whole
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel, empty_gradients, finalize_gradients
@@ -160,7 +161,7 @@ class Policy:
         left = iter(rows)  # the last stage asks for losses in the order of the rows
 
         def loss(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict]:
-            row, scores = next(left), _Whole.apply(output, stream.output_places, stream.outputs)
+            row, scores = next(left), whole(output, stream)
             none = torch.zeros((), dtype=torch.int, device=scores.device)  # Megatron divides by nothing
             if not row.documents:
                 return scores.sum(), none, {}
@@ -294,30 +295,8 @@ def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream
 
 
 def _reported(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    scores = _Whole.apply(output, stream.output_places, stream.outputs)
+    scores = whole(output, stream)
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), {"scores": scores}
-
-
-class _Whole(torch.autograd.Function):
-    """The scores (k, N) of all context-parallel ranks on each; each then makes the same loss of them, and the
-    gradient of its own goes back."""
-
-    @staticmethod
-    def forward(ctx, local_kn: Tensor, places: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(places)
-        group = parallel_state.get_context_parallel_group()
-        if group.size() == 1:
-            return local_kn.clone()
-        whole = local_kn.new_zeros(len(local_kn), count)
-        whole[:, places] = local_kn
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        if parallel_state.get_context_parallel_world_size() == 1:
-            return gradient, None, None
-        return gradient[:, ctx.saved_tensors[0]], None, None
 
 
 def _means(reports: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -15,7 +15,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
@@ -23,6 +22,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.models.schedule import run_schedule
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.rl.losses import document_sums, dpo
+from megatron_vlm.rl.outputs import whole
 from megatron_vlm.training.step import Objective, forward_backward, streams_of
 
 LOGGED = ("margin", "accuracy", "reward_chosen", "reward_rejected")
@@ -132,25 +132,10 @@ def _loss(beta: float, given, stream: Stream, losses_N: Tensor) -> tuple[Tensor,
 def _answer_scores(pair: Pairs, stream: Stream, losses_N: Tensor) -> Tensor:
     """(2 pairs,) the log-probability of each answer, on every context-parallel rank; a token's is multiplied
     by its weight. In fp64, as a margin is the small difference of large sums."""
-    answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)[stream.output_places]
-    return _Whole.apply(-document_sums(_weighted(stream, losses_N).double(), answers, 2 * pair.count))
+    answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)
+    log_probs = -whole(_weighted(stream, losses_N)[None], stream)[0]
+    return document_sums(log_probs.double(), answers, 2 * pair.count)
 
 
 def _weighted(stream: Stream, losses_N: Tensor) -> Tensor:
     return losses_N if stream.weights is None else losses_N * stream.weights
-
-
-class _Whole(torch.autograd.Function):
-    """The sum over context-parallel ranks. Each then computes the same loss of it, so its gradient is that of
-    each rank's part."""
-
-    @staticmethod
-    def forward(ctx, part: Tensor) -> Tensor:
-        group, whole = parallel_state.get_context_parallel_group(), part.clone()
-        if group.size() > 1:
-            dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
