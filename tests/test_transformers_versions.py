@@ -25,6 +25,8 @@ from tiny.parts import build_language_model, build_tower
 # `make setup` puts the oldest supported version there, over the packages of the environment
 OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
 COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
+# text settings of random models that say more than one token; 0.2 for all others
+VARIED = {"gemma3": {}, "gemma4": {"initializer_range": 0.05}}
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
 
 
@@ -107,9 +109,7 @@ def answers(tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
     """Who answered -> family -> the answers of its exports. All families share the processes."""
     folder = tmp_path_factory.mktemp("exports")
     for family in TINY_FAMILIES:
-        # small random weights only repeat the last token
-        text = {} if family == "gemma3" else {"initializer_range": 0.2}
-        build_tiny_checkpoint(family, folder / family, text=text)
+        build_tiny_checkpoint(family, folder / family, text=VARIED.get(family, {"initializer_range": 0.2}))
     picture = str(folder / "picture.png")
     Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
     found = {"megatron": run_distributed(2, all_answers_of_megatron, str(folder), picture, timeout=900)[0]}
