@@ -20,8 +20,12 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    CLIPImageProcessor,
+    Gemma3ImageProcessor,
     GenerationConfig,
     Lfm2VlConfig,
+    LlavaOnevisionImageProcessor,
+    SiglipImageProcessor,
 )
 
 from megatron_vlm.commands.compose import compose as command
@@ -439,6 +443,13 @@ def test_tokens_that_cannot_have_their_role_are_refused(parts, tmp_path):
     assert refused("image=<|begin_of_text|>") == f"{taken}{remedy}image=<|image|>'."
     end = "special token of role pad: <|eot_id|> is also the end of a turn, which would then never be trained"
     assert refused("pad=<|eot_id|>") == f"{end} as such; {remedy}pad=<|pad|>'."
+    part = (
+        f"special token of role image: <a> is part of s<a>, the token of image_end; {remedy}image=<|image|>'."
+    )
+    assert refused("image=<a>", "image_end=s<a>") == f"{part}{remedy}image=<|image|>'."
+    assert refused("image=a cat").startswith(
+        "special token of role image: a cat is a word, which texts would"
+    )
     assert refused("row_break=<x>") == (
         "--token row_break: a model with this tower has no such token; it has image, image_start, image_end, "
         "pad, end_of_turn."
@@ -492,6 +503,82 @@ def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"--tower .* 16 tensors that its config\.json does not ask for"):
         planned(tower, parts("llama"))
+
+
+def test_rows_that_the_config_does_not_ask_for_are_refused(parts, tmp_path):
+    """Before they grow: Transformers would not read such a language model either."""
+    stored = tensors(parts("llama"))
+    short = changed_copy(parts("llama"), tmp_path / "short")
+    save_file(
+        stored | {"lm_head.weight": stored["lm_head.weight"][:460].clone()}, short / "model.safetensors"
+    )
+    fewer, more = (
+        changed_copy(parts("llama"), tmp_path / name, vocab_size=rows)
+        for name, rows in (("fewer", 470), ("more", 480))
+    )
+    for folder, words in {
+        short: r"lm_head\.weight is \[460, 64\] in its weights and \[471, 64\] by its config",
+        more: r"embed_tokens\.weight is \[471, 64\] in its weights and \[480, 64\] by its config",
+        fewer: r"tokens beyond the 470 rows",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            planned(parts("siglip2"), folder)
+
+
+SQUARE = {"height": 56, "width": 56}
+# an image processor, and whether it makes images of the tower's one size
+OF_OTHER_SIZES = {
+    "tiles": LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=[[56, 56], [56, 112]]),
+    "crops": Gemma3ImageProcessor(
+        size=SQUARE,
+        do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=16,
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+    ),
+    "not resized": SiglipImageProcessor(size=SQUARE, do_resize=False),
+    "not cropped": CLIPImageProcessor(size={"shortest_edge": 56}, do_center_crop=False),
+}
+
+
+def with_images(tower: Path, output: Path, images) -> Path:
+    """A copy of the tower with another image processor."""
+    folder = changed_copy(tower, output)
+    for file in folder.glob("*processor*"):
+        file.unlink()
+    images.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", OF_OTHER_SIZES)
+def test_a_processor_that_makes_other_images_than_the_tower_takes_is_refused(parts, tmp_path, name):
+    tower = with_images(parts("siglip"), tmp_path / "tower", OF_OTHER_SIZES[name])
+    made = r"its \w+ makes \(.*\) of an image of \d+ x \d+ pixels, and .* takes \(1, 3, 56, 56\); put the"
+    with pytest.raises(ConfigError, match=made):
+        planned(tower, parts("llama"))
+
+
+@pytest.mark.parametrize(("tower", "language"), [("siglip2", "llama"), ("pixtral", "mistral")])
+def test_the_tower_gets_the_pixels_that_it_was_trained_on(parts, tmp_path, tower, language):
+    colours = {"image_mean": (0.4,) * 3, "image_std": (0.3,) * 3, "rescale_factor": 1 / 127.5, "resample": 3}
+    folder = with_images(parts(tower), tmp_path / "tower", SiglipImageProcessor(size=SQUARE, **colours))
+    composing.write(planned(folder, parts(language)), tmp_path / "start")
+    found = AutoProcessor.from_pretrained(tmp_path / "start").image_processor
+    for key, value in colours.items():
+        assert getattr(found, key) == pytest.approx(value)
+
+
+def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_path):
+    """Transformers refuses to save a temperature without sampling, which published models have."""
+    told = {"temperature": 0.9, "max_length": 4096, "pad_token_id": 0, "eos_token_id": [1, 5]}
+    language = changed_copy(parts("llama"), tmp_path / "language")
+    (language / "generation_config.json").write_text(json.dumps(told))
+    composing.write(planned(parts("siglip2"), language), tmp_path / "start")
+    written = json.loads((tmp_path / "start/generation_config.json").read_text())
+    assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
+    (language / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"its generation_config\.json is not a JSON object; download it"):
+        planned(parts("siglip2"), language)
 
 
 def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts, tmp_path):
