@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from sources import write_sharegpt
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -33,8 +35,13 @@ from megatron_vlm.compose import composing
 from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
 from megatron_vlm.compose.sources import Part, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.records import conversation_of
+from megatron_vlm.models.families import load
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
@@ -204,6 +211,63 @@ def test_replies_end_at_the_end_of_a_turn_too(composed):
     assert (mine.temperature, mine.do_sample) == (theirs.temperature, theirs.do_sample)
     assert mine.pad_token_id == tokenizer.pad_token_id not in mine.eos_token_id
 
+
+# ---- documents of texts and images ------------------------------------------------------------------------
+
+# texts, and (width, height) of images
+DOCUMENTS = {
+    "in turn": ["A cat.", (200, 60), "A dog.", (30, 30), "A table."],
+    "images in a row": [(60, 200), (90, 90), (190, 150), "Three.", (7, 280)],
+    "texts in a row, and none at the end": ["One.", "Two.", (33, 470), (300, 8)],
+    "texts alone": ["One.", "Two."],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_keep_the_order_of_texts_and_images(composed, name):
+    """Part by part; and as a whole what the stock processor makes of the text. A later image is lighter."""
+    processor, hf_config = (kind.from_pretrained(composed[0]) for kind in (AutoProcessor, AutoConfig))
+    parts = DOCUMENTS[name]
+    sizes = [part for part in parts if not isinstance(part, str)]
+    images = [Image.new("RGB", size, (60 * number,) * 3) for number, size in enumerate(sizes, start=1)]
+    left = iter(images)
+    texts = [part if isinstance(part, str) else None for part in parts]
+    record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
+    found = conversation_of(RecordLayout()(record))
+    files = [png(image) for image in images]
+    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(found), imgs=files)
+    family = load(hf_config.model_type)
+    data = DataConfig(seq_length=512)
+    encoded = HFEncoderVLMTaskEncoder(processor, data, family.data_needs(hf_config)).encode_sample(sample)
+
+    text = "".join(part if isinstance(part, str) else processor.image_token for part in parts)
+    text = (text + processor.tokenizer.eos_token).replace("One.Two.", "One.\n\nTwo.")
+    options = {"images": [images]} if images else {}
+    whole = processor(text=[text], add_special_tokens=True, return_tensors="pt", **options)
+    assert encoded.input_ids.tolist() == whole["input_ids"][0].tolist()
+    given = {"add_special_tokens": False, "return_tensors": "pt"}
+    alone = [processor(text=[processor.image_token], images=[[image]], **given) for image in images]
+    of_images = {token for one in alone for token in one["input_ids"][0].tolist()}
+    texts = [token for token in encoded.input_ids.tolist()[1:] if token not in of_images]
+    assert encoded.labels[encoded.labels != -100].tolist() == texts
+
+    visual = encoded.visual_inputs
+    if not images:
+        assert visual is None
+        return
+    light = [item.pixel_values.float().amax() for item in visual.items()]
+    assert len(light) == len(images) and light == sorted(set(light))
+    counts = [int((one["input_ids"] == hf_config.image_token_id).sum()) for one in alone]
+    assert family.visual_tokens(hf_config, visual) == counts
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+# ---- out of whole models, in several types ----------------------------------------------------------------
 
 # model type of a whole model -> how some of its files spell the tower's keys, where their names begin
 WHOLE = {
@@ -443,9 +507,7 @@ def test_tokens_that_cannot_have_their_role_are_refused(parts, tmp_path):
     assert refused("image=<|begin_of_text|>") == f"{taken}{remedy}image=<|image|>'."
     end = "special token of role pad: <|eot_id|> is also the end of a turn, which would then never be trained"
     assert refused("pad=<|eot_id|>") == f"{end} as such; {remedy}pad=<|pad|>'."
-    part = (
-        f"special token of role image: <a> is part of s<a>, the token of image_end; {remedy}image=<|image|>'."
-    )
+    part = "special token of role image: <a> is part of s<a>, the token of image_end; "
     assert refused("image=<a>", "image_end=s<a>") == f"{part}{remedy}image=<|image|>'."
     assert refused("image=a cat").startswith(
         "special token of role image: a cat is a word, which texts would"

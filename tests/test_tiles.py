@@ -12,7 +12,7 @@ from megatron.energon.errors import SkipSample
 from PIL import Image
 from test_packing_lengths import image
 from test_videos import frame_list, picture, sample, steady
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, InternVLConfig
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
@@ -20,7 +20,7 @@ from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, decode_video
-from megatron_vlm.models.families import load
+from megatron_vlm.models.families import family_for, load
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["internvl", "llava_onevision"]
@@ -150,3 +150,13 @@ def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
 
 def tokens_of(hf_config) -> set[int]:
     return {hf_config.image_token_id, getattr(hf_config, "video_token_id", hf_config.image_token_id)}
+
+
+@pytest.mark.parametrize(("patches", "ratio"), [(3, 1 / 3), (6, 1 / 6), (9, 1 / 3), (4, 0.75)])
+def test_a_ratio_for_which_transformers_shuffles_no_pixels_is_refused(patches, ratio):
+    """Three patches are three thirds, but not to its division of floats."""
+    tower = {"image_size": [14 * patches] * 2, "patch_size": [14, 14]}
+    text = {"model_type": "qwen3"}
+    family_for(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=1.0))
+    with pytest.raises(ValueError, match=r"downsample_ratio is 0\.\d+; supported: 1 / n for a power of 2"):
+        family_for(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=ratio))
