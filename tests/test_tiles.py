@@ -112,6 +112,16 @@ def test_measured_lengths_are_those_of_the_encoding(folder):
         assert half.measured.patches > 0
 
 
+def test_patches_of_any_size_are_measured(tmp_path):
+    """LLaVA-OneVision's processor does not say how large patches are."""
+    sizes = {"image_size": 27, "patch_size": 9}
+    folder = build_tiny_checkpoint("llava_onevision", tmp_path / "llava_onevision", **sizes)
+    encoder = encoder_of(folder, packing=True)
+    half = encoder.preencode_sample(sample([], [picture(0)]))
+    encoded = encoder.postencode_sample(half)  # raises when they differ
+    assert half.measured.patches == 9 * int(encoded.visual_inputs.image_tiles)
+
+
 def test_videos_of_different_lengths_in_one_sample_are_counted(folder):
     """These processors refuse them."""
     encoder = encoder_of(folder)
