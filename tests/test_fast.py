@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import random
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -16,7 +17,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from megatron_vlm.batch import DataNeeds, GenericVisualInputs, is_raw
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -32,6 +33,11 @@ from tiny.distributed import run_distributed
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {
     "gemma3": {"image_size": 896, "image_tokens": 256},
+    "gemma4": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
+    "llava": {"image_size": 336},
+    "llava, siglip": {"image_size": 384},
+    "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
+    "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
     "mistral3": {"image_size": 1540},
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
@@ -40,6 +46,7 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
+VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
@@ -60,6 +67,7 @@ FILES = [  # (width, height), mode, format, options
     ((120, 80), "RGBA", "PNG", {}),
     ((120, 80), "I;16", "PNG", {}),
     ((58, 300), "P", "GIF", {}),
+    ((15, 601), "RGB", "PNG", {}),
     ((400, 31), "RGB", "WEBP", {}),
 ]
 TEXTS = [
@@ -134,17 +142,19 @@ def clip(size, count):
 
 def video_samples(processor):
     """Videos alone, several, and beside images, for processors that take them."""
-    if "pixel_values_videos" not in processor.visual_keys:
+    if not processor.needs.videos:
         return []
-    return _video_samples(processor.images_or_videos)
+    # processors whose frames are tiles refuse videos of different lengths in one conversation
+    of_one_length = processor.needs.frames_as_images or "video_frames" in processor.needs.visual_keys
+    return _video_samples(processor.needs.images_or_videos, of_one_length)
 
 
 @functools.cache
-def _video_samples(images_or_videos):
-    return list(_videos_and_images(images_or_videos))
+def _video_samples(images_or_videos, of_one_length):
+    return list(_videos_and_images(images_or_videos, of_one_length))
 
 
-def _videos_and_images(images_or_videos):
+def _videos_and_images(images_or_videos, of_one_length):
     videos = [
         clip((64, 48), 1),
         clip((201, 77), 3),
@@ -152,10 +162,11 @@ def _videos_and_images(images_or_videos):
         clip((36, 90), 7),
         film((160, 90), 12),
     ]
-    rows = [([], [video]) for video in videos] + [([], videos[2:])]
+    several = [clip((201, 77), 4), videos[2]] if of_one_length else videos[2:]
+    rows = [([], [video]) for video in videos] + [([], several)]
     if not images_or_videos:
         image = picture(*FILES[3])
-        rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], videos[:2])]
+        rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], several[:2])]
     rng = random.Random(0)
     for number, (imgs, videos) in enumerate(rows):
         media = ["<image>"] * len(imgs) + ["<video>"] * len(videos)
@@ -183,23 +194,24 @@ def _videos_and_images(images_or_videos):
 )
 def processor(request):
     name, sizes = request.param
-    parts = TINY_FAMILIES[name]
-    processor = parts.processor(default_corpus(), parts.template, **sizes)
-    known_as(name, processor).made = {}
+    family = name.split(",")[0]
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(), parts.template, **sizes, **VARIANTS.get(name, {}))
+    known_as(family, processor).made = {}
     yield processor
     processor.made.clear()
 
 
 def known_as(family, processor):
-    processor.visual_keys = load(family).visual_keys
-    processor.images_or_videos = load(family).images_or_videos
+    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, {}))
+    processor.needs = replace(needs, position_ids=count_up)
     return processor
 
 
 def encoders(processor, needs: DataNeeds | None = None, chat_template: str | None = None, **settings):
     """(fast, through the HF processor)"""
     data = DataConfig(seq_length=100_000, **settings)
-    parts = (processor, data, needs or DataNeeds(processor.visual_keys))
+    parts = (processor, data, needs or processor.needs)
     return [HFEncoderVLMTaskEncoder(*parts, fast=fast, chat_template=chat_template) for fast in (True, False)]
 
 
@@ -278,9 +290,7 @@ def test_rows_of_several_samples_are_equal(processor):
 
 def test_packed_samples_are_equal_too(processor):
     """Here ids come from the sizes, before images and videos are decoded."""
-    packing = PackingVLMTaskEncoder(
-        processor, DataConfig(seq_length=100_000), DataNeeds(processor.visual_keys)
-    )
+    packing = PackingVLMTaskEncoder(processor, DataConfig(seq_length=100_000), processor.needs)
     for sample in (*samples()[len(FILES) :], *video_samples(processor)):
         ours = packing.postencode_sample(packing.preencode_sample(sample))
         assert_equal_but_for_normalization(processor, ours, by_processor(processor, sample))
@@ -377,11 +387,12 @@ def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
 
 def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     """As a later version of transformers might write them."""
-    theirs = KNOWN["Gemma3Processor"]
+    key = "Gemma3Processor", "Gemma3ImageProcessor"
+    theirs = KNOWN[key]
     one_token_for_all = type(theirs)(
         **vars(theirs) | {"image_ids": lambda processor, h, w: np.zeros(16, int)}
     )
-    monkeypatch.setitem(KNOWN, "Gemma3Processor", one_token_for_all)
+    monkeypatch.setitem(KNOWN, key, one_token_for_all)
     parts = TINY_FAMILIES["gemma3"]
     encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), DataConfig())
     assert "other tokens" in encoder.documents.why_hf_processor

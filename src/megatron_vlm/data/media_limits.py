@@ -64,11 +64,20 @@ def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
     return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
 
 
-def counts_tokens(processor: Any, size: tuple[int, int]) -> bool:
-    """Whether a processor counts the tokens of an image. LLaVA's fails with image processors that do not
-    crop."""
+def count_tokens(processor: Any, size: tuple[int, int]) -> Mapping[str, list[int]]:
+    """What a processor says of an image of (height, width). Raises AttributeError or TypeError if it counts
+    no tokens."""
     try:
-        processor._get_num_multimodal_tokens([size])
+        return processor._get_num_multimodal_tokens([size])
+    except (AttributeError, TypeError):  # LLaVA's asks an image processor that does not crop for its crop
+        cropped = one_size(processor.image_processor)
+        return processor._get_num_multimodal_tokens([size], crop_size=cropped and dict(cropped))
+
+
+def counts_tokens(processor: Any, size: tuple[int, int]) -> bool:
+    """Whether a processor counts the tokens of an image."""
+    try:
+        count_tokens(processor, size)
     except (AttributeError, TypeError):
         return False
     return True

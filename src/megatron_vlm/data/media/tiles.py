@@ -1,0 +1,109 @@
+"""Images and frames as the processors of LLaVA, InternVL and LLaVA-OneVision cut them: to a square, or into
+tiles beside the whole image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+from transformers.image_transforms import get_resize_output_image_size
+from transformers.image_utils import ChannelDimension
+from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+from megatron_vlm.data.media.patches import resized
+
+
+def size_before_crop(processor: Any, height: int, width: int) -> tuple[int, int]:
+    """(height, width) of an image whose shorter side is scaled to what CLIP's processor crops."""
+    shape = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
+    size = processor.image_processor.size["shortest_edge"]
+    return get_resize_output_image_size(
+        shape, size, default_to_square=False, input_data_format=ChannelDimension.FIRST
+    )
+
+
+def cropped(processor: Any, image: np.ndarray) -> dict[str, Tensor]:
+    """The middle of an image (H, W, 3), with black around it where the image is smaller."""
+    images = processor.image_processor
+    middle = images.center_crop(torch.from_numpy(image).movedim(-1, 0), images.crop_size)
+    return {"pixel_values": middle.movedim(0, -1).contiguous()[None]}
+
+
+def fit(size: Mapping[str, int], canvases: list[list[int]]) -> bool:
+    """Whether canvases are cut into whole tiles that are squares."""
+    side = size["height"]
+    return side == size["width"] and all(length % side == 0 for canvas in canvases for length in canvas)
+
+
+def internvl(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+    """The tiles of an image; behind several the image as a whole."""
+    images = processor.image_processor
+    tile = images.size["height"], images.size["width"]
+    columns, rows = get_optimal_tiled_canvas(image.shape[:2], tile, images.min_patches, images.max_patches)
+    canvas = resized(image, (rows * tile[0], columns * tile[1]), images.resample)
+    tiles = _cut(canvas, tile)
+    if len(tiles) > 1:
+        tiles = np.concatenate([tiles, resized(image, tile, images.resample)[None]])
+    return {"pixel_values": torch.from_numpy(tiles)}
+
+
+def onevision(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+    """The image as a whole and then its tiles if it is its conversation's only one; else it is one tile."""
+    images, size = processor.image_processor, image.shape[:2]
+    tile = images.size["height"], images.size["width"]
+    if alone:
+        canvas = select_best_resolution(size, images.image_grid_pinpoints)
+        inside = get_patch_output_size(image, canvas, ChannelDimension.LAST)
+        whole, shown = image, resized(image, inside, images.resample)
+        tiles = [_cut(_centred(shown, canvas, 0), tile)]
+    else:
+        colour = [int(255 * mean) for mean in images.image_mean]
+        whole, tiles = _centred(image, (max(size), max(size)), colour), []
+    pixels = np.concatenate([resized(whole, tile, images.resample)[None], *tiles])
+    return {
+        "pixel_values": torch.from_numpy(pixels),
+        "image_sizes": torch.tensor([size]),
+        "image_tiles": torch.tensor([len(pixels)]),
+    }
+
+
+def frames_as_images(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Tensor]:
+    """Frames (T, H, W, 3), each as a tile."""
+    return {"pixel_values": _frames(processor, frames)}
+
+
+def frames_of_video(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Tensor]:
+    """Frames (T, H, W, 3), each as a tile, and how many they are."""
+    return {
+        "pixel_values_videos": _frames(processor, frames),
+        "video_frames": torch.tensor([len(frames)]),
+    }
+
+
+def _frames(processor: Any, frames: np.ndarray) -> Tensor:
+    part = processor.video_processor
+    return torch.from_numpy(resized(frames, (part.size["height"], part.size["width"]), part.resample))
+
+
+def _cut(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+    """(tiles, height, width, 3), row after row."""
+    rows, columns = image.shape[0] // tile[0], image.shape[1] // tile[1]
+    # a line of a tile is copied at once, not colour by colour
+    lines = image.reshape(rows, tile[0], columns, 3 * tile[1]).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(lines).reshape(-1, *tile, 3)
+
+
+def _centred(image: np.ndarray, size: tuple[int, int], colour: Any) -> np.ndarray:
+    """An image in the middle of a canvas of `size`, a half pixel to the top left if it must be."""
+    if image.shape[:2] == tuple(size):
+        return image
+    canvas = np.empty((*size, 3), np.uint8)
+    canvas[:] = colour
+    height, width, _ = image.shape
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    canvas[top : top + height, left : left + width] = image
+    return canvas
