@@ -14,6 +14,7 @@ from megatron.energon.errors import SkipSample
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
+from transformers.models.llava.image_processing_llava import LlavaImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -21,7 +22,7 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.known import KNOWN
+from megatron_vlm.data.encode.known import KNOWN, why_unknown
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
@@ -46,6 +47,7 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
+MANY_PIXELS = {"llava", "llava, siglip", "llava_onevision", "internvl"}  # in the image of 601 x 15, say
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
@@ -186,8 +188,9 @@ def _videos_and_images(images_or_videos, of_one_length):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == "tiny" else ())
+        pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == later else ())
         for name, published in PUBLISHED.items()
+        for later in ["published" if name in MANY_PIXELS else "tiny"]
         for at, sizes in {"tiny": {}, "published": published}.items()
         if sizes or at == "tiny"
     ],
@@ -291,8 +294,14 @@ def test_rows_of_several_samples_are_equal(processor):
 def test_packed_samples_are_equal_too(processor):
     """Here ids come from the sizes, before images and videos are decoded."""
     packing = PackingVLMTaskEncoder(processor, DataConfig(seq_length=100_000), processor.needs)
+    known, decoded = packing.documents.processing, []
+    known.decode = lambda *image: decoded.append(image) or decode_pixels(*image)
     for sample in (*samples()[len(FILES) :], *video_samples(processor)):
-        ours = packing.postencode_sample(packing.preencode_sample(sample))
+        decoded.clear()
+        measured = packing.preencode_sample(sample)
+        assert not decoded
+        ours = packing.postencode_sample(measured)
+        assert len(decoded) == len(sample.imgs or [])
         assert_equal_but_for_normalization(processor, ours, by_processor(processor, sample))
 
 
@@ -353,6 +362,85 @@ def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reaso
     assert reason in encoder.documents.why_hf_processor
     first, *_ = samples()
     assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "settings", "reason"),
+    [
+        ("llava", "image_processor", {"do_center_crop": False}, "do_center_crop = False"),
+        ("llava", "image_processor", {"size": SizeDict(height=56, width=56)}, "size = {'height': 56, 'wi"),
+        ("llava", "image_processor", {"pad_size": SizeDict(height=80, width=80)}, "pad_size = {'height': 80"),
+        ("gemma4", "image_processor", {"do_normalize": True}, "do_normalize = True"),
+        ("gemma4", "image_processor", {"do_rescale": False}, "do_rescale = False"),
+        ("internvl", "image_processor", {"size": SizeDict(shortest_edge=56)}, "size = {'shortest_edge': 56}"),
+        (
+            "internvl",
+            "video_processor",
+            {"do_center_crop": True},
+            "VideoProcessor with do_center_crop = True",
+        ),
+        ("internvl", "video_processor", {"image_mean": [0.5] * 3}, "with image_mean = "),
+        (
+            "llava_onevision",
+            "image_processor",
+            {"image_grid_pinpoints": [[44, 60]]},
+            "pinpoints = [[44, 60]]",
+        ),
+        ("llava_onevision", "image_processor", {"crop_size": SizeDict(height=22, width=22)}, "crop_size = {"),
+        (
+            "llava_onevision",
+            "video_processor",
+            {"do_normalize": False},
+            "Processor with do_normalize = False",
+        ),
+    ],
+)
+def test_settings_that_are_not_known_of_tiles_and_crops(family, part, settings, reason):
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(100), parts.template)
+    assert why_unknown(processor) is None
+    for name, value in settings.items():
+        setattr(getattr(processor, part), name, value)
+    assert reason in why_unknown(processor)
+
+
+def test_a_processor_with_an_image_processor_that_is_not_known():
+    parts = TINY_FAMILIES["llava"]
+    processor = parts.processor(default_corpus(100), parts.template)
+    processor.image_processor = LlavaImageProcessor(crop_size={"height": 56, "width": 56})
+    assert why_unknown(processor) == (
+        "LlavaProcessor with LlavaImageProcessor, known is CLIPImageProcessor or SiglipImageProcessor"
+    )
+
+
+def test_a_processor_that_cannot_count_tokens_is_called():
+    parts = TINY_FAMILIES["llava"]
+    processor = known_as("llava", parts.processor(default_corpus(100), parts.template))
+    processor._get_num_multimodal_tokens = None
+    assert "cannot tell the tokens" in encoders(processor)[0].documents.why_hf_processor
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_internvl_is_always_asked_for_tiles(crops):
+    """Whatever its image processor says: the processor itself sets that."""
+    parts = TINY_FAMILIES["internvl"]
+    processor = known_as("internvl", parts.processor(default_corpus(100), parts.template))
+    processor.image_processor.crop_to_patches = crops
+    ours, theirs = (encoder.encode_sample(samples()[1]) for encoder in encoders(processor))
+    assert_equal_but_for_normalization(processor, ours, theirs)
+    assert len(ours.visual_inputs.pixel_values) > 1
+
+
+def test_an_image_whose_square_would_fill_the_memory_is_counted():
+    parts = TINY_FAMILIES["llava_onevision"]
+    processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
+    long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
+    talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=[long, small])
+    fast, _ = encoders(processor)
+    with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
+        fast.encode_sample(sample)
+    assert fast.drops.summary()["reasons"] == {"image_too_large": 1}
 
 
 def test_gemma_with_pan_and_scan_goes_to_the_processor():
@@ -418,13 +506,19 @@ def test_ready_pixels_stay_as_they_are():
     assert PixelNormalizer(None)(floats, torch.bfloat16)["pixel_values"] is floats["pixel_values"]
 
 
+def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    return {family: losses(f"{folder}/{family}", family) for family in NORMALIZED}
+
+
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
     processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
     processor, parts = known_as(family, processor), load(family)
     run = RunConfig(model=ModelConfig(dtype="bf16"))
@@ -441,12 +535,17 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
     return found
 
 
+NORMALIZED = ["mistral3", "qwen2_5_vl", "gemma4", "llava", "llava_onevision", "internvl"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
-def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(family, tmp_path):
-    path = build_tiny_checkpoint(family, tmp_path / family)
-    [[raw, ready]] = run_distributed(1, losses, str(path), family)
-    assert raw.isfinite().all() and torch.equal(raw, ready)
+def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(tmp_path):
+    for family in NORMALIZED:
+        build_tiny_checkpoint(family, tmp_path / family)
+    [found] = run_distributed(1, all_losses, str(tmp_path))
+    assert list(found) == NORMALIZED
+    for family, (raw, ready) in found.items():
+        assert raw.isfinite().all() and torch.equal(raw, ready), family
 
 
 # ----------------------------------------------------------------------------------------------- decoding

@@ -48,7 +48,7 @@ class _Normalizer(nn.Module):
         self.knows, self.repeats = None not in settings, repeats
         last = any(hasattr(part, name) for name in ("encoder_patch_size", "pooling_kernel_size"))
         self.colours_at = 2 if last else 1  # in what the tower takes
-        self.only_scaled = getattr(part, "do_normalize", True) is False  # as Gemma 4's
+        self.only_scaled = not getattr(part, "do_normalize", True)  # as Gemma 4's
         if self.knows:
             mean, std, self.factor = settings
             # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor

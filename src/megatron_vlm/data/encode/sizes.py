@@ -23,7 +23,7 @@ from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_option
 from megatron_vlm.data.media import anyres, naflex
 from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
-from megatron_vlm.data.media_limits import count_tokens, counts_tokens, fixed_size, one_size
+from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
 
 # Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
 PATCH_SIZE = 14
@@ -43,7 +43,7 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not (counts_tokens(processor, PROBE_SIZE) or naflex.is_naflex(processor)):
+        if count_tokens(processor, PROBE_SIZE) is None and not naflex.is_naflex(processor):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."

@@ -3,6 +3,7 @@ tiles beside the whole image."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,19 +12,20 @@ import torch
 from torch import Tensor
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.image_transforms import get_resize_output_image_size
-from transformers.image_utils import ChannelDimension
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
+from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.patches import resized
+
+LAST = "channels_last"
+MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; an image of 1:200 would take 200 times its own memory
 
 
 def size_before_crop(processor: Any, height: int, width: int) -> tuple[int, int]:
     """(height, width) of an image whose shorter side is scaled to what CLIP's processor crops."""
-    shape = np.broadcast_to(np.uint8(0), (3, height, width))  # the function only looks at the shape
-    size = processor.image_processor.size["shortest_edge"]
-    return get_resize_output_image_size(
-        shape, size, default_to_square=False, input_data_format=ChannelDimension.FIRST
-    )
+    size, image = processor.image_processor.size["shortest_edge"], np.broadcast_to(0, (height, width, 3))
+    return get_resize_output_image_size(image, size, default_to_square=False, input_data_format=LAST)
 
 
 def cropped(processor: Any, image: np.ndarray) -> dict[str, Tensor]:
@@ -57,12 +59,13 @@ def onevision(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tenso
     tile = images.size["height"], images.size["width"]
     if alone:
         canvas = select_best_resolution(size, images.image_grid_pinpoints)
-        inside = get_patch_output_size(image, canvas, ChannelDimension.LAST)
-        whole, shown = image, resized(image, inside, images.resample)
-        tiles = [_cut(_centred(shown, canvas, 0), tile)]
+        inside = resized(image, get_patch_output_size(image, canvas, LAST), images.resample)
+        whole, tiles = image, [_cut(_centred(inside, canvas, 0), tile)]
     else:
-        colour = [int(255 * mean) for mean in images.image_mean]
-        whole, tiles = _centred(image, (max(size), max(size)), colour), []
+        square, colour = (max(size), max(size)), [int(255 * mean) for mean in images.image_mean]
+        if math.prod(square) > MOST_OF_SQUARE:
+            raise BadSample("image_too_large", f"{size[1]}x{size[0]} is padded to a square by its processor")
+        whole, tiles = _centred(image, square, colour), []
     pixels = np.concatenate([resized(whole, tile, images.resample)[None], *tiles])
     return {
         "pixel_values": torch.from_numpy(pixels),
@@ -73,20 +76,15 @@ def onevision(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tenso
 
 def frames_as_images(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Tensor]:
     """Frames (T, H, W, 3), each as a tile."""
-    return {"pixel_values": _frames(processor, frames)}
+    part = processor.video_processor
+    size = part.size["height"], part.size["width"]
+    return {"pixel_values": torch.from_numpy(resized(frames, size, part.resample))}
 
 
 def frames_of_video(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Tensor]:
     """Frames (T, H, W, 3), each as a tile, and how many they are."""
-    return {
-        "pixel_values_videos": _frames(processor, frames),
-        "video_frames": torch.tensor([len(frames)]),
-    }
-
-
-def _frames(processor: Any, frames: np.ndarray) -> Tensor:
-    part = processor.video_processor
-    return torch.from_numpy(resized(frames, (part.size["height"], part.size["width"]), part.resample))
+    found = frames_as_images(processor, frames)["pixel_values"]
+    return {"pixel_values_videos": found, "video_frames": torch.tensor([len(found)])}
 
 
 def _cut(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
