@@ -4,7 +4,9 @@ import functools
 import io
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import av
 import numpy as np
@@ -47,7 +49,7 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
-MANY_PIXELS = {"llava", "llava, siglip", "llava_onevision", "internvl"}  # in the image of 601 x 15, say
+MANY_PIXELS = {"gemma4", "llava", "llava, siglip", "llava_onevision", "internvl"}
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
@@ -413,6 +415,13 @@ def test_a_processor_with_an_image_processor_that_is_not_known():
     )
 
 
+def test_every_known_processor_is_named_on_the_page():
+    page = (Path(__file__).parent.parent / "docs" / "data-speed.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
+    named = {(name, images) for names, images in rows for name in re.findall(r"`(\w+)`", names)}
+    assert named == set(KNOWN)
+
+
 def test_a_processor_that_cannot_count_tokens_is_called():
     parts = TINY_FAMILIES["llava"]
     processor = known_as("llava", parts.processor(default_corpus(100), parts.template))
@@ -529,9 +538,9 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
-        layout = model.layout(batch)
+        layout, windows = model.layout(batch), set(model.config.layer_windows or [None])
         with torch.no_grad():
-            found.append(model(layout.stream(0, layout.longest, {None}, setup.device())))
+            found.append(model(layout.stream(0, layout.longest, windows, setup.device())))
     return found
 
 
