@@ -24,7 +24,7 @@ class PixelNormalizer(nn.Module):
         self.videos = _Normalizer(videos)  # raw patches of videos hold all moments already
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same fields, with raw pixels normalized to `dtype`; pixels that are not raw stay as they are.
+        """The same fields, with raw pixels normalized to `dtype`, or only scaled; others stay as they are.
 
         Starts work on the device and never waits for it.
         """
@@ -48,7 +48,7 @@ class _Normalizer(nn.Module):
         self.knows, self.repeats = None not in settings, repeats
         last = any(hasattr(part, name) for name in ("encoder_patch_size", "pooling_kernel_size"))
         self.colours_at = 2 if last else 1  # in what the tower takes
-        self.only_scaled = not getattr(part, "do_normalize", True)  # as Gemma 4's
+        self.only_scaled = not getattr(part, "do_normalize", True)  # Gemma 4's tower does the rest, in fp32
         if self.knows:
             mean, std, self.factor = settings
             # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
@@ -72,5 +72,5 @@ class _Normalizer(nn.Module):
 
     def _normalized(self, colours_last: Tensor, dtype: torch.dtype) -> Tensor:
         if self.only_scaled:
-            return colours_last.float().mul_(self.factor).to(dtype)
+            return colours_last.float().mul_(self.factor)
         return colours_last.float().sub_(self.mean).div_(self.std).to(dtype)

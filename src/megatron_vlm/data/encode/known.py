@@ -166,18 +166,16 @@ _GRID, _SIDES = ("shortest_edge", "longest_edge"), ("height", "width")
 _GLM = (_GRID, patches.glm_size, patches.grid_ids, patches.of_image)
 _QWEN = (_GRID, patches.qwen_size, patches.grid_ids, patches.of_image)
 _LIKE_IMAGES = ("size", "resample", "rescale_factor", "image_mean", "image_std")
-_CROP = (*NEEDED, "do_center_crop")
-_SCALE = ("do_resize", "do_rescale")
 KNOWN = {  # (processor class of transformers, class of its image processor) → what it does
     ("Gemma3Processor", "Gemma3ImageProcessor"): Known(_SIDES, fixed_size, patches.gemma3_ids, patches.whole),
     ("Gemma4Processor", "Gemma4ImageProcessor"): Known(
-        (), patches.gemma4_size, None, naflex.patches, switches=_SCALE
+        (), patches.gemma4_size, None, naflex.patches, switches=("do_resize", "do_rescale")
     ),
     ("PixtralProcessor", "PixtralImageProcessor"): Known(
         ("longest_edge",), patches.pixtral_size, patches.pixtral_ids, patches.whole_of_any_size
     ),
     ("LlavaProcessor", "CLIPImageProcessor"): Known(
-        ("shortest_edge",), tiles.size_before_crop, None, tiles.cropped, switches=_CROP
+        ("shortest_edge",), tiles.size_before_crop, None, tiles.cropped, switches=(*NEEDED, "do_center_crop")
     ),
     ("LlavaProcessor", "SiglipImageProcessor"): Known(_SIDES, fixed_size, None, patches.whole),
     ("LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"): Known(

@@ -20,7 +20,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_options
-from megatron_vlm.data.media import anyres, naflex
+from megatron_vlm.data.media import anyres, naflex, tiles
 from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
@@ -150,6 +150,8 @@ class SizeEncoder:
         try:
             outputs = self._processor.video_processor([frames], return_tensors="pt", **options)
             text = self._processor.replace_video_token(outputs, 0)
+        except NotImplementedError:  # Transformers up to 5.12
+            text = tiles.video_text(self._processor, len(frames))
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]

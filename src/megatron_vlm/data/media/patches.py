@@ -81,23 +81,17 @@ def of_timed_video(processor: Any, frames: np.ndarray, plan: VideoPlan, grid: Gr
 
 
 def qwen_size(processor: Any, height: int, width: int) -> tuple[int, int]:
-    images = processor.image_processor
-    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
-    return qwen2_vl.smart_resize(height, width, images.patch_size * images.merge_size, **limits)
+    return qwen2_vl.smart_resize(height, width, **_limits(processor.image_processor))
 
 
 def glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
-    images = processor.image_processor
-    frames = images.temporal_patch_size
-    return glm4v.smart_resize(
-        num_frames=frames,
-        height=height,
-        width=width,
-        temporal_factor=frames,
-        factor=images.patch_size * images.merge_size,
-        min_pixels=images.size["shortest_edge"],
-        max_pixels=images.size["longest_edge"],
-    )
+    frames = processor.image_processor.temporal_patch_size
+    return glm4v.smart_resize(frames, height, width, frames, **_limits(processor.image_processor))
+
+
+def _limits(images: Any) -> dict[str, int]:
+    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
+    return limits | {"factor": images.patch_size * images.merge_size}
 
 
 def gemma4_size(processor: Any, height: int, width: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from transformers.image_transforms import get_resize_output_image_size
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.media.anyres import is_anyres
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.patches import resized
 
@@ -87,6 +88,16 @@ def frames_of_video(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Te
     return {"pixel_values_videos": found, "video_frames": torch.tensor([len(found)])}
 
 
+def video_text(processor: Any, frames: int) -> str:
+    """What InternVL's or LLaVA-OneVision's processor writes for a video, in its call alone up to 5.12."""
+    if is_anyres(processor):  # squares of two by two features are pooled; one feature ends the video
+        side = math.ceil(math.isqrt(processor.num_image_tokens) / 2)
+        return processor.video_token * (frames * side**2 + 1)
+    shown = processor.image_token * processor.image_seq_length
+    frame = f"{processor.start_image_token}{shown}{processor.end_image_token}"
+    return "\n".join(f"Frame{number}: {frame}" for number in range(1, frames + 1))
+
+
 def _cut(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     """(tiles, height, width, 3), row after row."""
     rows, columns = image.shape[0] // tile[0], image.shape[1] // tile[1]
@@ -97,8 +108,6 @@ def _cut(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
 
 def _centred(image: np.ndarray, size: tuple[int, int], colour: Any) -> np.ndarray:
     """An image in the middle of a canvas of `size`, a half pixel to the top left if it must be."""
-    if image.shape[:2] == tuple(size):
-        return image
     canvas = np.empty((*size, 3), np.uint8)
     canvas[:] = colour
     height, width, _ = image.shape
