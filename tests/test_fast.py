@@ -49,7 +49,8 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
-MANY_PIXELS = {"gemma4", "llava", "llava, siglip", "llava_onevision", "internvl"}
+TINY_FIRST = {"gemma4", "llava_onevision", "internvl"}  # in `make test`
+LATER = {"llava", "llava, siglip"}
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
@@ -190,10 +191,10 @@ def _videos_and_images(images_or_videos, of_one_length):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == later else ())
+        pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else pytest.mark.long)
         for name, published in PUBLISHED.items()
-        for later in ["published" if name in MANY_PIXELS else "tiny"]
         for at, sizes in {"tiny": {}, "published": published}.items()
+        for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
         if sizes or at == "tiny"
     ],
 )
