@@ -4,6 +4,9 @@ import functools
 import io
 import json
 import random
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import av
 import numpy as np
@@ -13,14 +16,15 @@ from megatron.energon.errors import SkipSample
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
+from transformers.models.llava.image_processing_llava import LlavaImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from megatron_vlm.batch import DataNeeds, GenericVisualInputs, is_raw
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.known import KNOWN
+from megatron_vlm.data.encode.known import KNOWN, why_unknown
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
@@ -32,6 +36,11 @@ from tiny.distributed import run_distributed
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {
     "gemma3": {"image_size": 896, "image_tokens": 256},
+    "gemma4": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
+    "llava": {"image_size": 336},
+    "llava, siglip": {"image_size": 384},
+    "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
+    "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
     "mistral3": {"image_size": 1540},
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
@@ -40,6 +49,9 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
+TINY_FIRST = {"gemma4", "llava_onevision", "internvl"}  # in `make test`
+LATER = {"llava", "llava, siglip"}
+VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
@@ -60,6 +72,7 @@ FILES = [  # (width, height), mode, format, options
     ((120, 80), "RGBA", "PNG", {}),
     ((120, 80), "I;16", "PNG", {}),
     ((58, 300), "P", "GIF", {}),
+    ((15, 601), "RGB", "PNG", {}),
     ((400, 31), "RGB", "WEBP", {}),
 ]
 TEXTS = [
@@ -134,17 +147,19 @@ def clip(size, count):
 
 def video_samples(processor):
     """Videos alone, several, and beside images, for processors that take them."""
-    if "pixel_values_videos" not in processor.visual_keys:
+    if not processor.needs.videos:
         return []
-    return _video_samples(processor.images_or_videos)
+    # processors whose frames are tiles refuse videos of different lengths in one conversation
+    of_one_length = processor.needs.frames_as_images or "video_frames" in processor.needs.visual_keys
+    return _video_samples(processor.needs.images_or_videos, of_one_length)
 
 
 @functools.cache
-def _video_samples(images_or_videos):
-    return list(_videos_and_images(images_or_videos))
+def _video_samples(images_or_videos, of_one_length):
+    return list(_videos_and_images(images_or_videos, of_one_length))
 
 
-def _videos_and_images(images_or_videos):
+def _videos_and_images(images_or_videos, of_one_length):
     videos = [
         clip((64, 48), 1),
         clip((201, 77), 3),
@@ -152,10 +167,11 @@ def _videos_and_images(images_or_videos):
         clip((36, 90), 7),
         film((160, 90), 12),
     ]
-    rows = [([], [video]) for video in videos] + [([], videos[2:])]
+    several = [clip((201, 77), 4), videos[2]] if of_one_length else videos[2:]
+    rows = [([], [video]) for video in videos] + [([], several)]
     if not images_or_videos:
         image = picture(*FILES[3])
-        rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], videos[:2])]
+        rows += [([image], videos[:1]), ([image, image], videos[-1:]), ([image], several[:2])]
     rng = random.Random(0)
     for number, (imgs, videos) in enumerate(rows):
         media = ["<image>"] * len(imgs) + ["<video>"] * len(videos)
@@ -175,31 +191,33 @@ def _videos_and_images(images_or_videos):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((name, sizes), id=f"{name} {at}", marks=pytest.mark.long if at == "tiny" else ())
+        pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else pytest.mark.long)
         for name, published in PUBLISHED.items()
         for at, sizes in {"tiny": {}, "published": published}.items()
+        for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
         if sizes or at == "tiny"
     ],
 )
 def processor(request):
     name, sizes = request.param
-    parts = TINY_FAMILIES[name]
-    processor = parts.processor(default_corpus(), parts.template, **sizes)
-    known_as(name, processor).made = {}
+    family = name.split(",")[0]
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(), parts.template, **sizes, **VARIANTS.get(name, {}))
+    known_as(family, processor).made = {}
     yield processor
     processor.made.clear()
 
 
 def known_as(family, processor):
-    processor.visual_keys = load(family).visual_keys
-    processor.images_or_videos = load(family).images_or_videos
+    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, {}))
+    processor.needs = replace(needs, position_ids=count_up)
     return processor
 
 
 def encoders(processor, needs: DataNeeds | None = None, chat_template: str | None = None, **settings):
     """(fast, through the HF processor)"""
     data = DataConfig(seq_length=100_000, **settings)
-    parts = (processor, data, needs or DataNeeds(processor.visual_keys))
+    parts = (processor, data, needs or processor.needs)
     return [HFEncoderVLMTaskEncoder(*parts, fast=fast, chat_template=chat_template) for fast in (True, False)]
 
 
@@ -278,11 +296,15 @@ def test_rows_of_several_samples_are_equal(processor):
 
 def test_packed_samples_are_equal_too(processor):
     """Here ids come from the sizes, before images and videos are decoded."""
-    packing = PackingVLMTaskEncoder(
-        processor, DataConfig(seq_length=100_000), DataNeeds(processor.visual_keys)
-    )
+    packing = PackingVLMTaskEncoder(processor, DataConfig(seq_length=100_000), processor.needs)
+    known, decoded = packing.documents.processing, []
+    known.decode = lambda *image: decoded.append(image) or decode_pixels(*image)
     for sample in (*samples()[len(FILES) :], *video_samples(processor)):
-        ours = packing.postencode_sample(packing.preencode_sample(sample))
+        decoded.clear()
+        measured = packing.preencode_sample(sample)
+        assert not decoded
+        ours = packing.postencode_sample(measured)
+        assert len(decoded) == len(sample.imgs or [])
         assert_equal_but_for_normalization(processor, ours, by_processor(processor, sample))
 
 
@@ -345,6 +367,92 @@ def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reaso
     assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
 
 
+@pytest.mark.parametrize(
+    ("family", "part", "settings", "reason"),
+    [
+        ("llava", "image_processor", {"do_center_crop": False}, "do_center_crop = False"),
+        ("llava", "image_processor", {"size": SizeDict(height=56, width=56)}, "size = {'height': 56, 'wi"),
+        ("llava", "image_processor", {"pad_size": SizeDict(height=80, width=80)}, "pad_size = {'height': 80"),
+        ("gemma4", "image_processor", {"do_normalize": True}, "do_normalize = True"),
+        ("gemma4", "image_processor", {"do_rescale": False}, "do_rescale = False"),
+        ("internvl", "image_processor", {"size": SizeDict(shortest_edge=56)}, "size = {'shortest_edge': 56}"),
+        (
+            "internvl",
+            "video_processor",
+            {"do_center_crop": True},
+            "VideoProcessor with do_center_crop = True",
+        ),
+        ("internvl", "video_processor", {"image_mean": [0.5] * 3}, "with image_mean = "),
+        (
+            "llava_onevision",
+            "image_processor",
+            {"image_grid_pinpoints": [[44, 60]]},
+            "pinpoints = [[44, 60]]",
+        ),
+        ("llava_onevision", "image_processor", {"crop_size": SizeDict(height=22, width=22)}, "crop_size = {"),
+        (
+            "llava_onevision",
+            "video_processor",
+            {"do_normalize": False},
+            "Processor with do_normalize = False",
+        ),
+    ],
+)
+def test_settings_that_are_not_known_of_tiles_and_crops(family, part, settings, reason):
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(100), parts.template)
+    assert why_unknown(processor) is None
+    for name, value in settings.items():
+        setattr(getattr(processor, part), name, value)
+    assert reason in why_unknown(processor)
+
+
+def test_a_processor_with_an_image_processor_that_is_not_known():
+    parts = TINY_FAMILIES["llava"]
+    processor = parts.processor(default_corpus(100), parts.template)
+    processor.image_processor = LlavaImageProcessor(crop_size={"height": 56, "width": 56})
+    assert why_unknown(processor) == (
+        "LlavaProcessor with LlavaImageProcessor, known is CLIPImageProcessor or SiglipImageProcessor"
+    )
+
+
+def test_every_known_processor_is_named_on_the_page():
+    page = (Path(__file__).parent.parent / "docs" / "data-speed.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
+    named = {(name, images) for names, images in rows for name in re.findall(r"`(\w+)`", names)}
+    assert named == set(KNOWN)
+
+
+def test_a_processor_that_cannot_count_tokens_is_called():
+    parts = TINY_FAMILIES["llava"]
+    processor = known_as("llava", parts.processor(default_corpus(100), parts.template))
+    processor._get_num_multimodal_tokens = None
+    assert "cannot tell the tokens" in encoders(processor)[0].documents.why_hf_processor
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_internvl_is_always_asked_for_tiles(crops):
+    """Whatever its image processor says: the processor itself sets that."""
+    parts = TINY_FAMILIES["internvl"]
+    processor = known_as("internvl", parts.processor(default_corpus(100), parts.template))
+    processor.image_processor.crop_to_patches = crops
+    ours, theirs = (encoder.encode_sample(samples()[1]) for encoder in encoders(processor))
+    assert_equal_but_for_normalization(processor, ours, theirs)
+    assert len(ours.visual_inputs.pixel_values) > 1
+
+
+def test_an_image_whose_square_would_fill_the_memory_is_counted():
+    parts = TINY_FAMILIES["llava_onevision"]
+    processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
+    long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
+    talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=[long, small])
+    fast, _ = encoders(processor)
+    with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
+        fast.encode_sample(sample)
+    assert fast.drops.summary()["reasons"] == {"image_too_large": 1}
+
+
 def test_gemma_with_pan_and_scan_goes_to_the_processor():
     parts = TINY_FAMILIES["gemma3"]
     processor = parts.processor(default_corpus(100), parts.template)
@@ -377,11 +485,12 @@ def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
 
 def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     """As a later version of transformers might write them."""
-    theirs = KNOWN["Gemma3Processor"]
+    key = "Gemma3Processor", "Gemma3ImageProcessor"
+    theirs = KNOWN[key]
     one_token_for_all = type(theirs)(
         **vars(theirs) | {"image_ids": lambda processor, h, w: np.zeros(16, int)}
     )
-    monkeypatch.setitem(KNOWN, "Gemma3Processor", one_token_for_all)
+    monkeypatch.setitem(KNOWN, key, one_token_for_all)
     parts = TINY_FAMILIES["gemma3"]
     encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), DataConfig())
     assert "other tokens" in encoder.documents.why_hf_processor
@@ -407,13 +516,19 @@ def test_ready_pixels_stay_as_they_are():
     assert PixelNormalizer(None)(floats, torch.bfloat16)["pixel_values"] is floats["pixel_values"]
 
 
+def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    return {family: losses(f"{folder}/{family}", family) for family in NORMALIZED}
+
+
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
     processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
     processor, parts = known_as(family, processor), load(family)
     run = RunConfig(model=ModelConfig(dtype="bf16"))
@@ -424,18 +539,23 @@ def losses(path: str, family: str) -> list[torch.Tensor]:
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
-        layout = model.layout(batch)
+        layout, windows = model.layout(batch), set(model.config.layer_windows or [None])
         with torch.no_grad():
-            found.append(model(layout.stream(0, layout.longest, {None}, setup.device())))
+            found.append(model(layout.stream(0, layout.longest, windows, setup.device())))
     return found
 
 
+NORMALIZED = ["mistral3", "qwen2_5_vl", "gemma4", "llava", "llava_onevision", "internvl"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
-def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(family, tmp_path):
-    path = build_tiny_checkpoint(family, tmp_path / family)
-    [[raw, ready]] = run_distributed(1, losses, str(path), family)
-    assert raw.isfinite().all() and torch.equal(raw, ready)
+def test_the_model_makes_the_same_of_raw_and_of_ready_pixels(tmp_path):
+    for family in NORMALIZED:
+        build_tiny_checkpoint(family, tmp_path / family)
+    [found] = run_distributed(1, all_losses, str(tmp_path))
+    assert list(found) == NORMALIZED
+    for family, (raw, ready) in found.items():
+        assert raw.isfinite().all() and torch.equal(raw, ready), family
 
 
 # ----------------------------------------------------------------------------------------------- decoding

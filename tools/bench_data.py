@@ -59,16 +59,16 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.known import KNOWN, RESAMPLE
+from megatron_vlm.data.encode.known import known_of
 from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.media.patches import RESAMPLE
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
-from megatron_vlm.models.hf import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `tiny` is not installed
 
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
+from tiny.checkpoints import TINY_FAMILIES  # noqa: E402
 from tiny.corpus import default_corpus  # noqa: E402
 
 FAMILIES = {name: parts.published for name, parts in TINY_FAMILIES.items() if parts.published}
@@ -170,17 +170,22 @@ def fastest_codec() -> str:
 
 
 def floor(family: str, processor: ProcessorMixin, codec: str) -> Work:
-    decode, target = codecs()[codec], KNOWN[type(processor).__name__].target
-    images = processor.image_processor
+    decode, known, images = codecs()[codec], known_of(processor), processor.image_processor
     scale = 1 / (255 * torch.tensor(images.image_std))
     shift = -torch.tensor(images.image_mean) / torch.tensor(images.image_std)
 
+    def sized(pixels: torch.Tensor) -> torch.Tensor:
+        """Colours last."""
+        if known.target is None:  # the tiles are as many images in one size
+            return known.tensors(processor, pixels.numpy(), True)["pixel_values"].flatten(0, 1)
+        size = list(known.target(processor, *pixels.shape[:2]))
+        resample = RESAMPLE[int(images.resample)]
+        return tv.resize(pixels.permute(2, 0, 1), size, resample, antialias=True).permute(1, 2, 0)
+
     def work(conversation: Conversation) -> torch.Tensor:
-        pixels = torch.from_numpy(decode(conversation.jpeg)).permute(2, 0, 1)
-        size = list(target(processor, *pixels.shape[1:]))
-        resized = tv.resize(pixels, size, RESAMPLE[int(images.resample)], antialias=True)
-        lines = resized.permute(1, 2, 0).flatten(1).float()  # by whole lines, three times as fast
-        return lines.mul_(scale.repeat(size[1])).add_(shift.repeat(size[1]))
+        lines = sized(torch.from_numpy(decode(conversation.jpeg))).flatten(1).float()
+        times = lines.shape[1] // 3  # by whole lines, three times as fast
+        return lines.mul_(scale.repeat(times)).add_(shift.repeat(times))
 
     return work
 
@@ -206,15 +211,8 @@ def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 
 def encoder_of(family: str, processor: ProcessorMixin, fast: bool = True) -> HFEncoderVLMTaskEncoder:
-    with tempfile.TemporaryDirectory() as folder:
-        hf_config = load_config(build_tiny_checkpoint(family, folder))
-    parts = load(family)
-    return HFEncoderVLMTaskEncoder(
-        processor,
-        DataConfig(seq_length=100_000),
-        parts.data_needs(hf_config),
-        fast=fast,
-    )
+    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, {}))
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=100_000), needs, fast=fast)
 
 
 def hf_processor(family: str, processor: ProcessorMixin, codec: str) -> Work:

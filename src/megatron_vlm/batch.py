@@ -71,8 +71,8 @@ class GenericVisualInputs:
 
     Float pixels are ready for the tower. uint8 pixels are raw, see `is_raw`: images and frames are resized
     and cut as the tower wants them, with colours last; the model's `PixelNormalizer` makes them ready. Raw
-    `pixel_values` are (N, H, W, C), or (P, h * w * C) patches of one moment, even if the tower wants each
-    repeated; raw `pixel_values_videos` are (P, t * h * w * C) patches of as many moments as the tower joins.
+    images, tiles and frames are (N, H, W, C). Raw patches of images are (P, h * w * C), of one moment even if
+    the tower wants each repeated; of videos (P, t * h * w * C), of as many moments as the tower joins.
     """
 
     pixel_values: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +65,14 @@ def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
     return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
 
 
-def counts_tokens(processor: Any, size: tuple[int, int]) -> bool:
-    """Whether a processor counts the tokens of an image. LLaVA's fails with image processors that do not
-    crop."""
-    try:
-        processor._get_num_multimodal_tokens([size])
-    except (AttributeError, TypeError):
-        return False
-    return True
+def count_tokens(processor: Any, size: tuple[int, int]) -> Mapping[str, list[int]] | None:
+    """What a processor says of the tokens of an image of (height, width); None if it counts none."""
+    cropped = one_size(processor.image_processor)
+    # LLaVA's asks its image processor for the size of a crop; SigLIP's does not crop
+    for options in ({}, {"crop_size": cropped and dict(cropped)}):
+        with suppress(AttributeError, TypeError):
+            return processor._get_num_multimodal_tokens([size], **options)
+    return None
 
 
 def one_size(images: Any) -> Mapping[str, int] | None:

@@ -24,7 +24,7 @@ class PixelNormalizer(nn.Module):
         self.videos = _Normalizer(videos)  # raw patches of videos hold all moments already
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same fields, with raw pixels normalized to `dtype`; pixels that are not raw stay as they are.
+        """The same fields, with raw pixels normalized to `dtype`, or only scaled; others stay as they are.
 
         Starts work on the device and never waits for it.
         """
@@ -46,12 +46,14 @@ class _Normalizer(nn.Module):
         super().__init__()
         settings = [getattr(part, name, None) for name in ("image_mean", "image_std", "rescale_factor")]
         self.knows, self.repeats = None not in settings, repeats
-        self.colours_at = 2 if hasattr(part, "encoder_patch_size") else 1  # in what the tower takes
+        last = any(hasattr(part, name) for name in ("encoder_patch_size", "pooling_kernel_size"))
+        self.colours_at = 2 if last else 1  # in what the tower takes
+        self.only_scaled = not getattr(part, "do_normalize", True)  # Gemma 4's tower does the rest, in fp32
         if self.knows:
-            mean, std, factor = settings
+            mean, std, self.factor = settings
             # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
-            self.register_buffer("mean", torch.tensor(mean) * (1.0 / factor), persistent=False)
-            self.register_buffer("std", torch.tensor(std) * (1.0 / factor), persistent=False)
+            self.register_buffer("mean", torch.tensor(mean) * (1.0 / self.factor), persistent=False)
+            self.register_buffer("std", torch.tensor(std) * (1.0 / self.factor), persistent=False)
 
     def forward(self, pixels: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
         return self._images(pixels, dtype, sizes) if pixels.dim() == 4 else self._patches(pixels, dtype)
@@ -69,4 +71,6 @@ class _Normalizer(nn.Module):
         return ready[:, :, None].expand(-1, -1, self.repeats, -1).flatten(1)
 
     def _normalized(self, colours_last: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.only_scaled:
+            return colours_last.float().mul_(self.factor)
         return colours_last.float().sub_(self.mean).div_(self.std).to(dtype)

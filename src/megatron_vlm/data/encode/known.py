@@ -1,8 +1,8 @@
 """What the known HF processors make of a conversation, without their detours.
 
 Images and frames of videos stay bytes: they are decoded, resized by the kernel that the processors use, and
-cut into patches once. `models.pixels` does the rest on the device; the result equals theirs to the bit. Ids
-come from `data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
+cut into patches or tiles once. `models.pixels` does the rest on the device; the result equals theirs to the
+bit. Ids come from `data.encode.sizes`, which tokenizes the text without the tokens of images and videos.
 
 A known processor is a line in KNOWN. Any other processor, or a known one with settings whose effect is not
 known here, is called itself (`processors`).
@@ -15,26 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
-from transformers.models.glm4v import image_processing_glm4v as glm4v
-from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
-from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder
-from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder
-from megatron_vlm.data.media import naflex
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder
+from megatron_vlm.data.media import naflex, patches, tiles
 from megatron_vlm.data.media.images import decode_pixels
-from megatron_vlm.data.media.patches import of_frames, of_image, pixtral_size
+from megatron_vlm.data.media.patches import RESAMPLE, Grid, resized
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size
 
-RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
 NEEDED = ("do_resize", "do_rescale", "do_normalize")
 # images are RGB already and padded in any case; frames of videos are chosen before
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
@@ -44,16 +38,21 @@ ImageArray = np.ndarray  # (H, W, 3) uint8
 
 @dataclass(frozen=True)
 class Known:
-    """What one processor class of transformers does to images and videos."""
+    """What a processor class of transformers does to images and videos with one class of image processor."""
 
-    image_processor: str  # its class
-    size_keys: tuple[str, ...]  # the keys of its `size`
-    target: Callable[[Any, int, int], tuple[int, int]]  # (processor, height, width) → both after resizing
-    image_ids: Callable[[Any, int, int], np.ndarray]  # (processor, height and width after resizing) → ids
-    tensors: Callable[[Any, ImageArray], dict[str, Tensor]]  # (processor, a resized image) → what is batched
+    size_keys: tuple[str, ...]  # the keys of its `size`, if it reads that
+    # (processor, height, width) → both after resizing; None: `tensors` resizes
+    target: Callable[[Any, int, int], tuple[int, int]] | None
+    # (processor, height and width after resizing) → ids; None: image tokens, as many as the processor counts
+    image_ids: Callable[[Any, int, int], np.ndarray] | None
+    # (processor, a resized image) → what is batched; without `target`
+    # (processor, an image, whether it is its conversation's only one)
+    tensors: Callable[..., dict[str, Tensor]]
     video_processor: str | None = None  # its class
-    # (processor, a video) → what is batched besides the video's pixels and grid
-    video_fields: Callable[[Any, VideoPlan], dict[str, Tensor]] = lambda processor, plan: {}
+    # (processor, frames, plan and grid of a video) → what is batched
+    video: Callable[[Any, np.ndarray, VideoPlan, Grid], dict[str, Tensor]] = patches.of_video
+    switches: tuple[str, ...] = NEEDED  # that must be on
+    alike: tuple[str, ...] = ()  # settings in which image and video processor must agree
 
 
 class KnownProcessor:
@@ -64,13 +63,13 @@ class KnownProcessor:
 
     def __init__(self, processor: ProcessorMixin, text: TextEncoder):
         self._processor = processor
-        self._known = KNOWN[type(processor).__name__]
+        self._known = known_of(processor)
         self.sizes = SizeEncoder(processor, text)
 
     def measure(
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
     ) -> EncodedText:
-        return self.sizes(prompt, [self._image_tokens(size) for size in sizes], plans)
+        return self.sizes(prompt, [self._image_tokens(size, len(sizes) == 1) for size in sizes], plans)
 
     def __call__(
         self,
@@ -81,24 +80,23 @@ class KnownProcessor:
     ) -> tuple[EncodedText, dict[str, Tensor]]:
         tensors, sizes = [], []
         for image in images:  # cut each image right after it is decoded: its pixels are still in the caches
-            tensors.append(self._known.tensors(self._processor, self._resized(image)))
+            tensors.append(self._of_image(image, len(prompt.images) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:
             text = self.measure(prompt, sizes, [plan for _, plan in videos])
-        tensors += [self._video(*video, grid) for video, grid in zip(videos, text.video_grids, strict=True)]
-        visual = GenericVisualInputs.cat([GenericVisualInputs(**one) for one in tensors])
+        for video, grid in zip(videos, text.video_grids, strict=True):
+            tensors.append(self._known.video(self._processor, *video, grid))
+        spans = [*text.images, *text.videos]
+        in_text = sorted(range(len(spans)), key=spans.__getitem__)  # frames may be among the images
+        visual = GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
         return text, visual.as_model_kwargs() if visual else {}
 
-    def _resized(self, image: ImageArray) -> ImageArray:
+    def _of_image(self, image: ImageArray, alone: bool) -> dict[str, Tensor]:
+        if self._known.target is None:
+            return self._known.tensors(self._processor, image, alone)
         size = self._target(*image.shape[:2])
-        return _resized(image, size, self._processor.image_processor.resample)
-
-    def _video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
-        part = self._processor.video_processor
-        size = grid[1] * part.patch_size, grid[2] * part.patch_size
-        patches = of_frames(part, _resized(frames, size, part.resample), part.temporal_patch_size)
-        tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
-        return tensors | self._known.video_fields(self._processor, plan)
+        resample = self._processor.image_processor.resample
+        return self._known.tensors(self._processor, resized(image, size, resample))
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
         try:
@@ -106,37 +104,57 @@ class KnownProcessor:
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
 
-    def _image_tokens(self, size: tuple[int, int]) -> ImageTokens:
+    def _image_tokens(self, size: tuple[int, int], alone: bool) -> ImageTokens:
+        if self._known.image_ids is None:
+            return self.sizes.counted(size, alone)
         width, height = size
         height, width = self._target(height, width)
         patches = (height // self.sizes.patch_size) * (width // self.sizes.patch_size)
         return self._known.image_ids(self._processor, height, width), patches
 
 
+def known_of(processor: ProcessorMixin) -> Known | None:
+    return KNOWN.get((type(processor).__name__, type(processor.image_processor).__name__))
+
+
 def why_unknown(processor: ProcessorMixin) -> str | None:
     """Why a processor's work cannot be done here; None if it can."""
-    name = type(processor).__name__
-    known = KNOWN.get(name)
-    if known is None or not _is_transformers(processor):
-        return f"{name} is not one of the known processors ({', '.join(KNOWN)})"
-    for attribute in ("image_processor", "video_processor"):
-        part, wanted = getattr(processor, attribute, None), getattr(known, attribute)
-        if wanted and (type(part).__name__ != wanted or not _is_transformers(part)):
-            return f"{name} with {type(part).__name__}, known is {wanted}"
-        if wanted and (odd := _odd_settings(part, known.size_keys)):
-            return f"{wanted} with {', '.join(odd)}"
+    name, known = type(processor).__name__, known_of(processor)
+    wanted = [images for owner, images in KNOWN if owner == name]
+    if not wanted or not _is_transformers(processor):
+        names = dict.fromkeys(owner for owner, _ in KNOWN)
+        return f"{name} is not one of the known processors ({', '.join(names)})"
+    images, videos = processor.image_processor, getattr(processor, "video_processor", None)
+    if known is None or not _is_transformers(images):
+        return f"{name} with {type(images).__name__}, known is {' or '.join(wanted)}"
+    parts = [images]
+    if known.video_processor:
+        parts.append(videos)
+        if type(videos).__name__ != known.video_processor or not _is_transformers(videos):
+            return f"{name} with {type(videos).__name__}, known is {known.video_processor}"
+    for part in parts:
+        if odd := _odd_settings(part, known):
+            return f"{type(part).__name__} with {', '.join(odd)}"
+    for key in known.alike:
+        if (one := images.to_dict()[key]) != (other := videos.to_dict()[key]):
+            return f"{name} with {key} = {one} for images and {other} for videos"
     return None
 
 
-def _odd_settings(part: Any, size_keys: tuple[str, ...]) -> list[str]:
+def _odd_settings(part: Any, known: Known) -> list[str]:
     switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
-    off = [key for key in NEEDED if not switches.pop(key, None)]
+    off = [key for key in known.switches if not switches.pop(key, None)]
     on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT]
     odd = [f"{key} = {getattr(part, key)}" for key in off + on]
     if part.resample is None or int(part.resample) not in RESAMPLE:
         odd.append(f"resample = {part.resample}")
-    if not all(part.size.get(key) for key in size_keys):
+    if known.size_keys and {key for key, side in dict(part.size).items() if side} != set(known.size_keys):
         odd.append(f"size = {dict(part.size)}")
+    unused = ("pad_size",) if "do_center_crop" in known.switches else ("pad_size", "crop_size")
+    odd += [f"{key} = {dict(size)}" for key in unused if (size := getattr(part, key, None))]
+    canvases = getattr(part, "image_grid_pinpoints", None)
+    if canvases and not tiles.fit(part.size, canvases):
+        odd.append(f"size = {dict(part.size)} and image_grid_pinpoints = {canvases}")
     return odd
 
 
@@ -144,80 +162,35 @@ def _is_transformers(part: Any) -> bool:
     return type(part).__module__.startswith("transformers.")  # not a subclass with its own ways
 
 
-def _resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
-    """An image or frames, (..., H, W, 3) uint8, resized to `size`."""
-    if size == pixels.shape[-3:-1]:
-        return pixels
-    # colours stay last in memory: more than twice as fast as colour by colour, with equal results
-    colours_first = torch.from_numpy(pixels).movedim(-1, -3)
-    resized = tv.resize(colours_first, list(size), RESAMPLE[int(resample)], antialias=True)
-    return resized.movedim(-3, -1).numpy()
-
-
-def _whole(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    return {"pixel_values": torch.from_numpy(image)[None]}
-
-
-def _whole_of_any_size(processor: Any, image: ImageArray) -> dict[str, Tensor]:
-    return _whole(processor, image) | {"image_sizes": torch.from_numpy(np.array([image.shape[:2]]))}
-
-
-def _gemma_ids(processor: Any, height: int, width: int) -> np.ndarray:
-    return np.full(processor.image_seq_length, processor.tokenizer.image_token_id)
-
-
-def _grid_ids(processor: Any, height: int, width: int) -> np.ndarray:
-    merged = processor.image_processor.patch_size * processor.image_processor.merge_size
-    return np.full((height // merged) * (width // merged), processor.image_token_id)
-
-
-def _pixtral_ids(processor: Any, height: int, width: int) -> np.ndarray:
-    """Rows of image tokens. A break token closes each row, the end token the last one."""
-    merged = processor.patch_size * processor.spatial_merge_size
-    ids = np.full((height // merged, width // merged + 1), processor.image_token_id)
-    ids[:, -1] = processor.image_break_token_id
-    ids[-1, -1] = processor.image_end_token_id
-    return ids.ravel()
-
-
-def _qwen_size(processor: Any, height: int, width: int) -> tuple[int, int]:
-    images = processor.image_processor
-    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
-    return qwen2_vl.smart_resize(height, width, images.patch_size * images.merge_size, **limits)
-
-
-def _glm_size(processor: Any, height: int, width: int) -> tuple[int, int]:
-    images = processor.image_processor
-    frames = images.temporal_patch_size
-    return glm4v.smart_resize(
-        num_frames=frames,
-        height=height,
-        width=width,
-        temporal_factor=frames,
-        factor=images.patch_size * images.merge_size,
-        min_pixels=images.size["shortest_edge"],
-        max_pixels=images.size["longest_edge"],
-    )
-
-
-def _seconds_per_grid(processor: Any, plan: VideoPlan) -> dict[str, Tensor]:
-    frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
-    seconds = processor.video_processor.temporal_patch_size / frames_per_second
-    return {"second_per_grid_ts": torch.tensor([seconds])}
-
-
-_GRID = ("shortest_edge", "longest_edge")
-_GLM = (_GRID, _glm_size, _grid_ids, of_image)
-_QWEN = ("Qwen2VLImageProcessor", _GRID, _qwen_size, _grid_ids, of_image)
-KNOWN = {  # processor class of transformers → what it does
-    "Gemma3Processor": Known("Gemma3ImageProcessor", ("height", "width"), fixed_size, _gemma_ids, _whole),
-    "PixtralProcessor": Known(
-        "PixtralImageProcessor", ("longest_edge",), pixtral_size, _pixtral_ids, _whole_of_any_size
+_GRID, _SIDES = ("shortest_edge", "longest_edge"), ("height", "width")
+_GLM = (_GRID, patches.glm_size, patches.grid_ids, patches.of_image)
+_QWEN = (_GRID, patches.qwen_size, patches.grid_ids, patches.of_image)
+_LIKE_IMAGES = ("size", "resample", "rescale_factor", "image_mean", "image_std")
+KNOWN = {  # (processor class of transformers, class of its image processor) → what it does
+    ("Gemma3Processor", "Gemma3ImageProcessor"): Known(_SIDES, fixed_size, patches.gemma3_ids, patches.whole),
+    ("Gemma4Processor", "Gemma4ImageProcessor"): Known(
+        (), patches.gemma4_size, None, naflex.patches, switches=("do_resize", "do_rescale")
     ),
-    "Lfm2VlProcessor": Known("Lfm2VlImageProcessor", (), naflex.resized, naflex.image_ids, naflex.patches),
-    "Glm4vProcessor": Known("Glm4vImageProcessor", *_GLM, "Glm4vVideoProcessor"),
-    "Glm46VProcessor": Known("Glm46VImageProcessor", *_GLM, "Glm46VVideoProcessor"),
-    "Qwen2VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor"),
-    "Qwen2_5_VLProcessor": Known(*_QWEN, "Qwen2VLVideoProcessor", _seconds_per_grid),
-    "Qwen3VLProcessor": Known(*_QWEN, "Qwen3VLVideoProcessor"),
+    ("PixtralProcessor", "PixtralImageProcessor"): Known(
+        ("longest_edge",), patches.pixtral_size, patches.pixtral_ids, patches.whole_of_any_size
+    ),
+    ("LlavaProcessor", "CLIPImageProcessor"): Known(
+        ("shortest_edge",), tiles.size_before_crop, None, tiles.cropped, switches=(*NEEDED, "do_center_crop")
+    ),
+    ("LlavaProcessor", "SiglipImageProcessor"): Known(_SIDES, fixed_size, None, patches.whole),
+    ("LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"): Known(
+        _SIDES, None, None, tiles.onevision, "LlavaOnevisionVideoProcessor", tiles.frames_of_video
+    ),
+    ("InternVLProcessor", "GotOcr2ImageProcessor"): Known(
+        *(_SIDES, None, None, tiles.internvl, "InternVLVideoProcessor", tiles.frames_as_images),
+        alike=_LIKE_IMAGES,
+    ),
+    ("Lfm2VlProcessor", "Lfm2VlImageProcessor"): Known((), naflex.resized, naflex.image_ids, naflex.patches),
+    ("Glm4vProcessor", "Glm4vImageProcessor"): Known(*_GLM, "Glm4vVideoProcessor"),
+    ("Glm46VProcessor", "Glm46VImageProcessor"): Known(*_GLM, "Glm46VVideoProcessor"),
+    ("Qwen2VLProcessor", "Qwen2VLImageProcessor"): Known(*_QWEN, "Qwen2VLVideoProcessor"),
+    ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"): Known(
+        *_QWEN, "Qwen2VLVideoProcessor", patches.of_timed_video
+    ),
+    ("Qwen3VLProcessor", "Qwen2VLImageProcessor"): Known(*_QWEN, "Qwen3VLVideoProcessor"),
 }

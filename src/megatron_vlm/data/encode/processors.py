@@ -82,6 +82,8 @@ def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Process
         found, _ = ours(prompt, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)], [])
     except BadSample as bad:
         return theirs, f"the chat template refuses a question about an image: {bad}"
+    except ValueError as error:
+        return theirs, str(error)
     if not np.array_equal(found.input_ids, expected.input_ids):
         return theirs, f"{type(processor).__name__} writes other tokens for an image than its known version"
     return ours, None

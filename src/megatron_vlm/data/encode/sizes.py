@@ -19,11 +19,11 @@ from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
-from megatron_vlm.data.encode.text import EncodedText, Grid, TextEncoder, video_options
-from megatron_vlm.data.media import anyres, naflex
-from megatron_vlm.data.media.patches import pixtral_size
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_options
+from megatron_vlm.data.media import anyres, naflex, tiles
+from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
-from megatron_vlm.data.media_limits import counts_tokens, fixed_size, one_size
+from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
 
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [
@@ -41,7 +41,7 @@ class SizeEncoder:
     """
 
     def __init__(self, processor: ProcessorMixin, encode_text: TextEncoder):
-        if not (counts_tokens(processor, PROBE_SIZE) or naflex.is_naflex(processor)):
+        if count_tokens(processor, PROBE_SIZE) is None and not naflex.is_naflex(processor):
             raise ValueError(
                 f"{type(processor).__name__} cannot tell the tokens of an image from its size, as packing "
                 "needs; use data.packing=none."
@@ -132,8 +132,11 @@ class SizeEncoder:
 
     def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
-        first = min(first, len(short_ids) - self._counted)  # InternVL counts begin and end tokens, too
-        return np.concatenate([short_ids[:first], image_ids, short_ids[first + self._counted :]])
+        if len(short_ids) - self._counted < first:  # InternVL counts begin and end tokens, too
+            image_ids, stop = image_ids[self._counted - 1 :], first + 1
+        else:
+            stop = first + self._counted
+        return np.concatenate([short_ids[:first], image_ids, short_ids[stop:]])
 
     def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
         """(the video's text with one token per run of placeholders, the lengths of the runs, its grid).
@@ -146,6 +149,8 @@ class SizeEncoder:
         try:
             outputs = self._processor.video_processor([frames], return_tensors="pt", **options)
             text = self._processor.replace_video_token(outputs, 0)
+        except NotImplementedError:  # Transformers up to 5.12
+            text = tiles.video_text(self._processor, len(frames))
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
@@ -181,7 +186,7 @@ class SizeEncoder:
         if not (has_grids or pooled or self._one_size) and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         try:
-            told = self._processor._get_num_multimodal_tokens([(height, width)])
+            told = count_tokens(self._processor, (height, width))
         except ValueError as error:
             raise BadSample("processor_error", str(error)) from error
         tokens, of_one = told["num_image_tokens"][0], 1  # patch, or those of a tile, or of the whole image

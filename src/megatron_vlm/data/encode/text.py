@@ -26,9 +26,8 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
 from megatron_vlm.data.media.anyres import arranged
+from megatron_vlm.data.media.patches import Grid
 from megatron_vlm.data.media.videos import VideoPlan
-
-Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 
 
 @dataclass

@@ -77,7 +77,8 @@ def image_ids(processor: Any, height: int, width: int) -> np.ndarray:
 
 def patches(processor: Any, image: np.ndarray) -> dict[str, Tensor]:
     """The patches of an image (H, W, 3) in rows, each with its lines, and colours last."""
-    side = processor.image_processor.encoder_patch_size
+    images = processor.image_processor
+    side = images.encoder_patch_size if is_naflex(processor) else images.patch_size
     rows, columns = image.shape[0] // side, image.shape[1] // side
     # a line of a patch is copied as one opaque value, not colour by colour
     lines = np.ascontiguousarray(image).reshape(-1, image.shape[1] * 3).view(f"V{3 * side}")
