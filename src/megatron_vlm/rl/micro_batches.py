@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,8 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        made = self.needs.of_processor(without_padding(self.sample))
+        sample = {k: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for k, v in self.sample.items()}
+        made = self.needs.of_processor(without_padding(sample))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value for key, value in given.items() if len(value)}
         return GenericVisualInputs.from_mapping(given) if given else None
