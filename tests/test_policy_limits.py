@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_vlm.models.hf import open_source
+from megatron_vlm.rl.containers import TensorBatch
 from megatron_vlm.rl.micro_batches import check_tokens, documents_of
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 long = pytest.mark.long
@@ -71,6 +72,23 @@ def test_a_sample_that_cannot_be_scored_is_named(source, samples, name):
         documents = documents_of([samples[0], make(samples)], source.needs)
         check_tokens(documents, source)
         assert documents[1].scored.any()  # looks at the mask
+
+
+@long
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_batch_holds_texts_beside_what_every_processor_makes(family, tmp_path):
+    """Images, videos and neither, as samples and as a batch: the same tokens and visual inputs."""
+    path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
+    given, source = policy_cells.samples_of(family, path), open_source(path)
+    documents = documents_of(TensorBatch.from_samples(given), source.needs)
+    check_tokens(documents, source)
+    for one, other in zip(documents_of(given, source.needs), documents, strict=True):
+        assert torch.equal(one.position_ids, other.position_ids) and (one.visual is None) == (
+            other.visual is None
+        )
+        for key, value in one.visual.as_model_kwargs().items() if one.visual is not None else ():
+            assert torch.equal(value, getattr(other.visual, key)), key
+    assert [document.visual is None for document in documents[:3]] == [True, False, False]
 
 
 @pytest.fixture(scope="module")

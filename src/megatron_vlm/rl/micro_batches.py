@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
-from megatron_vlm.rl.containers import TensorBatch
+from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch
 
 
 @dataclass
@@ -43,10 +42,10 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        sample = {k: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for k, v in self.sample.items()}
-        made = self.needs.of_processor(without_padding(sample))
+        held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        made = self.needs.of_processor(without_padding({k: v for k, v in held.items() if len(v)}))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
-        given = {key: value for key, value in given.items() if len(value)}
+        given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
         return GenericVisualInputs.from_mapping(given) if given else None
 
     @cached_property
