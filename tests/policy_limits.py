@@ -95,6 +95,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
 def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
     """Under tensor parallelism: how far the scores of samples in other forms are, and what else is said."""
     from megatron_vlm.rl.containers import TensorBatch
+    from megatron_vlm.rl.losses import Loss
     from megatron_vlm.rl.rollouts import OwnEngine
 
     policy, second = policy_cells.policy_of(path, ParallelConfig(tp=2), 300), dist.get_rank() == 1
@@ -103,6 +104,9 @@ def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
         scores = policy.logprobs(samples, entropy=True)
     before = scores.log_probs
     found: dict[str, Any] = {"kept": len(saved), "gradient": before[0].requires_grad}
+
+    def product(log_probs, _, fields):
+        return Loss((log_probs * fields["advantage"]).sum(), {})
 
     def changed(name: str, turn: Callable) -> list[dict]:
         return [{k: turn(v) if k == name else v for k, v in sample.items()} for sample in samples]
@@ -121,7 +125,7 @@ def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
         scores = policy.logprobs(form).log_probs
         found[name] = max((a - b).abs().max().item() for a, b in zip(scores, before, strict=True))
     given = torch.nn.Parameter(torch.ones(len(samples[0]["input_ids"])))
-    policy.forward_backward([samples[0] | {"advantage": given * 2}], loss, 1, fields=FIELDS)
+    policy.forward_backward([samples[0] | {"advantage": given * 2}], product, 1, fields=FIELDS)
     found["a field's gradient"] = given.grad is not None
     found["fp64 field"] = said(
         lambda: policy.forward_backward(
