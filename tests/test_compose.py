@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,12 +17,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from sources import write_sharegpt
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    CLIPImageProcessor,
+    Gemma3ImageProcessor,
     GenerationConfig,
     Lfm2VlConfig,
+    LlavaOnevisionImageProcessor,
+    SiglipImageProcessor,
 )
 
 from megatron_vlm.commands.compose import compose as command
@@ -29,8 +35,13 @@ from megatron_vlm.compose import composing
 from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
 from megatron_vlm.compose.sources import Part, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.records import conversation_of
+from megatron_vlm.models.families import load
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
@@ -200,6 +211,63 @@ def test_replies_end_at_the_end_of_a_turn_too(composed):
     assert (mine.temperature, mine.do_sample) == (theirs.temperature, theirs.do_sample)
     assert mine.pad_token_id == tokenizer.pad_token_id not in mine.eos_token_id
 
+
+# ---- documents of texts and images ------------------------------------------------------------------------
+
+# texts, and (width, height) of images
+DOCUMENTS = {
+    "in turn": ["A cat.", (200, 60), "A dog.", (30, 30), "A table."],
+    "images in a row": [(60, 200), (90, 90), (190, 150), "Three.", (7, 280)],
+    "texts in a row, and none at the end": ["One.", "Two.", (33, 470), (300, 8)],
+    "texts alone": ["One.", "Two."],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_keep_the_order_of_texts_and_images(composed, name):
+    """Part by part; and as a whole what the stock processor makes of the text. A later image is lighter."""
+    processor, hf_config = (kind.from_pretrained(composed[0]) for kind in (AutoProcessor, AutoConfig))
+    parts = DOCUMENTS[name]
+    sizes = [part for part in parts if not isinstance(part, str)]
+    images = [Image.new("RGB", size, (60 * number,) * 3) for number, size in enumerate(sizes, start=1)]
+    left = iter(images)
+    texts = [part if isinstance(part, str) else None for part in parts]
+    record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
+    found = conversation_of(RecordLayout()(record))
+    files = [png(image) for image in images]
+    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(found), imgs=files)
+    family = load(hf_config.model_type)
+    data = DataConfig(seq_length=512)
+    encoded = HFEncoderVLMTaskEncoder(processor, data, family.data_needs(hf_config)).encode_sample(sample)
+
+    text = "".join(part if isinstance(part, str) else processor.image_token for part in parts)
+    text = (text + processor.tokenizer.eos_token).replace("One.Two.", "One.\n\nTwo.")
+    options = {"images": [images]} if images else {}
+    whole = processor(text=[text], add_special_tokens=True, return_tensors="pt", **options)
+    assert encoded.input_ids.tolist() == whole["input_ids"][0].tolist()
+    given = {"add_special_tokens": False, "return_tensors": "pt"}
+    alone = [processor(text=[processor.image_token], images=[[image]], **given) for image in images]
+    of_images = {token for one in alone for token in one["input_ids"][0].tolist()}
+    texts = [token for token in encoded.input_ids.tolist()[1:] if token not in of_images]
+    assert encoded.labels[encoded.labels != -100].tolist() == texts
+
+    visual = encoded.visual_inputs
+    if not images:
+        assert visual is None
+        return
+    light = [item.pixel_values.float().amax() for item in visual.items()]
+    assert len(light) == len(images) and light == sorted(set(light))
+    counts = [int((one["input_ids"] == hf_config.image_token_id).sum()) for one in alone]
+    assert family.visual_tokens(hf_config, visual) == counts
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+# ---- out of whole models, in several types ----------------------------------------------------------------
 
 # model type of a whole model -> how some of its files spell the tower's keys, where their names begin
 WHOLE = {
@@ -439,6 +507,11 @@ def test_tokens_that_cannot_have_their_role_are_refused(parts, tmp_path):
     assert refused("image=<|begin_of_text|>") == f"{taken}{remedy}image=<|image|>'."
     end = "special token of role pad: <|eot_id|> is also the end of a turn, which would then never be trained"
     assert refused("pad=<|eot_id|>") == f"{end} as such; {remedy}pad=<|pad|>'."
+    part = "special token of role image: <a> is part of s<a>, the token of image_end; "
+    assert refused("image=<a>", "image_end=s<a>") == f"{part}{remedy}image=<|image|>'."
+    assert refused("image=a cat").startswith(
+        "special token of role image: a cat is a word, which texts would"
+    )
     assert refused("row_break=<x>") == (
         "--token row_break: a model with this tower has no such token; it has image, image_start, image_end, "
         "pad, end_of_turn."
@@ -492,6 +565,82 @@ def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"--tower .* 16 tensors that its config\.json does not ask for"):
         planned(tower, parts("llama"))
+
+
+def test_rows_that_the_config_does_not_ask_for_are_refused(parts, tmp_path):
+    """Before they grow: Transformers would not read such a language model either."""
+    stored = tensors(parts("llama"))
+    short = changed_copy(parts("llama"), tmp_path / "short")
+    save_file(
+        stored | {"lm_head.weight": stored["lm_head.weight"][:460].clone()}, short / "model.safetensors"
+    )
+    fewer, more = (
+        changed_copy(parts("llama"), tmp_path / name, vocab_size=rows)
+        for name, rows in (("fewer", 470), ("more", 480))
+    )
+    for folder, words in {
+        short: r"lm_head\.weight is \[460, 64\] in its weights and \[471, 64\] by its config",
+        more: r"embed_tokens\.weight is \[471, 64\] in its weights and \[480, 64\] by its config",
+        fewer: r"tokens beyond the 470 rows",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            planned(parts("siglip2"), folder)
+
+
+SQUARE = {"height": 56, "width": 56}
+# an image processor, and whether it makes images of the tower's one size
+OF_OTHER_SIZES = {
+    "tiles": LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=[[56, 56], [56, 112]]),
+    "crops": Gemma3ImageProcessor(
+        size=SQUARE,
+        do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=16,
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+    ),
+    "not resized": SiglipImageProcessor(size=SQUARE, do_resize=False),
+    "not cropped": CLIPImageProcessor(size={"shortest_edge": 56}, do_center_crop=False),
+}
+
+
+def with_images(tower: Path, output: Path, images) -> Path:
+    """A copy of the tower with another image processor."""
+    folder = changed_copy(tower, output)
+    for file in folder.glob("*processor*"):
+        file.unlink()
+    images.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", OF_OTHER_SIZES)
+def test_a_processor_that_makes_other_images_than_the_tower_takes_is_refused(parts, tmp_path, name):
+    tower = with_images(parts("siglip"), tmp_path / "tower", OF_OTHER_SIZES[name])
+    made = r"its \w+ makes \(.*\) of an image of \d+ x \d+ pixels, and .* takes \(1, 3, 56, 56\); put the"
+    with pytest.raises(ConfigError, match=made):
+        planned(tower, parts("llama"))
+
+
+@pytest.mark.parametrize(("tower", "language"), [("siglip2", "llama"), ("pixtral", "mistral")])
+def test_the_tower_gets_the_pixels_that_it_was_trained_on(parts, tmp_path, tower, language):
+    colours = {"image_mean": (0.4,) * 3, "image_std": (0.3,) * 3, "rescale_factor": 1 / 127.5, "resample": 3}
+    folder = with_images(parts(tower), tmp_path / "tower", SiglipImageProcessor(size=SQUARE, **colours))
+    composing.write(planned(folder, parts(language)), tmp_path / "start")
+    found = AutoProcessor.from_pretrained(tmp_path / "start").image_processor
+    for key, value in colours.items():
+        assert getattr(found, key) == pytest.approx(value)
+
+
+def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_path):
+    """Transformers refuses to save a temperature without sampling, which published models have."""
+    told = {"temperature": 0.9, "max_length": 4096, "pad_token_id": 0, "eos_token_id": [1, 5]}
+    language = changed_copy(parts("llama"), tmp_path / "language")
+    (language / "generation_config.json").write_text(json.dumps(told))
+    composing.write(planned(parts("siglip2"), language), tmp_path / "start")
+    written = json.loads((tmp_path / "start/generation_config.json").read_text())
+    assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
+    (language / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"its generation_config\.json is not a JSON object; download it"):
+        planned(parts("siglip2"), language)
 
 
 def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts, tmp_path):

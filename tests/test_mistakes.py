@@ -580,6 +580,11 @@ MISTAKES = [
         "--max-image-tokens=64",
         tower="clip",
     ),
+    compose(
+        "more tokens of an image than the most by default",
+        r"--min-image-tokens 300 is more than --max-image-tokens 256; give both",
+        "--min-image-tokens=300",
+    ),
     train(
         "a name that a terminal would obey",
         r"model.hf_path: \./\\x1b\[31mred\\n\\u202e does not exist; give",

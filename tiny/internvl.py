@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLProcessor, InternVLVideoProcessor
 
 from tiny import qwen, texts
-from tiny.family import DEMO_TEXT, TinyFamily
+from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 MARKERS = {
     "start_image_token": "<img>",
@@ -16,29 +16,7 @@ MARKERS = {
     "video_token": "<video>",
 }
 
-# Renders as the published template does; the generation block ends with the end-of-turn token.
-TEMPLATE = """{%- macro body(content) -%}
-    {%- if content is string -%}{{ content }}
-    {%- else -%}
-        {%- for part in content -%}
-            {%- if part['type'] == 'image' -%}{{ '<IMG_CONTEXT>\\n' }}
-            {%- elif part['type'] == 'video' -%}{{ '<video>\\n' }}
-            {%- elif part['type'] == 'text' -%}{{ part['text'] }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-    {{ '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{ body(message['content']) + '<|im_end|>' }}{%- endgeneration -%}
-    {%- else -%}
-        {{ body(message['content']) + '<|im_end|>' }}
-    {%- endif -%}
-    {{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
+TEMPLATE = qwen.template(image="<IMG_CONTEXT>\n", video="<video>\n")
 
 
 def processor(
@@ -66,7 +44,6 @@ def processor(
 def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLConfig:
     """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
-    text_config = texts.text_config(vocab, "qwen3", text)
     side = processor.image_processor.size["height"]
     vision_config = {
         "hidden_size": 48,
@@ -79,14 +56,11 @@ def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLCo
     }
     patches = (vision_config | vision)["image_size"][0] // (vision_config | vision)["patch_size"][0]
     return InternVLConfig(
-        text_config=text_config,
+        **texts.whole(vocab, "qwen3", text),
         vision_config=vision_config | vision,
         image_token_id=processor.image_token_id,
         image_seq_length=processor.image_seq_length,
         downsample_ratio=processor.image_seq_length**0.5 / patches,
-        tie_word_embeddings=text_config["tie_word_embeddings"],
-        eos_token_id=vocab.eos_token_id,
-        pad_token_id=vocab.pad_token_id,
     )
 
 
@@ -98,7 +72,7 @@ FAMILY = TinyFamily(
     demo={
         "max_patches": 1,
         "text": DEMO_TEXT,
-        "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
+        "vision": DEMO_TOWER,
     },
     published={"image_size": 448, "image_tokens": 256, "max_patches": 12},
     variants={

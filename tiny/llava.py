@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tiny import mistral3, texts
-from tiny.family import DEMO_TEXT, TinyFamily
+from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 IMAGE = "<image>"
 # Renders roles and images as the published template does, but ends a reply with the token that ends it in
@@ -112,7 +112,6 @@ def config(processor: ProcessorMixin, text: dict, vision: dict) -> LlavaConfig:
     Which layers' states are features is an entry `vision_feature_layer` of `vision`.
     """
     vocab = processor.tokenizer
-    text_config = texts.text_config(vocab, "llama", text)
     images = processor.image_processor
     kind = {"CLIPImageProcessor": "clip_vision_model", "SiglipImageProcessor": "siglip_vision_model"}
     kind = kind.get(type(images).__name__, "pixtral")
@@ -128,14 +127,11 @@ def config(processor: ProcessorMixin, text: dict, vision: dict) -> LlavaConfig:
     top = dict(vision)
     layers = top.pop("vision_feature_layer", -1 if kind == "pixtral" else -2)
     return LlavaConfig(
-        text_config=text_config,
+        **texts.whole(vocab, "llama", text),
         vision_config=vision_config | top,
         image_token_index=processor.image_token_id,
         vision_feature_layer=layers,
         vision_feature_select_strategy=getattr(processor, "vision_feature_select_strategy", "full"),
-        tie_word_embeddings=text_config["tie_word_embeddings"],
-        eos_token_id=vocab.eos_token_id,
-        pad_token_id=vocab.pad_token_id,
     )
 
 
@@ -146,7 +142,7 @@ FAMILY = TinyFamily(
     demo={
         "patch_size": 28,
         "text": {**DEMO_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
+        "vision": DEMO_TOWER,
     },
     published={"image_size": 336},
     variants={

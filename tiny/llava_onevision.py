@@ -12,34 +12,12 @@ from transformers import (
 )
 
 from tiny import qwen, texts
-from tiny.family import DEMO_TEXT, TinyFamily
+from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 MARKERS = {"image_token": "<image>", "video_token": "<video>"}
 
-# As the published one, but it renders the parts of a turn in their order, and that one images, videos, text;
-# the generation block ends with the end-of-turn token.
-TEMPLATE = """{%- macro body(content) -%}
-    {%- if content is string -%}{{ content }}
-    {%- else -%}
-        {%- for part in content -%}
-            {%- if part['type'] == 'image' -%}{{ '<image>\\n' }}
-            {%- elif part['type'] == 'video' -%}{{ '<video>\\n' }}
-            {%- elif part['type'] == 'text' -%}{{ part['text'] }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-    {{ '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{ body(message['content']) + '<|im_end|>' }}{%- endgeneration -%}
-    {%- else -%}
-        {{ body(message['content']) + '<|im_end|>' }}
-    {%- endif -%}
-    {{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
+# The parts of a turn in their order; the published one writes images, then videos, then text.
+TEMPLATE = qwen.template(image="<image>\n", video="<video>\n")
 
 
 def processor(
@@ -75,7 +53,6 @@ def config(processor: LlavaOnevisionProcessor, text: dict, vision: dict) -> Llav
     Which layers' states are features is an entry `vision_feature_layer` of `vision`.
     """
     vocab, images = processor.tokenizer, processor.image_processor
-    text_config = texts.text_config(vocab, "qwen2", text)
     side, patches = images.size["height"], round(processor.num_image_tokens**0.5)
     top = {
         "model_type": "siglip_vision_model",
@@ -90,16 +67,13 @@ def config(processor: LlavaOnevisionProcessor, text: dict, vision: dict) -> Llav
     }
     layers = top.pop("vision_feature_layer", -1)
     return LlavaOnevisionConfig(
-        text_config=text_config,
+        **texts.whole(vocab, "qwen2", text),
         vision_config=top,
         image_token_index=processor.image_token_id,
         video_token_index=processor.video_token_id,
         image_grid_pinpoints=images.image_grid_pinpoints,
         vision_aspect_ratio=processor.vision_aspect_ratio,
         vision_feature_layer=layers,
-        tie_word_embeddings=text_config["tie_word_embeddings"],
-        eos_token_id=vocab.eos_token_id,
-        pad_token_id=vocab.pad_token_id,
     )
 
 
@@ -111,7 +85,7 @@ FAMILY = TinyFamily(
         "image_size": 28,
         "most_a_side": 1,
         "text": {**DEMO_TEXT, "use_sliding_window": False},
-        "vision": {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1},
+        "vision": DEMO_TOWER,
     },
     published={"image_size": 384, "most_a_side": 6, "most_tiles": 9},
     variants={

@@ -83,7 +83,6 @@ def processor(
 def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Config:
     """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
-    text_config = texts.text_config(vocab, "ministral3", text)
     vision_config = {
         "model_type": "pixtral",
         "hidden_size": 48,
@@ -96,16 +95,13 @@ def config(processor: PixtralProcessor, text: dict, vision: dict) -> Mistral3Con
         "rope_parameters": {"rope_theta": 1e4},
     }
     return Mistral3Config(
-        text_config=text_config,
+        **texts.whole(vocab, "ministral3", text),
         vision_config=vision_config | vision,
         image_token_index=processor.image_token_id,
         spatial_merge_size=processor.spatial_merge_size,
         vision_feature_layer=-1,
         projector_hidden_act="gelu",
         multimodal_projector_bias=False,
-        tie_word_embeddings=text_config["tie_word_embeddings"],
-        eos_token_id=vocab.eos_token_id,
-        pad_token_id=vocab.pad_token_id,
     )
 
 

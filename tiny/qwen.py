@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from string import Template
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
@@ -32,13 +33,12 @@ PIECES = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Renders as the published templates do; the generation block ends with the end-of-turn token.
-QWEN3_TEMPLATE = """{%- macro body(content) -%}
+_TEMPLATE = """{%- macro body(content) -%}
     {%- if content is string -%}{{ content }}
     {%- else -%}
         {%- for part in content -%}
-            {%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
-            {%- elif part['type'] == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+            {%- if part['type'] == 'image' -%}{{ $image }}
+            {%- elif part['type'] == 'video' -%}{{ $video }}
             {%- elif part['type'] == 'text' -%}{{ part['text'] }}
             {%- endif -%}
         {%- endfor -%}
@@ -55,6 +55,15 @@ QWEN3_TEMPLATE = """{%- macro body(content) -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
+
+
+def template(image: str, video: str) -> str:
+    """Renders as the published templates with this text for an image and a video; the generation block ends
+    with the end-of-turn token."""
+    return Template(_TEMPLATE).substitute(image=json.dumps(image), video=json.dumps(video))
+
+
+QWEN3_TEMPLATE = template(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")))
 QWEN2_5_TEMPLATE = (
     """{%- if messages[0]['role'] != 'system' -%}
     {{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}

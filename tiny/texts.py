@@ -69,3 +69,10 @@ def text_config(tokenizer: PreTrainedTokenizerFast, model_type: str, changes: di
         **OWN[model_type],
         **changes,
     }
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, model_type: str, changes: dict) -> dict[str, Any]:
+    """The `text_config`, and what the config of a model that holds it repeats of it."""
+    text = text_config(tokenizer, model_type, changes)
+    repeated = ("tie_word_embeddings", "eos_token_id", "pad_token_id")
+    return {"text_config": text} | {key: text[key] for key in repeated}

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_vlm.compose.sources import (
+    IMAGE_TOKENS,
     NEW_ROWS,
     ROLES,
     TOWERS,
@@ -63,11 +64,9 @@ def compose(
             "--min-image-tokens, --max-image-tokens, --projector-width: with a "
             f"{vision.config['model_type']} they are given; leave them out, or give a SigLIP2 NaFlex tower."
         )
-    if (min_image_tokens or 1) > (max_image_tokens or min_image_tokens or 1):
-        raise ConfigError(
-            f"--min-image-tokens {min_image_tokens} is more than --max-image-tokens {max_image_tokens}; "
-            "lower it."
-        )
+    least, most = min_image_tokens or IMAGE_TOKENS[0], max_image_tokens or IMAGE_TOKENS[1]
+    if least > most:
+        raise ConfigError(f"--min-image-tokens {least} is more than --max-image-tokens {most}; give both.")
 
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import Choices

@@ -14,6 +14,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
     LlavaProcessor,
+    PixtralImageProcessor,
     PixtralProcessor,
     PreTrainedConfig,
     ProcessorMixin,
@@ -21,15 +22,16 @@ from transformers import (
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from megatron_vlm.compose.sources import Part
+from megatron_vlm.compose.sources import IMAGE_TOKENS, Part
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them
-IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
 PROJECTOR_WIDTH = 2560  # of the published LFM2-VL
 FEATURE_LAYER = -2  # the layer before the last, as in LLaVA 1.5
+# what an image processor does to the values of pixels, which the tower was trained on
+COLOURS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "resample")
 # what a config.json says about itself and not about the model
 _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
 
@@ -53,7 +55,9 @@ class Composed:
     config: Callable[
         [Any, Any, int], dict[str, Any]
     ]  # (vision config, text config, image token) → its own keys
-    processor: Callable[..., ProcessorMixin]  # (tower, tokenizer, {role: token}, chat template, choices)
+    images: Callable[[Part, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
+    # (image processor, tokenizer, {role: token}, vision config, chat template)
+    processor: Callable[[Any, Any, dict[str, str], Any, str], ProcessorMixin]
     hub_names: tuple[tuple[str, str], ...] = ()  # patterns in names of parameters → as files spell them
 
     def hub_name(self, name: str) -> str:
@@ -93,8 +97,8 @@ def part_config(part: Part) -> PreTrainedConfig:
     return as_hf_config({key: value for key, value in part.config.items() if key not in _ABOUT}, part.folder)
 
 
-def image_processor(tower: Part) -> Any:
-    """The tower's own; raises ConfigError if Transformers cannot read it."""
+def _own_images(tower: Part) -> Any:
+    """The tower's image processor; raises ConfigError if Transformers cannot read it."""
     try:
         return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError) as error:
@@ -104,31 +108,45 @@ def image_processor(tower: Part) -> Any:
         ) from error
 
 
-def _lfm2_vl(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
-    theirs = image_processor(tower)
+def _colours(tower: Part) -> dict[str, Any]:
+    """What the tower's image processor says of COLOURS."""
+    theirs = _own_images(tower)
+    return {key: value for key in COLOURS if (value := getattr(theirs, key, None)) is not None}
+
+
+def _lfm2_vl_images(tower: Part, vision: Any, choices: Choices) -> Any:
     least, most = IMAGE_TOKENS
-    images = Lfm2VlImageProcessor(
+    return Lfm2VlImageProcessor(
         do_image_splitting=False,
         use_thumbnail=False,
         min_image_tokens=choices.min_image_tokens or least,
         max_image_tokens=choices.max_image_tokens or most,
-        encoder_patch_size=part_config(tower).patch_size,
+        encoder_patch_size=vision.patch_size,
         downsample_factor=MERGED,
-        image_mean=theirs.image_mean,
-        image_std=theirs.image_std,
+        **_colours(tower),
     )
+
+
+def _lfm2_vl(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
     return Lfm2VlProcessor(image_processor=images, tokenizer=tokenizer, chat_template=template)
 
 
-def _llava(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
-    images = image_processor(tower)
-    vision = part_config(tower)
-    made = images(Image.new("RGB", (vision.image_size,) * 2), return_tensors="pt")["pixel_values"].shape[-2:]
-    if tuple(made) != (vision.image_size,) * 2:
-        raise ConfigError(
-            f"--tower {printable(tower.folder)}: its image processor makes images of {tuple(made)} pixels, "
-            f"its config.json says {vision.image_size}; put the processor of that very model into its folder."
-        )
+def _llava_images(tower: Part, vision: Any, choices: Choices) -> Any:
+    """The tower's own. Raises ConfigError unless it makes one image of the tower's size of any image."""
+    images, side = _own_images(tower), vision.image_size
+    wanted = (1, vision.num_channels, side, side)
+    for size in ((side, side), (3 * side, side), (side // 2 + 1, 2 * side)):
+        made = tuple(images(Image.new("RGB", size), return_tensors="pt")["pixel_values"].shape)
+        if made != wanted:
+            raise ConfigError(
+                f"--tower {printable(tower.folder)}: its {type(images).__name__} makes {made} of an image of "
+                f"{size[0]} x {size[1]} pixels, and by its config.json the tower takes {wanted}; put the "
+                "processor of that very tower into its folder, without tiles."
+            )
+    return images
+
+
+def _llava(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
@@ -140,16 +158,19 @@ def _llava(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, c
     )
 
 
-def _mistral3(tower: Part, tokenizer: Any, tokens: dict[str, str], template: str, choices: Choices) -> Any:
-    images = image_processor(tower)
-    vision = part_config(tower)
-    size, patch = vision.image_size, vision.patch_size
-    images.size = type(images)(size={"longest_edge": size}).size
-    images.patch_size = type(images)(patch_size={"height": patch, "width": patch}).patch_size
+def _mistral3_images(tower: Part, vision: Any, choices: Choices) -> Any:
+    return PixtralImageProcessor(
+        size={"longest_edge": vision.image_size},
+        patch_size={"height": vision.patch_size, "width": vision.patch_size},
+        **_colours(tower),
+    )
+
+
+def _mistral3(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
     return PixtralProcessor(
         image_processor=images,
         tokenizer=tokenizer,
-        patch_size=patch,
+        patch_size=vision.patch_size,
         spatial_merge_size=MERGED,
         chat_template=template,
         image_token=tokens["image"],
@@ -183,6 +204,7 @@ COMPOSED = {
             "downsample_factor": MERGED,
             "projector_hidden_size": choices.projector_width or PROJECTOR_WIDTH,
         },
+        images=_lfm2_vl_images,
         processor=_lfm2_vl,
     ),
     "llava": Composed(
@@ -195,6 +217,7 @@ COMPOSED = {
             "vision_feature_layer": FEATURE_LAYER,
             "vision_feature_select_strategy": _features(vision.model_type),
         },
+        images=_llava_images,
         processor=_llava,
         hub_names=_HUB_NAMES,
     ),
@@ -203,6 +226,7 @@ COMPOSED = {
         "Mistral3ForConditionalGeneration",
         roles={"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
         config=lambda vision, image, choices: {"image_token_index": image, "spatial_merge_size": MERGED},
+        images=_mistral3_images,
         processor=_mistral3,
         hub_names=_HUB_NAMES,
     ),

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
+from megatron_vlm.checks.model_on_disk import read_json
 from megatron_vlm.compose.classes import (
     COMPOSED,
     Choices,
@@ -35,6 +36,7 @@ from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import CONFIG_FILE
 
+GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
 
@@ -50,9 +52,10 @@ class Plan:
     tokens: list[RoleToken]
     rows_before: int
     config: PreTrainedConfig
+    generation: dict[str, Any]
     writer: Writer
+    images: Any  # the image processor
     template: str
-    choices: Choices
 
     def table(self) -> str:
         """A line for each special token, and how many rows the embedding gets."""
@@ -95,11 +98,10 @@ def plan(
 ) -> Plan:
     """What would be written, by the headers of the weights and the tokenizer. Raises ConfigError."""
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
-    asks_for_ties = bool(part_config(language).tie_word_embeddings)
+    text = part_config(language)
     tokenizer = open_tokenizer(language.folder)
     weights = open_weights(language, is_tower=False)
-    tied = is_tied(weights, asks_for_ties)
-    rows = weights.shape("model.embed_tokens.weight")[0]
+    tied, rows = is_tied(weights, bool(text.tie_word_embeddings)), text.vocab_size
     tokens = assign(tokenizer, composed.roles, named)
     refuse_beyond(tokenizer, tokens, rows)
     by_role = {each.role: each for each in tokens}
@@ -111,7 +113,7 @@ def plan(
     dtype = dtype_name(weights.stored("model.embed_tokens.weight").dtype)
     config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype, choices)
     shapes = expected_shapes(config)
-    sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, tied)
+    sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, rows, tied)
     template = _template(tokenizer, by_role, template)
     return Plan(
         composed,
@@ -121,9 +123,10 @@ def plan(
         tokens,
         rows,
         config,
+        _generation_config(language, by_role),
         Writer(shapes, sources, new_rows, seed),
+        composed.images(tower, config.vision_config, choices),
         template,
-        choices,
     )
 
 
@@ -174,10 +177,10 @@ def write(plan: Plan, output: Path) -> None:
 def _write_config(plan: Plan, folder: Path) -> None:
     """config.json, as every supported version of Transformers reads it, and generation_config.json."""
     plan.config.save_pretrained(folder)
-    file = folder / CONFIG_FILE
-    config = load(plan.composed.model_type).portable_config(json.loads(file.read_text(encoding="utf-8")))
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _generation_config(plan).save_pretrained(folder)
+    saved = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = load(plan.composed.model_type).portable_config(saved)
+    for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_words(plan: Plan, folder: Path) -> None:
@@ -186,22 +189,25 @@ def _write_words(plan: Plan, folder: Path) -> None:
     plan.tokenizer.chat_template = None  # the processor's is the only one
     names = {TOKENIZER_NAMES[role]: token for role, token in tokens.items() if role in TOKENIZER_NAMES}
     tokenizer = save_tokenizer(plan.tokenizer, folder, names)
-    processor = plan.composed.processor(plan.tower, tokenizer, tokens, plan.template, plan.choices)
+    processor = plan.composed.processor(
+        plan.images, tokenizer, tokens, plan.config.vision_config, plan.template
+    )
     processor.save_pretrained(folder)
     again = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     refuse_changed(plan.tokenizer, again.tokenizer)
 
 
-def _generation_config(plan: Plan) -> GenerationConfig:
-    """The language model's, which ends replies at the end of a turn, too."""
-    file = plan.language.folder / "generation_config.json"
-    if file.is_file():
-        config = GenerationConfig.from_pretrained(plan.language.folder)
-    else:
-        config = GenerationConfig.from_model_config(part_config(plan.language))
-    by_role = {each.role: each.id for each in plan.tokens}
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = [end for end in ends if end is not None]
-    config.eos_token_id = list(dict.fromkeys([*ends, by_role["end_of_turn"]]))
-    config.pad_token_id = by_role["pad"]
-    return config
+def _generation_config(language: Part, by_role: dict[str, RoleToken]) -> dict[str, Any]:
+    """The language model's as it stands, also with settings that Transformers would refuse to save; it ends
+    replies at the end of a turn, too. Raises ConfigError if it cannot be read."""
+    file = language.folder / GENERATION_FILE
+    config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
+    if file.is_file() and not isinstance(config := read_json(file), dict):
+        raise ConfigError(
+            f"--language-model {printable(language.folder)}: its {GENERATION_FILE} is not a JSON object; "
+            "download it again, or remove it."
+        )
+    ends = config.get("eos_token_id")
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    ends = list(dict.fromkeys([*ends, by_role["end_of_turn"].id]))
+    return config | {"eos_token_id": ends, "pad_token_id": by_role["pad"].id}

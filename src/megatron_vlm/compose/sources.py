@@ -39,6 +39,7 @@ ROLES = {  # what a special token is for
     "end_of_turn": "ends a reply",
 }
 NEW_ROWS = ("mean", "normal")
+IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
 
 
 @dataclass(frozen=True)

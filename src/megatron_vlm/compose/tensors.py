@@ -71,9 +71,10 @@ def is_tied(language: HFCheckpoint, asked: bool) -> bool:
 
 
 def sources_of(
-    shapes: Mapping[str, tuple[int, ...]], tower: HFCheckpoint, language: HFCheckpoint, tied: bool
+    shapes: Mapping[str, tuple[int, ...]], tower: HFCheckpoint, language: HFCheckpoint, rows: int, tied: bool
 ) -> dict[str, Copied | None]:
-    """Where each tensor of the composed model comes from; None: it is newly drawn.
+    """Where each tensor of the composed model comes from; None: it is newly drawn. The embedding and the
+    output layer have so many `rows` before they grow.
 
     Raises ConfigError for a tensor that a source lacks, that has another shape or cannot be copied, and for
     one that the composed model has no place for.
@@ -86,6 +87,8 @@ def sources_of(
             found[name] = _copied("--tower", tower, name.removeprefix(TOWER), shape)
         elif not (tied and name.startswith(HEAD)):
             key = name if name.startswith(HEAD) else "model." + name.removeprefix(TEXT)
+            if key in (EMBEDDING_KEY, HEAD_KEY):
+                shape = (rows, *shape[1:])
             found[name] = _copied("--language-model", language, key, shape)
     used = {copied.key for copied in found.values() if copied and copied.source is language}
     _refuse_unused("--language-model", language, used | ({HEAD_KEY} if tied else set()), language.files)
@@ -102,9 +105,7 @@ def _copied(option: str, source: HFCheckpoint, key: str, shape: tuple[int, ...])
             f"{shown}: its weights lack {key}, which its config.json asks for; put config.json and weights "
             "of the same model into that folder."
         )
-    stored = source.shape(key)
-    grows = key in (EMBEDDING_KEY, HEAD_KEY) and stored[0] <= shape[0]
-    if stored[grows:] != list(shape[grows:]):
+    if (stored := source.shape(key)) != list(shape):
         raise ConfigError(
             f"{shown}: {key} is {stored} in its weights and {list(shape)} by its config.json; put "
             "config.json and weights of the same model into that folder."

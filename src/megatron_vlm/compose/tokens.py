@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from tokenizers import AddedToken
@@ -81,6 +83,8 @@ def _added(tokenizer: Any) -> Iterable[AddedToken]:
 
 def _refuse_text(tokenizer: Any, role: str, token: str) -> None:
     added = {each.content for each in _added(tokenizer)}
+    if token not in tokenizer.get_vocab() and not re.search(r"[^\w\s]", token):
+        raise ConfigError(_remedied(role, token, "is a word, which texts would then lose"))
     if token in tokenizer.get_vocab() and token not in added:
         ids = tokenizer.encode(token, add_special_tokens=False)
         what = f"splits into the ids {ids}" if len(ids) > 1 else f"is a piece of ordinary text (id {ids[0]})"
@@ -97,6 +101,10 @@ def _refuse_collisions(tokenizer: Any, tokens: Mapping[str, str]) -> None:
                 raise ConfigError(_remedied("pad", token, what))
             raise ConfigError(_remedied(role, token, f"is the token of {other} already"))
         roles[token] = role
+    for inner, outer in permutations(roles, 2):
+        if inner in outer:  # processors count the image token in text
+            what = f"is part of {printable(outer)}, the token of {roles[outer]}"
+            raise ConfigError(_remedied(roles[inner], inner, what))
     for name in ("bos_token", "eos_token", "unk_token"):
         role = roles.get(getattr(tokenizer, name))
         if role and (role not in NAMED or (role, name) == ("pad", "bos_token")):

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.config import ModelConfig, RunConfig
-from megatron_vlm.models.attention_sizes import Heads
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.attention_sizes import Heads, all_heads
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.layers.feed_forward import GatedMLP
@@ -63,12 +63,11 @@ class LanguageModelConfig(TransformerConfig):
 def language_model_config(
     config: RunConfig, architecture: dict, layout: list[list[str]]
 ) -> LanguageModelConfig:
-    """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s."""
-    heads, tp = architecture["num_attention_heads"], config.parallel.tp
-    if heads % tp:  # Megatron's config refuses it too, but does not say what to do
-        raise ValueError(
-            f"parallel: tp = {tp} does not divide the model's {heads} attention heads; change tp."
-        )
+    """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s.
+
+    Raises ValueError if the layout does not divide the model.
+    """
+    check_divisible(architecture, config.parallel)
     check_positions(config.data.seq_length - 1, architecture.get("most_positions"), "data.seq_length")
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[config.model.dtype]
@@ -107,6 +106,29 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def check_divisible(sizes: dict, parallel: ParallelConfig) -> None:
+    """Raises ValueError if the layout does not divide the model. Megatron refuses some of it, too, but does
+    not say what to do."""
+    tp, experts = parallel.tp, sizes.get("num_moe_experts") or 0
+    if experts and tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
+        )
+    divisors = [
+        ("tp", tp, "attention heads", sizes["num_attention_heads"]),
+        *[("tp", tp, "key/value heads", heads.groups) for heads in all_heads(sizes)],
+        ("tp", tp, "feed-forward channels", sizes["ffn_hidden_size"]),
+        ("tp", tp, "shared expert channels", sizes.get("moe_shared_expert_intermediate_size") or 0),
+        ("tp", tp, "vocabulary entries", sizes["vocab_size"]),
+        ("ep", parallel.ep, "experts", experts),
+    ]
+    for name, size, of_what, count in divisors:
+        if count % size:
+            raise ValueError(
+                f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
+            )
 
 
 def attention_backend(model: ModelConfig) -> str:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
-from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_losses
@@ -182,7 +181,6 @@ def build_model(
         costs = stage_costs(config, architecture, image_cost(config, family, hf_config))
     layout = pipeline_layout(*costs, config.parallel)
     megatron_config = language_model_config(config, architecture, layout)
-    check_divisible(megatron_config)
     if device.type == "cuda":
         check_kernels(megatron_config, device)
     vpp = config.parallel.vpp
@@ -211,24 +209,3 @@ def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
     prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
     for name, param in model.named_parameters():
         param.requires_grad_(param.requires_grad and not name.startswith(prefixes))
-
-
-def check_divisible(megatron_config: LanguageModelConfig) -> None:
-    """Raises ValueError, before anything is built, if the layout does not divide the model."""
-    tp = megatron_config.tensor_model_parallel_size
-    if megatron_config.num_moe_experts and tp > 1 and not megatron_config.sequence_parallel:
-        raise ValueError(
-            f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
-        )
-    divisors = [
-        *[("tp", tp, "key/value heads", heads.groups) for heads in all_heads(megatron_config)],
-        ("tp", tp, "feed-forward channels", megatron_config.ffn_hidden_size),
-        ("tp", tp, "shared expert channels", megatron_config.moe_shared_expert_intermediate_size or 0),
-        ("tp", tp, "vocabulary entries", megatron_config.vocab_size),
-        ("ep", megatron_config.expert_model_parallel_size, "experts", megatron_config.num_moe_experts or 0),
-    ]
-    for name, size, of_what, count in divisors:
-        if count % size:
-            raise ValueError(
-                f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
-            )

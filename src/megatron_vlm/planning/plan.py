@@ -28,7 +28,6 @@ from megatron_vlm.models.language_model import (
     layer_spec,
 )
 from megatron_vlm.models.layers.deepstack import extras_before
-from megatron_vlm.models.vlm import check_divisible
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.planning.adapters import (
@@ -137,7 +136,6 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     layout = pipeline_layout(*costs.stage_costs(config, architecture, image), config.parallel)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     megatron_config = language_model_config(loaded, architecture, layout)
-    check_divisible(megatron_config)
     split = config.parallel.tp, config.parallel.ep
     if split not in known.held:
         with setup.pretended(config.parallel, gpus), torch.device("meta"):

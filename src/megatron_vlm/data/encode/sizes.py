@@ -25,8 +25,6 @@ from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
 
-# Pixels along a patch's side if the processor does not say: that of SigLIP, Gemma3's tower.
-PATCH_SIZE = 14
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
@@ -56,7 +54,8 @@ class SizeEncoder:
             )
         self._processor, self._encode_text = processor, encode_text
         named = (processor, "patch_size"), (images, "patch_size"), (images, "encoder_patch_size")
-        self.patch_size = next(filter(None, (getattr(*name, None) for name in named)), PATCH_SIZE)
+        self.patch_size = next(filter(None, (getattr(*name, None) for name in named)), None)
+        self.patch_size = self.patch_size or anyres.unsaid_patch_size(processor)
         self._one_size = one_size(images)
         self._short_image, self._image_id, self._counted = self._probe()
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import ProcessorMixin
 from transformers.image_processing_utils import select_best_resolution
 
+# Pixels along a patch's side if nothing tells: that of SigLIP, Gemma3's tower.
+PATCH_SIZE = 14
+
 
 def is_anyres(processor: ProcessorMixin) -> bool:
     """Whether the images of a conversation depend on how many they are."""
     return "batch_num_images" in processor.image_processor.model_input_names
+
+
+def unsaid_patch_size(processor: ProcessorMixin) -> int:
+    """Pixels along a patch's side where the processor does not say; this one says how many a tile has."""
+    if not is_anyres(processor):
+        return PATCH_SIZE
+    return processor.image_processor.size["height"] // math.isqrt(processor.num_image_tokens)
 
 
 def arranged(processor: ProcessorMixin, images: Sequence[Any]) -> Sequence[Any]:

@@ -25,8 +25,9 @@ def _square(size: Any, vision: Any) -> bool:
 
 def _shuffles(ratio: Any, hf_config: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    merged = round(1 / ratio) if ratio else 0
-    return merged > 0 and ratio * merged == 1 and _patches_a_side(hf_config) % merged == 0
+    merged, patches = round(1 / ratio) if ratio else 0, _patches_a_side(hf_config)
+    # as Transformers asks; a third is rounded, and never a whole part
+    return merged > 0 and patches % ratio == 0 and ratio * merged == 1 and patches % merged == 0
 
 
 def _one_layer(layer: Any, hf_config: Any) -> bool:
@@ -40,7 +41,9 @@ SECTIONS = keys.sections(
         keys.TOP
         | keys.any_of("image_token_id", "projector_hidden_act")
         | {
-            "downsample_ratio": keys.Values("1 / n, where n divides the patches of a side", _shuffles),
+            "downsample_ratio": keys.Values(
+                "1 / n for a power of 2 that divides the patches of a side", _shuffles
+            ),
             "vision_feature_layer": keys.Values("a layer of the tower", _one_layer),
             "vision_feature_select_strategy": keys.only("default"),
         },
