@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions
+from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
 
@@ -65,6 +65,7 @@ class Rows:
         draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
         self.lengths = np.array([len(prompt["input_ids"]) for prompt in prompts])[self.piece_of_row]
+        check_tokens(max(int(prompt["input_ids"].max()) for prompt in prompts), model.config.vocab_size)
         last = [prompt["position_ids"].max().item() for prompt in prompts]
         check_positions(max(last) + steps - 1, model.config.most_positions, "a prompt with its answer")
         self.positions = np.array(last)[self.piece_of_row]  # that of the last token so far, on every axis
