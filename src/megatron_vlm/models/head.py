@@ -65,7 +65,8 @@ def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
     """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; gradients are summed."""
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_T1D)[:, 0].index_select(0, stream.output_rows)
-    return copy_to_tensor_model_parallel_region(hidden_T1D[:, 0].index_select(0, stream.output_rows))
+    hidden_ND = hidden_T1D[:, 0].index_select(0, stream.output_rows)
+    return copy_to_tensor_model_parallel_region(hidden_ND) if torch.is_grad_enabled() else hidden_ND
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -19,7 +20,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             return super().forward(input_, *args)
         if self.sequence_parallel:
             input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        return _with_bias(self, torch.matmul(input_, self.weight.t()))
+        return _with_bias(self, linear(input_, self.weight))
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -28,7 +29,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
-        output = torch.matmul(input_, self.weight.t())
+        output = linear(input_, self.weight)
         if self.sequence_parallel:
             output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         elif self.tp_group.size() > 1:
@@ -43,7 +44,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, bias=True, **kwargs)
 
 
-def _with_bias(linear: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:
-    if linear.skip_bias_add:
-        return output, linear.bias
-    return (output if linear.bias is None else output + linear.bias), None
+def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    if module.skip_bias_add:
+        return output, module.bias
+    return (output if module.bias is None else output + module.bias), None

@@ -19,6 +19,8 @@ from megatron_vlm.parallel.layout import stage_layers
 class DeepstackLayer(TransformerLayer):
     """A transformer layer that adds its own visual features, if it has any, to its output."""
 
+    __call__ = torch.nn.Module.__call__  # Megatron's looks for CUDA graphs, of which there are none
+
     def forward(self, hidden_states: Tensor, **kwargs):
         layer = super().forward if torch.is_grad_enabled() else self._without_gradients
         extras = extras_before(self.config, self.layer_number)
@@ -30,13 +32,11 @@ class DeepstackLayer(TransformerLayer):
         return torch.cat((hidden + mine, rest), dim=1), context
 
     def _without_gradients(
-        self, hidden: Tensor, rotary_pos_emb: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
+        self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
     ) -> tuple[Tensor, None]:
         """The same modules in the same order as Megatron's layer, which also prepares to recompute and to
         offload them."""
-        attended = self.self_attention(
-            self.input_layernorm(hidden), rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
-        )
+        attended = self.self_attention(self.input_layernorm(hidden), packed_seq_params=packed_seq_params)
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
         hidden = add(attended, hidden, self.hidden_dropout)
         fed = self.mlp(self.pre_mlp_layernorm(hidden), padding_mask=padding_mask)

@@ -74,8 +74,7 @@ class Norm(torch.autograd.Function):
 def norm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    inverse_rms = torch.rsqrt(x.to(wide(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
-    normed = x * inverse_rms
+    normed, inverse_rms = torch._fused_rms_norm(x.to(wide(x.dtype)), x.shape[-1:], None, eps)
     if zero_centered:
         return normed.mul_(1.0 + weight.to(normed.dtype)).to(x.dtype), inverse_rms
     if in_fp32:
@@ -115,10 +114,8 @@ class Rotate(torch.autograd.Function):
 
 @Fused
 def turned(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    half = cos.shape[-1]
-    pairs, rest = x_SBHK.tensor_split((2 * half,), dim=-1)
-    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if adjacent else pairs.chunk(2, dim=-1)
-    parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
-    if adjacent:
-        return torch.cat((torch.stack(parts, dim=-1).flatten(-2), rest), dim=-1)
-    return torch.cat((*parts, rest), dim=-1)
+    width = cos.shape[-1]
+    x = x_SBHK[..., :width] if width < x_SBHK.shape[-1] else x_SBHK
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else x.roll(width // 2, -1)
+    result = (x * cos).add_(partner.mul_(sin))
+    return result if x is x_SBHK else torch.cat((result, x_SBHK[..., width:]), dim=-1)

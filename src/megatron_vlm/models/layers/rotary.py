@@ -63,6 +63,7 @@ class Rotary(nn.Module):
         self.register_buffer(
             "inv_freq", pad_sequence([each for each, _ in rules], batch_first=True), persistent=False
         )
+        self.widths = [len(each) for each, _ in rules]
         self.register_buffer("factors", torch.tensor([factor for _, factor in rules]), persistent=False)
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
         self.register_buffer("axes", axes, persistent=False)
@@ -81,11 +82,25 @@ class Rotary(nn.Module):
         scale_SB11 = self.query_scale(position_ids.t())[..., None, None]
         return torch.cat((table * scale_SB11, table), dim=1)
 
+    def turns(self, position_ids: Tensor, dtype: torch.dtype, adjacent: bool) -> list[list[list[Tensor]]]:
+        """By rule, the tables of `rotate` for queries and for keys, which may be one."""
+        tables = self(position_ids).to(dtype)
+        return [
+            [of_channels(*table[..., :width].unbind(), adjacent) for table in of_rule]
+            for of_rule, width in zip(tables, self.widths, strict=True)
+        ]
+
+
+def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor]:
+    """cos and sin of each channel, from those of frequencies; the partner's factor has the sin's sign."""
+    dim = -1 if adjacent else -2
+    return [torch.stack(pair, dim).flatten(-2) for pair in ((cos, cos), (-sin, sin))]
+
 
 def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """Rotary embedding of the first R of K channels; the rest is unchanged.
 
-    cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
-    second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
+    cos and sin are (S, B, 1, R) of `of_channels`. A frequency turns a channel of the first half with its
+    partner in the second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
     """
     return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
