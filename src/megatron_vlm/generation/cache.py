@@ -40,7 +40,7 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 
 class KeyValueCache:
-    """By layer, keys and values (R, H, slots, K), for `tokens` places. Row i has those from `starts[i]` on."""
+    """By layer, keys and values (R, H, slots, K), of `tokens` places. Row i begins at `starts[i]`."""
 
     def __init__(self, starts: np.ndarray, tokens: int):
         self.starts, self.tokens = starts, tokens

@@ -1,9 +1,10 @@
 """Deepstack (arXiv 2406.04334): visual features added to the hidden states after each of the first layers.
 
 The features, already at their tokens' places, travel as extra rows of the hidden states' batch axis: layer i
-of n takes (S, B * (1 + n - i), D), adds the first of the extras to its output and passes on the rest. So
-sequence parallelism, recomputation and differentiation treat them like the hidden states. They go to another
-pipeline stage if a layer there needs them; all stages' messages then have room for what leaves the first.
+of n takes (S, 1 + n - i, D), adds the first of the extras to its output and passes on the rest. So sequence
+parallelism, recomputation and differentiation treat them like the hidden states. They go to another pipeline
+stage if a layer there needs them; all stages' messages then have room for what leaves the first. Without
+pipelines, a stream without images has none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ class DeepstackLayer(TransformerLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs):
         layer = super().forward if torch.is_grad_enabled() else self._without_gradients
-        extras = extras_before(self.config, self.layer_number)
+        extras = hidden_states.shape[1] - 1
         if not extras:
             return layer(hidden_states, **kwargs)
-        rows = hidden_states.shape[1] // (1 + extras)
-        hidden, mine, rest = hidden_states.split([rows, rows, rows * (extras - 1)], dim=1)
+        hidden, mine, rest = hidden_states.split([1, 1, extras - 1], dim=1)
         hidden, context = layer(hidden.contiguous(), **kwargs)
         return torch.cat((hidden + mine, rest), dim=1), context
 

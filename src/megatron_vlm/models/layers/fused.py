@@ -74,12 +74,13 @@ class Norm(torch.autograd.Function):
 def norm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    normed, inverse_rms = torch._fused_rms_norm(x.to(wide(x.dtype)), x.shape[-1:], None, eps)
+    widened = x if x.dtype.itemsize >= 4 else x.float()
+    normed, inverse_rms = torch._fused_rms_norm(widened, x.shape[-1:], None, eps)
     if zero_centered:
-        return normed.mul_(1.0 + weight.to(normed.dtype)).to(x.dtype), inverse_rms
+        return normed.mul_(1.0 + weight.type_as(normed)).type_as(x), inverse_rms
     if in_fp32:
-        return normed.mul_(weight.to(normed.dtype)).to(x.dtype), inverse_rms
-    return normed.to(x.dtype).mul_(weight), inverse_rms
+        return normed.mul_(weight.type_as(normed)).type_as(x), inverse_rms
+    return normed.type_as(x).mul_(weight), inverse_rms
 
 
 @Fused

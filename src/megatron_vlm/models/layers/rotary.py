@@ -100,7 +100,7 @@ def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor
 def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """Rotary embedding of the first R of K channels; the rest is unchanged.
 
-    cos and sin are (S, B, 1, R) of `of_channels`. A frequency turns a channel of the first half with its
-    partner in the second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
+    cos and sin are those of `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
+    its partner in the second, as in GPT-NeoX; or, if `adjacent`, two that follow each other, as in GPT-J.
     """
     return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
