@@ -14,9 +14,8 @@ from transformers.activations import ACT2FN
 
 from megatron_vlm.models.layers import feed_forward, fused
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
 from megatron_vlm.models.layers.kernel_checks import FusedSizes, check_fused, fused_disagreement
-from megatron_vlm.models.layers.rotary import of_channels, rotate
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_vlm.config import ModelConfig, RunConfig
 from megatron_vlm.models.attention_sizes import Heads
+from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
-from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.layers.feed_forward import GatedMLP
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
-from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm, plain_add
+from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.parallel import setup, weight_gradients
@@ -136,15 +136,12 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    add = (
-        ModuleSpec(NormThenAdd, params={"config": megatron_config})
-        if megatron_config.norm_after_sublayer
-        else plain_add
-    )
+    norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
+    add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     dense_mlp = partial(GatedMLP.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
-        module=DeepstackLayer,
+        module=deepstack.DeepstackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
@@ -210,49 +207,31 @@ class LanguageModel(GPTModel):
         if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
             for router in (module for module in self.modules() if isinstance(module, Router)):
                 router.trained_weight = stream.trained_weight
-        of_stream = {
-            "position_ids": stream.position_ids,
-            "decoder_input": embedded,
-            "padding_mask": stream.is_padding if stream.routes is None else stream.routes,
-            "packed_seq_params": stream.plan,
-            "output_processor": head,
-            "output_processor_context": stream,
-        }
-        if torch.is_grad_enabled():
-            output = self(input_ids=None, attention_mask=None, **of_stream)
-        else:
-            output = self._without_gradients(**of_stream)
+        run = self if torch.is_grad_enabled() else partial(deepstack.without_gradients, self)
+        output = run(
+            input_ids=None,
+            position_ids=stream.position_ids,
+            attention_mask=None,
+            decoder_input=embedded,
+            padding_mask=stream.is_padding if stream.routes is None else stream.routes,
+            packed_seq_params=stream.plan,
+            output_processor=head,
+            output_processor_context=stream,
+        )
         if self.post_process:
             return output
-        return fill_message(self.config, output, self.decoder.layers[-1].layer_number)
-
-    def _without_gradients(
-        self, position_ids, decoder_input, padding_mask, packed_seq_params, **head
-    ) -> Tensor:
-        """The same modules in the same order as Megatron's, see `DeepstackLayer`."""
-        hidden, *_, mask = self._preprocess(
-            None, position_ids, packed_seq_params, decoder_input, padding_mask
-        )
-        hidden = hidden if self.pre_process else self.decoder.input_tensor
-        for layer in self.decoder.layers:
-            hidden, _ = layer(hidden, packed_seq_params=packed_seq_params, padding_mask=mask)
-        if self.decoder.final_layernorm is not None:
-            hidden = self.decoder.final_layernorm(hidden)
-        return self._postprocess(hidden, None, None, None, None, None, None, **head)
+        return deepstack.fill_message(self.config, output, self.decoder.layers[-1].layer_number)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Called by Megatron's schedules with the previous stage's output."""
         message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if message is not None:
-            message = read_message(self.config, message, self.decoder.layers[0].layer_number)
+            message = deepstack.read_message(self.config, message, self.decoder.layers[0].layer_number)
         super().set_input_tensor(message)
 
-    def _preprocess(
-        self, input_ids, position_ids, packed_seq_params, decoder_input=None, padding_mask=None, **_
-    ):
+    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **others):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
             mask_T1 = padding_mask.transpose(0, 1).contiguous()
             padding_mask = scatter_to_sequence_parallel_region(mask_T1).transpose(0, 1)
-        adjacent = self.config.rotary_interleaved
-        packed_seq_params.turns = self.rotary.turns(position_ids, self.config.params_dtype, adjacent)
+        others["packed_seq_params"].turns = self.rotary.turns(position_ids, self.config)
         return decoder_input, None, None, None, None, padding_mask

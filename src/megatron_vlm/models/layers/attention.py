@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
+from megatron_vlm.models.layers.fused import rotate
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
-from megatron_vlm.models.layers.rotary import rotate
 
 
 class CoreAttention(MegatronModule):
@@ -142,9 +142,8 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
         """(S, B, H, K) each, H of this rank."""
         all_three, _ = self.linear_qkv(hidden_states)
-        head = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        all_three = all_three.unflatten(-1, head)
-        query, key, value = all_three.split_with_sizes((all_three.shape[-2] - 2, 1, 1), dim=-2)
+        sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        query, key, value = all_three.unflatten(-1, sizes).tensor_split((-2, -1), dim=-2)
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
 from megatron_vlm.models.layers.kernels import KERNELS
-from megatron_vlm.models.layers.rotary import of_channels, rotate
 from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 

@@ -32,16 +32,6 @@ class RMSNorm(nn.Module):
         return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
 
 
-def plain_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's bias-dropout-add for models without dropout."""
-    return _added
-
-
-def _added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-    output, bias = output_and_bias
-    return residual + (output if bias is None else output + bias)
-
-
 class NormThenAdd(nn.Module):
     """residual + norm(sub-layer output), in place of Megatron's bias-dropout-add."""
 

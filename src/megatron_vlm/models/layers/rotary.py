@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_vlm.models.layers.fused import Rotate, turned
+from megatron_vlm.models.layers.fused import of_channels
 
 
 def inverse_frequencies(
@@ -82,25 +83,9 @@ class Rotary(nn.Module):
         scale_SB11 = self.query_scale(position_ids.t())[..., None, None]
         return torch.cat((table * scale_SB11, table), dim=1)
 
-    def turns(self, position_ids: Tensor, dtype: torch.dtype, adjacent: bool) -> list[list[list[Tensor]]]:
+    def turns(self, position_ids: Tensor, config: TransformerConfig) -> list[list[list[Tensor]]]:
         """By rule, the tables of `rotate` for queries and for keys, which may be one."""
-        tables = self(position_ids).to(dtype)
         return [
-            [of_channels(*table[..., :width].unbind(), adjacent) for table in of_rule]
-            for of_rule, width in zip(tables, self.widths, strict=True)
+            [of_channels(*table[..., :width], config.rotary_interleaved) for table in of_rule]
+            for of_rule, width in zip(self(position_ids).to(config.params_dtype), self.widths, strict=True)
         ]
-
-
-def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor]:
-    """cos and sin of each channel, from those of frequencies; the partner's factor has the sin's sign."""
-    dim = -1 if adjacent else -2
-    return [torch.stack(pair, dim).flatten(-2) for pair in ((cos, cos), (-sin, sin))]
-
-
-def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
-    """Rotary embedding of the first R of K channels; the rest is unchanged.
-
-    cos and sin are those of `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
-    its partner in the second, as in GPT-NeoX; or, if `adjacent`, two that follow each other, as in GPT-J.
-    """
-    return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
