@@ -376,6 +376,11 @@ MISTAKES = [
         train_data_path="lost.jsonl",
     ),
     train(
+        "images by whole paths that lead elsewhere",
+        r"such as …/pictures/1.jpg; set data.media_dir=…/pictures",
+        train_data_path="more/whole.jsonl",
+    ),
+    train(
         "a media folder that is not there",
         r"data.media_dir: imgs is not a folder; give",
         "data.media_dir=imgs",
@@ -667,6 +672,7 @@ def make_everything(folder: Path) -> None:
             "rows.jsonl": record("pictures/1.jpg"),
             "elsewhere.jsonl": record("1.jpg"),
             "lost.jsonl": record("no/1.jpg"),
+            "more/whole.jsonl": record(str(folder / "pictures" / "1.jpg")),
             "pictures/1.jpg": b"\xff\xd8",
         },
     )

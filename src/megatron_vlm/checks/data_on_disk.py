@@ -156,9 +156,9 @@ def _json_problems(
     root = Path(media_dir or path.parent).expanduser()
     of_records = [_media_names(record, columns) for record in records]
     names = [name for each in of_records for name in each]
-    if not names or any(os.path.exists(root / name) for name in names):
+    if not names or any(_leads_into(root, name) for name in names):
         return
-    held = next((folder for folder in _folders(root) if os.path.exists(folder / names[0])), None)
+    held = next((folder for folder in _folders(root, names) if _leads_into(folder, names[0])), None)
     if held or len(names) >= FEW_PATHS or all(of_records):
         yield (
             f"{shown}: none of the first {len(names)} media paths in it leads to a file under "
@@ -206,10 +206,21 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     ]
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    """The folder above `root`, and some of the folders in `root` and next to it."""
+def _leads_into(root: Path, name: str) -> bool:
+    """Whether a file of this name is there and, as `data.media.files` demands, inside `root`."""
+    try:
+        path = (root / name).resolve()
+        return path.is_relative_to(root.resolve()) and path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
+        return False
+
+
+def _folders(root: Path, names: list[str]) -> Iterator[Path]:
+    """The folder of all absolute paths; that above `root`; some of the folders in `root` and next to it."""
+    if folders := [os.path.dirname(name) for name in names if os.path.isabs(name)]:
+        yield Path(os.path.commonpath(folders))
     yield root.parent
     for folder in (root, root.parent):
         if folder.is_dir():
-            names = sorted(child for child in folder.iterdir() if child.is_dir())
-            yield from names[:REAL_MEDIA_FOLDERS]
+            children = sorted(child for child in folder.iterdir() if child.is_dir())
+            yield from children[:REAL_MEDIA_FOLDERS]
