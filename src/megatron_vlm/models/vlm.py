@@ -88,7 +88,8 @@ class VLMModel(MegatronModule):
         With deepstack, (T, 1 + n, D) as `models.layers.deepstack` wants it.
         """
         hidden_TD = self.language_model.embed(stream.input_ids)
-        extras_TD = [torch.zeros_like(hidden_TD)] * self.config.deepstack_layers
+        deep = stream.visual_inputs is not None or self.config.pipeline_model_parallel_size > 1
+        extras_TD = [torch.zeros_like(hidden_TD)] * self.config.deepstack_layers * deep
         if stream.visual_inputs is not None:
             features, rows = self._features(stream, len(hidden_TD))
             features_MD, *deep_MD = features if features.dim() == 3 else [features]
