@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ WITH_MODULES = AdapterConfig(r=4, lora_alpha=8, modules_to_save=WHOLE)
 QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
 DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.1)
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+DOWN_ALONE = AdapterConfig(r=3, target_modules=[], target_parameters=PARAMETERS[1:])
+FIRST_STAGE = AdapterConfig(r=3, target_modules=r".*vision_tower.*\.[qv]_proj")
 EXPERTS = AdapterConfig(r=3, lora_alpha=8, target_parameters=PARAMETERS, rank_pattern={"down_proj": 5})
 STEPS, HALF = 4, 2
 
@@ -82,6 +85,17 @@ class Run:
             for group in adam.param_groups:
                 adapters += [value for p in group["params"] for _, value in sorted(adam.state[p].items())]
         return digest(base), digest(adapters)
+
+
+def continues(run: RunConfig, case: dict) -> bool:
+    """Whether a run that trains, saves and goes on is bit-equal to one that was not interrupted."""
+    whole = Run(run)
+    whole.train(case, 1)
+    whole.save(1)
+    whole.train(case, 1)
+    continued = Run(run)
+    continued.train(case, 1)
+    return continued.digests() == whole.digests()
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
@@ -172,9 +186,24 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
     imported = Run(config(path, tensor, AdapterConfig(start=str(folder / "exported"))))
     found["imported logits"] = imported.logits(case)
     found["modules"] = modules_kept(path, case, folder)
+    found["first stage"] = continues(config(path, stages, FIRST_STAGE, folder / "first stage"), case)
     few = Run(config(path, tensor, QUERY_AND_VALUE))
     few.train(case, 1)
     save_adapters(few.chunks, folder / "query and value", QUERY_AND_VALUE, path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # as if the disk were full
+    try:
+        save_adapters(few.chunks, folder / "too large", QUERY_AND_VALUE, path)
+    except OSError as error:
+        found["too large"] = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    beyond = few.micro_batches(case)[0]
+    beyond["input_ids"][0, 1] = few.chunks[0].config.vocab_size
+    try:
+        few.chunks[0].layout(beyond)
+    except ValueError as error:
+        found["beyond"] = str(error)
     found["refusals"] = []
     for model, adapter in ((other, DROPPING), (path, AdapterConfig()), (path, QUERY_AND_VALUE)):
         try:
@@ -269,6 +298,7 @@ def experts(path: str, cases: str, root: str) -> dict[str, Any]:
     for name, layout in {"TP2": ParallelConfig(tp=2), "PP2·VPP2": ParallelConfig(pp=2, vpp=2)}.items():
         elsewhere = Run(config(path, layout, EXPERTS, folder / "run"))
         save_adapters(elsewhere.chunks, folder / name, EXPERTS, path)
+    found["down alone"] = continues(config(path, ParallelConfig(ep=2), DOWN_ALONE, folder / "down"), case)
     both = ParallelConfig(tp=2, ep=2)
     imported = Run(config(path, both, AdapterConfig(start=str(folder / "EP2"))))
     found["logits"] = imported.logits(case)

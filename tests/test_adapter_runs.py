@@ -59,6 +59,21 @@ def test_a_continued_run_is_bit_equal(story):
         assert found["continued equal"]
 
 
+def test_a_run_goes_on_where_a_stage_has_nothing_that_is_trained(story):
+    assert all(found["first stage"] for found in story[0])
+
+
+def test_a_token_without_an_embedding_is_refused(story):
+    """Tensor-parallel ranks would each take it for one of another rank, and all together for zeros."""
+    for found in story[0]:
+        assert "is outside of the model's vocabulary of" in found["beyond"]
+
+
+def test_adapters_that_do_not_fit_on_the_disk_say_so_on_every_rank(story):
+    for found in story[0]:
+        assert "could not be written" in found["too large"] and "make room" in found["too large"]
+
+
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     [step] = (story[1] / "run/checkpoints").glob("step_*")
     entries = FileSystemReader(step).read_metadata().state_dict_metadata
@@ -179,7 +194,7 @@ def of_experts(tmp_path_factory):
 
 def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
     for found in of_experts[2]:
-        assert found["base kept"] and found["continued equal"]
+        assert found["base kept"] and found["continued equal"] and found["down alone"]
         assert found["losses"][1] < found["losses"][0]
 
 
@@ -240,10 +255,11 @@ def source(parts):
     ("settings", "said"),
     [
         ({"target_modules": ["q_porj"]}, r"q_porj fits no module of the model; did you mean q_proj\?"),
-        ({"target_modules": "q_proj"}, r"q_proj fits no module .* a regex fits whole names, such as model\."),
+        ({"target_modules": "q_.*"}, r"q_.* fits no module .* a regex fits whole names, such as model\."),
         ({"target_modules": ["mlp"]}, "is a SiglipMLP; adapters are for linears"),
         ({"target_modules": ["patch_embedding"]}, "is a Conv2d; adapters are for linears"),
         ({"target_modules": ["lm_head"]}, "lm_head is the output layer"),
+        ({"target_modules": "q_proj,v_proj"}, r"give ends of names as a list: .*=\[q_proj,v_proj\]\."),
         ({"exclude_modules": ["q_porj"]}, r"exclude_modules: q_porj fits no module .* did you mean q_proj\?"),
         ({"exclude_modules": ".*"}, "leaves no module with an adapter"),
         (
@@ -286,6 +302,7 @@ def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_p
     both = modules(target_modules=["q_proj"])
     assert any("vision_tower" in name for name in both) and any("language_model" in name for name in both)
     assert modules(target_modules=["q_proj"], exclude_modules=r".*vision_tower.*") == both & language
+    assert modules(target_modules=["q_proj"], exclude_modules=["lm_head", "fc1"]) == both
 
 
 SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}

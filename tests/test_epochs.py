@@ -24,7 +24,7 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.held_out import is_held_out
-from megatron_vlm.milestones import Epochs, milestones
+from megatron_vlm.milestones import Epochs, milestones, validation_words
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from megatron_vlm.run_folder.batch_log import read_step
@@ -82,6 +82,21 @@ def test_what_draws_without_an_end_is_refused():
     for train in (TrainConfig(None, 2), TrainConfig(save_every="epoch")):
         with pytest.raises(ConfigError, match=r"train\.(epochs|save_every): .* no epochs; count steps"):
             milestones(train, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "has_data", "said"),
+    [
+        ({"eval_every": 5}, False, ["there is no validation data, so nothing is validated"]),
+        ({}, True, ["0, so the validation data is not used"]),
+        ({"eval_every": "epoch"}, True, []),
+        ({"keep_best": True, "save_every": 5}, True, []),
+        ({}, False, []),
+    ],
+)
+def test_it_is_said_if_validation_data_and_validations_do_not_come_together(train, has_data, said):
+    words = list(validation_words(TrainConfig(**train), has_data))
+    assert [word.split(": ", 1)[1].split("; ")[0] for word in words] == said
 
 
 # -- settings

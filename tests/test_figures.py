@@ -32,7 +32,8 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     from megatron_vlm.models.step_work import StepWork
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import gradients, step
+    from megatron_vlm.rl.preferences import objective_of
+    from megatron_vlm.training import gradients
 
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
@@ -40,13 +41,17 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     for name, (freeze, recompute, batch) in torch.load(cases, weights_only=False).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
         chunks = build_model(run, family, hf_config, setup.device())
-        ddp = gradients.data_parallel(chunks, run)
+        ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
+        run.train.objective = "dpo" if again else "tokens"
+        objective, _ = objective_of(run, ddp)
         counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
         with counter:
-            step.forward_backward(ddp, [batch])
-        done = products(counter) + 3 * seen_pairs(chunks[0], batch)
+            objective(ddp, [batch])
+        done = products(counter) + (3 + again) * seen_pairs(chunks[0], batch)
         if batch["visual_inputs"]:
-            done += (1 + 2 * trained_share(chunks[0].vision)) * tower_attention(chunks[0].vision, batch)
+            done += (1 + again + 2 * trained_share(chunks[0].vision)) * tower_attention(
+                chunks[0].vision, batch
+            )
         work = StepWork(run, family, hf_config).of(batch)
         if "language_model" in freeze:
             done -= 2 * work.tokens * router_weights(chunks[0])  # Megatron has no frozen router
@@ -168,6 +173,7 @@ def test_operations_are_those_that_torch_counts(family, tmp_path):
     batches = encoded(path, rows)
     cases = {rows: ([], "none", batch) for rows, batch in batches.items()}
     cases |= {name: (freeze, "none", batches["packed"]) for name, freeze in FREEZE.items()}
+    cases["pairs"] = [], "none", encoded(path, ["it", "t"])["packed"]
     if "video" in parity.inputs_of(family):
         cases["video"] = ([], "none", encoded(path, ["vt", "it"])["packed"])
     torch.save(cases, tmp_path / "cases.pt")

@@ -14,9 +14,8 @@ from transformers.activations import ACT2FN
 
 from megatron_vlm.models.layers import feed_forward, fused
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
 from megatron_vlm.models.layers.kernel_checks import FusedSizes, check_fused, fused_disagreement
-from megatron_vlm.models.layers.rotary import rotate
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
@@ -78,14 +77,18 @@ CASES = {  # ours, the same in plain operations, shapes of the inputs
     "Gemma's norm": (lambda *x: Norm.apply(*x, 1e-6, True), gemma_norm, [HIDDEN, (WIDTH,)]),
     "Llama's norm": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [HIDDEN, (WIDTH,)]),
     "norm of heads": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [QUERY, (HEAD,)]),
-    "rotary": (lambda x: rotate(x, *tables(8, x.dtype)), lambda x: turned(x, *tables(8, x.dtype)), [QUERY]),
+    "rotary": (
+        lambda x: rotate(x, *of_channels(*tables(8, x.dtype))),
+        lambda x: turned(x, *tables(8, x.dtype)),
+        [QUERY],
+    ),
     "rotary of a part": (
-        lambda x: rotate(x, *tables(4, x.dtype)),
+        lambda x: rotate(x, *of_channels(*tables(4, x.dtype))),
         lambda x: turned(x, *tables(4, x.dtype)),
         [QUERY],
     ),
     "rotary of neighbours": (
-        lambda x: rotate(x, *tables(4, x.dtype), adjacent=True),
+        lambda x: rotate(x, *of_channels(*tables(4, x.dtype), adjacent=True), adjacent=True),
         lambda x: turned_by_neighbours(x, *tables(4, x.dtype)),
         [QUERY],
     ),
@@ -144,9 +147,9 @@ def test_it_keeps_as_little_as_it_can(dtype):
         "Gemma's norm": numbers * size + 4 * TOKENS,
         "Llama's norm": numbers * size + 4 * TOKENS,
         "norm of heads": TOKENS * HEADS * (HEAD * size + 4),
-        "rotary": 2 * TOKENS * HEAD // 2 * size,
-        "rotary of a part": 2 * TOKENS * HEAD // 4 * size,
-        "rotary of neighbours": 2 * TOKENS * HEAD // 4 * size,
+        "rotary": 2 * TOKENS * HEAD * size,
+        "rotary of a part": 2 * TOKENS * HEAD // 2 * size,
+        "rotary of neighbours": 2 * TOKENS * HEAD // 2 * size,
         "SwiGLU": numbers * size,
         "GeGLU": numbers * size,
         "another gate": numbers * size,

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -209,6 +210,19 @@ def test_nothing_is_left_of_a_command_in_which_nothing_failed(errors, tmp_path):
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path), errors], check=True, timeout=60)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_command_goes_on_in_a_folder_that_may_only_be_read():
+    """As in a run of somebody else's, which is exported."""
+    program = (
+        "import os, sys; from megatron_vlm.job import watchdog\n"
+        "os.geteuid() or os.setuid(65534)\n"
+        "with watchdog.watching(sys.argv[1], 60, 'errors/export'): assert watchdog.watch().path.exists()"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # others may not enter pytest's own
+        os.chmod(folder, 0o555)
+        subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=60)
+        assert not os.listdir(folder)
 
 
 def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():

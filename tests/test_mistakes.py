@@ -436,6 +436,11 @@ MISTAKES = [
         "global_batch_size=3",
         "micro_batch_size=2",
     ),
+    train(
+        "nothing left to train",
+        r"model.freeze: tower, projector and language_model are all there is; leave one of them out\.",
+        "model.freeze=[tower,projector,language_model]",
+    ),
     train("a watchdog without patience", r"train.hang_seconds: 0 is less than 1\.", "train.hang_seconds=0"),
     Mistake(
         "export of a folder that is no run",

@@ -174,6 +174,13 @@ def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder
     assert encoder.drops.summary() == {"encoded": 0, "dropped": 0, "reasons": {}}
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path, folder, encoder):
+    (tmp_path / "file").touch()
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    with pytest.raises(OSError, match=r"data.lengths_cache: .*file.* cannot be made \(Not a directory\)"):
+        measure_dataset(rows, tmp_path / "file")
+
+
 def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):
     whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=50))
     rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models import costs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.recipes import load_recipe
 from tiny.distributed import run_distributed
@@ -190,6 +192,16 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
     hf_config.text_config.num_attention_heads, hf_config.text_config.num_key_value_heads = 36, 3
     with pytest.raises(ValueError, match="tp = 2 does not divide the model's 3 key/value heads; change tp"):
         make_plan(recipe(train_data_path="x", tp=2), hf_config, 2)
+
+
+@pytest.mark.parametrize("settings", [{"parallel.ep": 2}, {"model.load_balancing": 0.1}])
+def test_what_is_for_experts_is_refused_for_a_model_without(settings):
+    from megatron_vlm.planning.plan import make_plan
+
+    config = apply_overrides(load_recipe("gemma3_vl_4b")(train_data_path="x", tp=1), settings)
+    hf_config = AutoConfig.from_pretrained(CONFIGS / "gemma3_vl_4b.json")
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))}: is for experts, and this model has none"):
+        make_plan(config, hf_config, 2)
 
 
 def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():

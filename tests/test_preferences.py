@@ -29,6 +29,13 @@ RECORDS = {
         "chosen": {"from": "gpt", "value": "A cat."},
         "rejected": {"from": "gpt", "value": "A dog."},
     },
+    "whole beside the prompt": {"prompt": ASKED, "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+    "UltraFeedback": {
+        "prompt": "Which?",
+        "messages": [*ASKED, GOOD],
+        "chosen": [*ASKED, GOOD],
+        "rejected": [*ASKED, BAD],
+    },
     "other columns": {"prompt": ASKED, "better": "A cat.", "worse": "A dog."},
 }
 
@@ -54,8 +61,11 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
 
 def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
     record = {"system": "Be short.", "question": "What?", "chosen": "A cat.", "rejected": "A dog."}
-    roles = [[each["role"] for each in half["messages"]] for half in halves(record)]
-    assert roles == [["system", "user", "assistant"]] * 2
+    system = {"prompt": [turn("system", "Be short.")]}
+    whole = {key: [turn("user", "What?"), turn("assistant", key)] for key in ("chosen", "rejected")}
+    for each in (record, system | whole):
+        roles = [[each["role"] for each in half["messages"]] for half in halves(each)]
+        assert roles == [["system", "user", "assistant"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -67,6 +77,7 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
         ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 2"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
+        (RECORDS["TRL"] | {"chosen_images": ["a.jpg"]}, "chosen_images"),
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),
     ],
 )

@@ -52,6 +52,22 @@ def test_what_the_user_says_stays():
     assert config.run_dir == "runs/mine" and "parallel.tp" not in made.reasons
 
 
+def test_a_setting_that_is_a_mapping_may_be_given_key_by_key():
+    patterns = {"adapter.rank_pattern.q_proj": "6", r"adapter.rank_pattern.layers\.0\.v_proj": "2"}
+    made = proposal("gemma3_vl_4b", 0, adapter__r="4", optimizer__lr_by_part__lora_B="3e-2", **patterns)
+    adapter = made.config().adapter
+    assert adapter.rank_pattern == {"q_proj": 6, r"layers\.0\.v_proj": 2}
+    assert made.config().optimizer.lr_by_part == {"lora_B": 0.03}
+    assert from_yaml(made.to_yaml("megatron-vlm train")) == made.config()
+
+
+def test_a_run_without_a_recipe_saves_on_the_way_and_uses_validation_data():
+    train = proposal("gemma3_vl_4b", 0).config().train
+    assert (train.save_every, train.eval_every) == (500, 0)
+    train = proposal("gemma3_vl_4b", 0, data__validation_share="0.1", train__save_every="7").config().train
+    assert (train.save_every, train.eval_every) == (7, 500)
+
+
 @pytest.mark.long
 def test_a_model_that_fits_nowhere_is_refused_with_ways_out():
     with pytest.raises(
@@ -98,8 +114,11 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     run = tmp_path / "run"
     line = [*COMMAND, "train", "--model", tiny_gemma3, "--data", data, f"--run_dir={run}", "num_workers=0"]
     line += ["global_batch_size=4", "data.max_drop_share=1"]
+    run.mkdir()
+    (run / "recipe.yaml").write_text("# of a run that failed before its first step")
     first = ask(*map(str, line), "steps=2")
     assert first.returncode == 0 and "nanobind" not in first.stderr, first.stderr
+    assert "what was there is" in first.stdout and (run / "recipe.yaml.old").exists()
     assert from_yaml(first.stdout.partition("wrote ")[0]).train.steps == 2
     again = ask(*map(str, line), "steps=3")
     assert again.returncode == 2 and "holds another recipe; go on with that by --config" in again.stderr

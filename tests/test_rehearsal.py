@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp 2": ParallelConfig(tp=2),
     "pp 2": ParallelConfig(pp=2, distributed_optimizer=False),
     "cp 2": ParallelConfig(cp=2),
+    "tp 2, pairs": ParallelConfig(tp=2),
 }
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
 DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RENAMED]
@@ -40,6 +41,12 @@ def run_of(parallel: ParallelConfig) -> RunConfig:
     run.model = ModelConfig(hf_path="none", dtype="fp32", attention="documents", load_weights=False)
     run.data.train_data_path, run.data.seq_length, run.data.max_pixels = "none", 256, 112**2
     run.train.micro_batch_size, run.train.global_batch_size = 2, 8
+    return run
+
+
+def run_named(name: str) -> RunConfig:
+    run = run_of(LAYOUTS[name])
+    run.train.objective = "dpo" if "pairs" in name else "tokens"
     return run
 
 
@@ -56,9 +63,9 @@ def both(family: str) -> dict[str, tuple[dict, dict]]:
     setup.init_distributed(LAYOUTS["dp 2"], seed=1)
     for name, parallel in LAYOUTS.items():
         setup.reset_layout(parallel, seed=1)
-        measured[name] = real_step(run_of(parallel), hf_config)
+        measured[name] = real_step(run_named(name), hf_config)
     setup.shutdown()
-    return {name: (measured[name], rehearsed(run_of(LAYOUTS[name]), hf_config, rank)) for name in LAYOUTS}
+    return {name: (measured[name], rehearsed(run_named(name), hf_config, rank)) for name in LAYOUTS}
 
 
 def real_step(run: RunConfig, hf_config) -> dict:
@@ -68,6 +75,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.rehearsal import example_batch
     from megatron_vlm.planning.tensor_memory import TensorMemory
+    from megatron_vlm.rl.preferences import objective_of
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
     from megatron_vlm.training.step import train_step
@@ -77,11 +85,12 @@ def real_step(run: RunConfig, hf_config) -> dict:
         model = data_parallel(build_model(run, family, hf_config, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
+        objective, _ = objective_of(run, model)
         held = memory.peak = memory.alive
         batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
-        train_step(model, optimizer, scheduler, batches)
+        train_step(model, optimizer, scheduler, batches, objective=objective)
     with FlopCounterMode(display=False) as counter:  # a step of its own: it keeps inputs to the end
-        train_step(model, optimizer, scheduler, batches)
+        train_step(model, optimizer, scheduler, batches, objective=objective)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
     return {"peak": memory.peak, "held": held, "products": float(products)}
@@ -90,6 +99,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
 def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
     from megatron_vlm.planning.rehearsal import rehearse
 
+    run.model.load_weights = True  # pairs need it
     one = rehearse(run, hf_config, 2, rank)
     return {
         "peak": one.peak,

@@ -124,6 +124,15 @@ REFUSED = {
     "infinite": ({"choices": [choice(values=(-1.0, float("-inf")))]}, "or one is no number"),
     "another model": ({"choices": [choice(tokens=(5, 10**9))]}, "token 1000000000 is none of the model's"),
     "aborted": ({"choices": [choice(finish="abort")]}, "an answer ended by abort"),
+    "a huge number": (
+        {"choices": [choice(values=(-1.0, -(10**400)))]},
+        "not in the form of vLLM's or SGLang's (OverflowError",
+    ),
+    "longer": (
+        {"choices": [choice(tokens=[5] * 5, values=[-1.0] * 5)]},
+        "an answer has 5 tokens, max_new_tokens is 4",
+    ),
+    "trimmed": ({"choices": [choice(matched_stop=1)]}, "an answer lacks the token 1 that ended it"),
     "too many": ({"choices": [choice(), choice()]}, "2 answers, not 1"),
     "another form": ({"error": "x"}, "not in the form of vLLM's or SGLang's (KeyError: 'choices')"),
     "a list": ((200, b"[]"), "not in the form"),

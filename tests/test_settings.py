@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields, is_dataclass
 from math import inf, nan
 
@@ -139,6 +140,10 @@ def test_modules_of_adapters_are_a_regex_or_a_list_and_come_back_from_yaml():
         assert from_yaml(to_yaml(config)).adapter.target_modules == value
     config = apply_overrides(RunConfig(), [r"adapter.rank_pattern.layers\.0\.q_proj=8", "adapter.r=16"])
     assert config.adapter.rank_pattern == {r"layers\.0\.q_proj": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = apply_overrides(config, {"adapter.rank_pattern.o_proj": "4"})
+    assert again.adapter.rank_pattern["o_proj"] == 4
 
 
 def test_limits_of_pixels_that_no_image_meets_are_refused():

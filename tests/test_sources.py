@@ -429,6 +429,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
     [
         ({"question": "q", "answer": "a"}, ["q", "a"]),
         ({"instruction": "q", "input": "x", "output": "a"}, ["q\nx", "a"]),
+        ({"prompt": "q", "completion": "a"}, ["q", "a"]),
         ({"prompt": "q", "response": "a", "history": [["p", "b"]]}, ["p", "b", "q", "a"]),
         ({"texts": [{"user": "q", "assistant": "a"}, {"user": "r", "assistant": "b"}]}, ["q", "a", "r", "b"]),
         ({"image": "i.jpg", "caption": "a"}, ["", "a"]),

@@ -18,11 +18,11 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import ConfigError, RunConfig, derived
+from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.milestones import Epochs, Milestones, milestones
+from megatron_vlm.milestones import Epochs, Milestones, check_validation, milestones, validation_words
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
@@ -70,11 +70,7 @@ class Feed:
             write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
 
     def _milestones(self) -> Milestones:
-        if self._train.keep_best and self._data.valid_loader is None:
-            raise ConfigError(
-                "train.keep_best: there is no validation data to tell which checkpoint is the best; give "
-                "data.valid_data_path or data.validation_share."
-            )
+        check_validation(self._train, self._data.valid_loader is not None)
         return milestones(self._train, self._epochs, *self._begun)
 
     def _known_epochs(self) -> Epochs | None:
@@ -133,6 +129,8 @@ class Feed:
                 "data: the Hugging Face processor encodes every sample, slower: "
                 f"{self._data.why_hf_processor}"
             )
+        if self._data:
+            yield from validation_words(self._train, self._data.valid_loader is not None)
         if self._epochs:
             last = self.milestones.steps
             yield from self._epochs.words(self._config, last, self.rows_after(last))

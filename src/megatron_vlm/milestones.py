@@ -53,6 +53,26 @@ class Epochs:
             )
 
 
+def check_validation(train: TrainConfig, has_data: bool) -> None:
+    """Raises ConfigError if the best checkpoint is asked for, and there is nothing to tell it by."""
+    if train.keep_best and not has_data:
+        raise ConfigError(
+            "train.keep_best: there is no validation data to tell which checkpoint is the best; give "
+            "data.valid_data_path or data.validation_share."
+        )
+
+
+def validation_words(train: TrainConfig, has_data: bool) -> Iterator[str]:
+    """What a user should know if validation data and when to validate do not come together."""
+    if train.eval_every and not has_data:
+        yield (
+            "train.eval_every: there is no validation data, so nothing is validated; data.valid_data_path or "
+            "data.validation_share give some"
+        )
+    if has_data and not (train.eval_every or train.keep_best):
+        yield "train.eval_every: 0, so the validation data is not used; set a number of steps, or epoch"
+
+
 @dataclass(frozen=True)
 class Milestones:
     """The last step of a run, the steps in which an epoch ends, and what is done after each step."""

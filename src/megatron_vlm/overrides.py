@@ -118,7 +118,9 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
 
 def _entry(wanted: str, value: Any) -> str | float:
     """A value of a mapping whose type is `wanted`. YAML takes 1e-6 for text."""
-    return float(value) if wanted.endswith("float]") else str(value)
+    if wanted.endswith("float]"):
+        return float(value)
+    return int(str(value)) if wanted.endswith("int]") else str(value)
 
 
 def _items(value: Any) -> list[Any]:

@@ -132,6 +132,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {value} does not exist{suggestion(value, choices)}"
     for group in set(config.model.freeze) - set(FREEZE_GROUPS):
         yield f"model.freeze: {group} is not a part of the model{suggestion(group, FREEZE_GROUPS)}"
+    if set(config.model.freeze) >= set(FREEZE_GROUPS):
+        yield "model.freeze: tower, projector and language_model are all there is; leave one of them out."
     yield from adapter_problems(config)
     yield from _source_problems(config.data)
     yield from _packing_problems(config.data)

@@ -22,7 +22,7 @@ from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import said
-from megatron_vlm.run_folder.folder import write_whole
+from megatron_vlm.run_folder.folder import is_used, write_whole
 from megatron_vlm.supported import refuse
 
 RECIPE = "recipe.yaml"  # in the run folder
@@ -39,7 +39,7 @@ def recipe_for(
     """The file of a recipe for this checkpoint and data, which is printed, and the processes to start.
 
     Nothing is written in a dry run. Raises ConfigError if the checkpoint or the data cannot be used, if no
-    layout fits, if the run folder holds another recipe, and in torchrun's processes.
+    layout fits, if the run folder holds a run of another recipe, and in torchrun's processes.
     """
     if not (model and data):
         raise ConfigError(
@@ -94,13 +94,17 @@ def _is_energon(path: Path) -> bool:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    kept = ""
     if file.exists() and _without_command(file.read_text(encoding="utf-8")) != _without_command(text):
-        raise ConfigError(
-            f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, remove "
-            "it, or give another --run_dir."
-        )
+        if is_used(file.parent):
+            raise ConfigError(
+                f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, "
+                "remove it, or give another --run_dir."
+            )
+        file.replace(f"{file}.old")  # of a run that failed before its first step, or somebody's work
+        kept = f"; what was there is {file}.old"
     write_whole(file, text)
-    typer.echo(f"wrote {file}")
+    typer.echo(f"wrote {file}{kept}")
 
 
 def _without_command(text: str) -> str:

@@ -5,8 +5,9 @@
 row, which sees the row's cache. There are R rows with equally many slots in a layer; H are key/value heads,
 K their channels.
 
-A layer's cache has 2 * H / tp * K numbers for each token of a row. It has a slot for every token that a row
-can get; with a sliding window, as many as the window, and token p lies in slot p % window.
+A layer's cache has 2 * H / tp * K numbers for each token of a row. Rows with shorter prompts start later, so
+that the tokens of one step have the same place. There is a slot for every place; with a sliding window, as
+many as the window, and place p is slot p % window.
 """
 
 from __future__ import annotations
@@ -39,92 +40,93 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 
 class KeyValueCache:
-    """By layer, keys and values (R * slots, H, K), for rows of at most `tokens` tokens."""
+    """By layer, keys and values (R, H, slots, K), of `tokens` places. Row i begins at `starts[i]`."""
 
-    def __init__(self, rows: int, tokens: int):
-        self.rows, self.tokens = rows, tokens
+    def __init__(self, starts: np.ndarray, tokens: int):
+        self.starts, self.tokens = starts, tokens
         self._held: dict[CoreAttention, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: CoreAttention, key: Tensor, value: Tensor, where: Tensor) -> None:
-        """Keys and values (n, H, K) into the layer's numbers `where` (n,) of R * slots."""
+    def of(self, layer: CoreAttention, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's, at first for keys like this (T, H, K)."""
         if layer not in self._held:
-            shape = (self.rows * slots_of(layer.window, self.tokens), *key.shape[1:])
+            shape = len(self.starts), key.shape[1], slots_of(layer.window, self.tokens), key.shape[2]
             # slots not yet written are masked, but must be finite
-            self._held[layer] = key.new_zeros(shape), value.new_zeros(shape)
-        for held, new in zip(self._held[layer], (key, value), strict=True):
-            held.index_copy_(0, where, new)
+            self._held[layer] = key.new_zeros(shape), key.new_zeros(shape)
+        return self._held[layer]
 
-    def read(self, layer: CoreAttention, slots: int) -> Iterable[Tensor]:
-        """Keys and values (R, H, slots, K) of the first slots."""
-        for held in self._held[layer]:
-            yield held.view(self.rows, -1, *held.shape[1:])[:, :slots].transpose(1, 2)
-
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: np.ndarray) -> None:
         """Row i becomes a copy of what was row `rows[i]`."""
+        self.starts = self.starts[rows]
         for layer, both in self._held.items():
-            self._held[layer] = tuple(
-                held.unflatten(0, (self.rows, -1)).index_select(0, rows).flatten(0, 1) for held in both
-            )
-        self.rows = len(rows)
+            self._held[layer] = tuple(held[torch.from_numpy(rows).to(held.device)] for held in both)
 
 
 class Prefill:
     """`attend` of a plan of whole prompts, which become rows `first`, `first + 1`, … of the cache."""
 
     def __init__(
-        self, cache: KeyValueCache, first: int, lengths: list[int], windows: Iterable[int | None], device
+        self, cache: KeyValueCache, first: int, lengths: np.ndarray, windows: Iterable[int | None], device
     ):
         self._cache = cache
-        self._places = {}  # by window: tokens of the stream, and where they go in the cache
-        starts = np.cumsum([0, *lengths])
+        self._places = {}  # by window: tokens of the stream, their rows and their slots
+        ends = np.cumsum(lengths)
         for window in set(windows):
             slots = slots_of(window, cache.tokens)
-            tokens, where = [], []
-            for row, (start, length) in enumerate(zip(starts, lengths, strict=False), first):
-                places = np.arange(max(0, length - slots), length)
-                tokens.append(start + places)
-                where.append(row * slots + places % slots)
+            kept = np.minimum(lengths, slots)
+            rows = np.repeat(np.arange(len(lengths)), kept)
+            tokens = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
+            # of the stream -> of the row, counted from where the longest row starts
+            places = tokens - (ends - lengths)[rows] + cache.starts[first + rows]
             self._places[window] = [
-                torch.from_numpy(np.concatenate(x)).to(device, non_blocking=True) for x in (tokens, where)
+                torch.from_numpy(x).to(device, non_blocking=True)
+                for x in (tokens, first + rows, places % slots)
             ]
 
     def __call__(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan):
-        tokens, where = self._places[layer.window]
-        self._cache.write(layer, key.index_select(0, tokens), value.index_select(0, tokens), where)
+        tokens, rows, slots = self._places[layer.window]
+        for held, new in zip(self._cache.of(layer, key), (key, value), strict=True):
+            held[rows, :, slots] = new.index_select(0, tokens)
         return layer.attend(query, key, value, plan)
 
 
 class DecodePlan:
-    """The plan of a stream of one token for each row, the row's token number `places[row]`; then padding."""
+    """The plan of a stream of one token for each row, at `place`, then padding."""
 
-    def __init__(self, cache: KeyValueCache, places: np.ndarray, windows: Iterable[int | None], device):
-        self._cache = cache
-        self._views = {}  # by window: where the new keys go, how many slots are seen, those that are not
-        for window in set(windows):
-            slots = slots_of(window, cache.tokens)
-            where = torch.from_numpy(np.arange(len(places)) * slots + places % slots)
-            seen = min(int(places.max()) + 1, slots)
-            hidden = np.arange(seen) > places[:, None]
-            mask = torch.from_numpy(hidden)[:, None, None].to(device) if hidden.any() else None
-            self._views[window] = where.to(device, non_blocking=True), seen, mask
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor | None] = {}  # made once for all layers
+    turns: list[list[list[Tensor]]]  # see `AttentionPlan`
+
+    def __init__(self, cache: KeyValueCache, place: int, windows: Iterable[int | None], device):
+        self._cache, self._device = cache, device
+        self._views = {window: self._view(place, slots_of(window, cache.tokens)) for window in set(windows)}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}  # made once for all layers
+
+    def _view(self, place: int, slots: int) -> tuple[int, int, np.ndarray | None]:
+        """The slot of the new token, how many are seen, and (R, seen) which of these are before the row."""
+        seen, starts = min(place + 1, slots), self._cache.starts
+        hidden = place - (place - np.arange(seen)) % slots < starts[:, None]
+        return place % slots, seen, hidden if place + 1 - seen < starts.max() else None
 
     def attend(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, _) -> Tensor:
         """(T, H, K). The query heads of one key/value head are as queries of one head."""
-        cache, (where, slots, _) = self._cache, self._views[layer.window]
-        cache.write(layer, key[: cache.rows], value[: cache.rows], where)
-        keys, values = cache.read(layer, slots)
-        queries = query[: cache.rows].unflatten(1, (keys.shape[1], -1))
+        slot, seen, hidden = self._views[layer.window]
+        rows, tokens = len(self._cache.starts), len(query)
+        if rows < tokens:
+            query, key, value = query[:rows], key[:rows], value[:rows]
+        keys, values = self._cache.of(layer, key)
+        keys.select(2, slot).copy_(key)
+        values.select(2, slot).copy_(value)
         context = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=self._mask(layer.window, query.dtype), scale=layer.scale
-        )
-        padding = len(query) - cache.rows
-        context = context.flatten(1, 2)
-        return pad(context, (0, 0, 0, 0, 0, padding)) if padding else context
+            query.unflatten(1, (key.shape[1], -1)),
+            keys.narrow(2, 0, seen),
+            values.narrow(2, 0, seen),
+            attn_mask=None if hidden is None else self._mask(layer.window, query.dtype),
+            scale=layer.scale,
+        ).flatten(1, 2)
+        return pad(context, (0, 0, 0, 0, 0, tokens - rows)) if rows < tokens else context
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(R, 1, 1, seen) to be added."""
         if (window, dtype) not in self._masks:
-            hidden = self._views[window][2]
-            zero = None if hidden is None else torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window, dtype] = zero if zero is None else zero.masked_fill_(hidden, -torch.inf)
+            hidden = torch.from_numpy(self._views[window][2])[:, None, None].to(self._device)
+            zero = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window, dtype] = zero.masked_fill_(hidden, -torch.inf)
         return self._masks[window, dtype]

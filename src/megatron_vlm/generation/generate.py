@@ -54,7 +54,7 @@ class Answer:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     model: list[torch.nn.Module],
     prompts: list[Prompt],

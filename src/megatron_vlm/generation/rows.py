@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions
+from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
 
@@ -56,7 +56,7 @@ class Rows:
 
     def __init__(self, request: Request, pieces: list[Piece], model: VLMModel):
         self.request, self.pieces, self.model = request, pieces, model
-        self.windows = model.config.layer_windows or (None,)
+        self.windows = set(model.config.layer_windows or (None,))
         rows = [(i, answer) for i, piece in enumerate(pieces) for answer in range(piece.start, piece.stop)]
         self.piece_of_row = np.array([i for i, _ in rows])
         # (prompt, answer) of each row, None if it is not wanted
@@ -64,12 +64,15 @@ class Rows:
         prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
         draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
-        self.lengths = np.array([len(prompt["input_ids"]) for prompt in prompts])[self.piece_of_row]
+        check_tokens(max(int(prompt["input_ids"].max()) for prompt in prompts), model.config.vocab_size)
         last = [prompt["position_ids"].max().item() for prompt in prompts]
         check_positions(max(last) + steps - 1, model.config.most_positions, "a prompt with its answer")
         self.positions = np.array(last)[self.piece_of_row]  # that of the last token so far, on every axis
-        self.cache = KeyValueCache(len(pieces), int(self.lengths.max()) + steps - 1)
+        lengths = np.array([len(prompt["input_ids"]) for prompt in prompts])
+        self.longest = int(lengths.max())
+        self.cache = KeyValueCache(self.longest - lengths, self.longest + steps - 1)
         self.held = np.arange(len(rows))
+        self._stream: Stream | None = None  # of the last step
         self.runs = np.ones(len(rows), bool)
         self.taken, self.counts = np.zeros((3, len(rows), steps)), np.zeros(len(rows), np.int64)
 
@@ -91,10 +94,9 @@ class Rows:
 
     def spread(self) -> Tensor:
         """After all prompts: the cache gets a row for every answer. Returns the piece of each."""
-        pieces = torch.from_numpy(self.piece_of_row).to(device())
-        if len(pieces) > self.cache.rows:
-            self.cache.select(pieces)
-        return pieces
+        if len(self.piece_of_row) > len(self.pieces):
+            self.cache.select(self.piece_of_row)
+        return torch.from_numpy(self.piece_of_row).to(device())
 
     def token_stream(self, length: int) -> Stream:
         """The last token of each row that is held; its key goes into the cache."""
@@ -104,22 +106,28 @@ class Rows:
             return pad(torch.from_numpy(values_R), (0, length - rows)).to(here, non_blocking=True)[None]
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
-        position_ids, order = on_device(self.positions[self.held]), torch.arange(length, device=here)
-        return Stream(
-            input_ids=on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
-            position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
-            is_padding=order[None] >= rows,
-            plan=DecodePlan(self.cache, self.lengths[self.held] + self.steps - 1, self.windows, here),
-            visual_inputs=None,
-            feature_ranks=NOTHING,
-            feature_rows=NOTHING,
-            output_rows=order[:rows],
-            labels=torch.empty(0, device=here),
-            weights=None,
-            output_places=order[:rows],
-            outputs=rows,
-            trained_weight=0.0,
-        )
+        position_ids = on_device(self.positions[self.held])
+        if self._stream is None or self._stream.is_padding.shape[1] != length:
+            order = torch.arange(length, device=here)
+            self._stream = Stream(
+                input_ids=order[None],
+                position_ids=position_ids,
+                is_padding=order[None] >= rows,
+                plan=None,
+                visual_inputs=None,
+                feature_ranks=NOTHING,
+                feature_rows=NOTHING,
+                output_rows=order[:rows],
+                labels=order[:0],
+                weights=None,
+                output_places=order[:rows],
+                outputs=rows,
+                trained_weight=0.0,
+            )
+        self._stream.input_ids = on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64))
+        self._stream.position_ids = position_ids.expand(3, 1, -1) if axes else position_ids
+        self._stream.plan = DecodePlan(self.cache, self.longest + self.steps - 1, self.windows, here)
+        return self._stream
 
     def choose(self, logits_RV: Tensor) -> Tensor:
         """(3, held) fp64, see `Sampling.choose`."""
@@ -134,8 +142,8 @@ class Rows:
         self.positions += 1
         self.steps += 1
         if 0 < 2 * runs.sum() <= len(runs):
-            self.held = self.held[runs]
-            self.cache.select(torch.from_numpy(np.flatnonzero(runs)).to(device()))
+            self.held, self._stream = self.held[runs], None
+            self.cache.select(np.flatnonzero(runs))
 
 
 def batch_of(prompts: list[Prompt]) -> Batch:

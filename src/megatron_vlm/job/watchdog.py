@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +42,14 @@ def start(errors: Path, hang_seconds: float, run_dir: Path | None = None) -> Non
 
 @contextlib.contextmanager
 def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -> Iterator[None]:
-    """`start` for the time of a command. After an error it stays on, so that `failures` can say where."""
-    start(Path(run_dir) / errors, hang_seconds, Path(run_dir))
+    """`start` for the time of a command. After an error it stays on, so that `failures` can say where.
+
+    The files of errors lie in the run's folder, or in a new one if that may only be read, as for an export.
+    """
+    folder = Path(run_dir)
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
+    start(folder / errors, hang_seconds, Path(run_dir))
     yield
     finish()
 

@@ -252,12 +252,25 @@ def images_per_tower(config: RunConfig, image: ImageCost) -> float:
 
 def language_model_passes(config: RunConfig) -> int:
     """The cost of a training step through a layer, in forward passes."""
-    return 2 + ("language_model" not in config.frozen) + (config.model.recompute == "full")
+    trained = "language_model" not in config.frozen
+    return 2 + trained + (config.model.recompute == "full") + reference_passes(config)
+
+
+def output_passes(config: RunConfig) -> int:
+    """Likewise of the output layer, which is never recomputed."""
+    reference = reference_passes(config)
+    return min(3, language_model_passes(config) - reference) + reference
+
+
+def reference_passes(config: RunConfig) -> int:
+    """Forward passes by the starting weights, which preference pairs are scored by as well."""
+    return int(config.train.objective == "dpo")
 
 
 def vision_passes(config: RunConfig, image: ImageCost) -> int:
     """Likewise of the tower; a projector hardly counts."""
-    return image.passes + (image.passes > 1 and config.model.recompute == "full")
+    again = image.passes > 1 and config.model.recompute == "full"
+    return image.passes + again + reference_passes(config)
 
 
 def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
@@ -270,5 +283,5 @@ def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tupl
     tokens = seq_length / (config.parallel.tp * config.parallel.cp)
     one_layer *= language_model_passes(config) * tokens
     tower = image.flops * images_per_tower(config, image) * vision_passes(config, image)
-    output = output_flops(architecture) * tokens * min(3, language_model_passes(config))
+    output = output_flops(architecture) * tokens * output_passes(config)
     return layers, tower / one_layer, output / one_layer

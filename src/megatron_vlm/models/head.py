@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel.linears import product
 
 CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
 
@@ -57,7 +58,8 @@ def output_logits(
 ) -> Tensor:
     """Megatron's `output_processor`: the logits (n, V / tp) of the wanted tokens."""
     hidden_ND = _wanted(hidden_states, config, context)
-    logits = hidden_ND @ (output_layer.weight if output_weight is None else output_weight).t()
+    weight = output_layer.weight if output_weight is None else output_weight
+    logits = hidden_ND @ weight.t() if torch.is_grad_enabled() else product(hidden_ND, weight)
     return capped(logits, config.logit_softcap)
 
 
@@ -65,7 +67,8 @@ def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
     """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; gradients are summed."""
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_T1D)[:, 0].index_select(0, stream.output_rows)
-    return copy_to_tensor_model_parallel_region(hidden_T1D[:, 0].index_select(0, stream.output_rows))
+    hidden_ND = hidden_T1D[:, 0].index_select(0, stream.output_rows)
+    return copy_to_tensor_model_parallel_region(hidden_ND) if torch.is_grad_enabled() else hidden_ND
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.attention_sizes import Heads, all_heads
+from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
-from megatron_vlm.models.layers.deepstack import DeepstackLayer, fill_message, read_message
 from megatron_vlm.models.layers.feed_forward import GatedMLP
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
@@ -159,15 +158,12 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    add = (
-        ModuleSpec(NormThenAdd, params={"config": megatron_config})
-        if megatron_config.norm_after_sublayer
-        else get_bias_dropout_add
-    )
+    norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
+    add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     dense_mlp = partial(GatedMLP.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
-        module=DeepstackLayer,
+        module=deepstack.DeepstackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
@@ -233,7 +229,8 @@ class LanguageModel(GPTModel):
         if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
             for router in (module for module in self.modules() if isinstance(module, Router)):
                 router.trained_weight = stream.trained_weight
-        output = self(
+        run = self if torch.is_grad_enabled() else partial(deepstack.without_gradients, self)
+        output = run(
             input_ids=None,
             position_ids=stream.position_ids,
             attention_mask=None,
@@ -245,18 +242,18 @@ class LanguageModel(GPTModel):
         )
         if self.post_process:
             return output
-        return fill_message(self.config, output, self.decoder.layers[-1].layer_number)
+        return deepstack.fill_message(self.config, output, self.decoder.layers[-1].layer_number)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Called by Megatron's schedules with the previous stage's output."""
         message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if message is not None:
-            message = read_message(self.config, message, self.decoder.layers[0].layer_number)
+            message = deepstack.read_message(self.config, message, self.decoder.layers[0].layer_number)
         super().set_input_tensor(message)
 
-    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **_):
+    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **others):
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
             mask_T1 = padding_mask.transpose(0, 1).contiguous()
             padding_mask = scatter_to_sequence_parallel_region(mask_T1).transpose(0, 1)
-        tables = self.rotary(position_ids).to(self.config.params_dtype)
-        return decoder_input, tables, None, None, None, padding_mask
+        others["packed_seq_params"].turns = self.rotary.turns(position_ids, self.config)
+        return decoder_input, None, None, None, None, padding_mask

@@ -45,13 +45,14 @@ class StepWork:
         layers = range(architecture["num_layers"])
         # An adapter's own products are too few to count. The hidden states have gradients in any case:
         # embeddings or adapters are trained, or images come from what is.
-        passes = 2 + ("language_model" not in config.frozen)
+        reference = costs.reference_passes(config)
+        passes = 2 + ("language_model" not in config.frozen) + reference
         self._per_token = passes * sum(costs.product_flops(architecture, i) for i in layers)
         self._per_trained_token = passes * costs.output_flops(architecture)
         windows = architecture.get("layer_windows") or [None] * len(layers)
         self._per_pair: Counter[int | None] = Counter()  # by window, over its layers
         for layer, window in enumerate(windows):
-            self._per_pair[window] += 3 * costs.pair_flops(architecture, layer)
+            self._per_pair[window] += (3 + reference) * costs.pair_flops(architecture, layer)
         self._per_unit, self._per_tower_pair = tower_flops(config, family, hf_config)
 
     def of(self, batch: Batch) -> Work:
@@ -92,6 +93,8 @@ def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[floa
         features = vision(**visual.as_model_kwargs())
         if features.requires_grad:
             features.sum().backward()
+        for _ in range(costs.reference_passes(config)):
+            vision(**visual.as_model_kwargs())
     units, pairs = tower_units(family, hf_config, image), family.tower_pairs(hf_config, image)
     return products.get_total_flops() / units, attention.flops / pairs
 

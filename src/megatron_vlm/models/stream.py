@@ -67,6 +67,16 @@ def check_positions(last: int, most: int | None, whose: str = "a document") -> N
         )
 
 
+def check_tokens(largest: int, vocabulary: int) -> None:
+    """Raises ValueError for a token without an embedding: tensor-parallel ranks would take it for zeros."""
+    if largest >= vocabulary:
+        raise ValueError(
+            f"batch: token {largest} is outside of the model's vocabulary of {vocabulary}: the tokenizer of "
+            "model.hf_path has more tokens than the weights have rows. Add these with Transformers, by "
+            "model.resize_token_embeddings(len(tokenizer)), and save the model there."
+        )
+
+
 class StreamLayout:
     """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
 

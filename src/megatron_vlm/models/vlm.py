@@ -23,7 +23,7 @@ from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
 from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions
+from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
 from megatron_vlm.parallel.layout import pipeline_layout
 
@@ -70,6 +70,7 @@ class VLMModel(MegatronModule):
     def layout(self, batch: Batch) -> StreamLayout:
         """How the rows of `batch`, which is on the host, become a stream."""
         check_positions(int(batch["position_ids"].max()), self.config.most_positions)
+        check_tokens(int(batch["input_ids"].max()), self.config.vocab_size)
         ranks = parallel_state.get_context_parallel_world_size()
         return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
 
@@ -87,7 +88,8 @@ class VLMModel(MegatronModule):
         With deepstack, (T, 1 + n, D) as `models.layers.deepstack` wants it.
         """
         hidden_TD = self.language_model.embed(stream.input_ids)
-        extras_TD = [torch.zeros_like(hidden_TD)] * self.config.deepstack_layers
+        deep = stream.visual_inputs is not None or self.config.pipeline_model_parallel_size > 1
+        extras_TD = [torch.zeros_like(hidden_TD)] * self.config.deepstack_layers * deep
         if stream.visual_inputs is not None:
             features, rows = self._features(stream, len(hidden_TD))
             features_MD, *deep_MD = features if features.dim() == 3 else [features]

@@ -1,7 +1,7 @@
 """Megatron's parallel linears, which without gradients do their product and collectives, and nothing else.
 
 Megatron prepares at every call for the backward pass. Where a token at a time passes, in generation, this
-takes longer on a CPU than a small product. The operations are the same, and so is every bit of the result.
+takes longer on a CPU than a small product. The sums are the same, and so is every bit of the result.
 """
 
 from __future__ import annotations
@@ -9,6 +9,17 @@ from __future__ import annotations
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.nn.functional import linear
+
+FEW_ROWS, OUTPUTS_AT_ONCE = 16, 768
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x times the transposed weight, without gradients. For few rows and many outputs, MKL is a quarter
+    quicker with some of the outputs at a time."""
+    if x.is_cpu and x.shape[:-1].numel() <= FEW_ROWS and len(weight) > OUTPUTS_AT_ONCE:
+        return torch.cat([linear(x, part) for part in weight.split(OUTPUTS_AT_ONCE)], dim=-1)
+    return linear(x, weight)
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -19,7 +30,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             return super().forward(input_, *args)
         if self.sequence_parallel:
             input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        return _with_bias(self, torch.matmul(input_, self.weight.t()))
+        return _with_bias(self, product(input_, self.weight))
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -28,7 +39,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
-        output = torch.matmul(input_, self.weight.t())
+        output = product(input_, self.weight)
         if self.sequence_parallel:
             output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         elif self.tp_group.size() > 1:
@@ -43,7 +54,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, bias=True, **kwargs)
 
 
-def _with_bias(linear: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:
-    if linear.skip_bias_add:
-        return output, linear.bias
-    return (output if linear.bias is None else output + linear.bias), None
+def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    if module.skip_bias_add:
+        return output, module.bias
+    return (output if module.bias is None else output + module.bias), None

@@ -149,7 +149,7 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     layers = sum(
         costs.layer_flops(architecture, i, config.data.seq_length) for i in range(megatron_config.num_layers)
     )
-    language_model = passes * layers + min(3, passes) * costs.output_flops(architecture)
+    language_model = passes * layers + costs.output_passes(config) * costs.output_flops(architecture)
     an_image = image.flops * per_row / config.data.seq_length
     tower, of_tower = costs.vision_passes(config, image), again and image.passes > 1
     useful = language_model - again * layers + (tower - of_tower) * an_image
@@ -269,12 +269,13 @@ def _stage(
     activations = _activations(config, megatron_config, held, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
         activations = max(activations, 4 * held.vision.trained_dense)
-    flops = lm_passes * layers_flops + last * min(3, lm_passes) * costs.output_flops(architecture)
+    flops = lm_passes * layers_flops + last * costs.output_passes(config) * costs.output_flops(architecture)
+    trained = parameters.trained_dense + parameters.trained_experts
     return Stage(
         layers=layers,
         parameters=parameters.total,
-        weights=value * parameters.total,
-        gradients=4 * (parameters.trained_dense + parameters.trained_experts),
+        weights=value * (parameters.total + costs.reference_passes(config) * trained),
+        gradients=4 * trained,
         optimizer=state
         * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
         activations=activations,

@@ -19,6 +19,7 @@ from megatron_vlm.planning.step_time import Gpu
 from megatron_vlm.planning.words import ways_to_fit
 
 ROWS_IN_A_STEP = 32
+STEPS_BETWEEN_SAVES = 500  # as in the recipes
 LR_OF_ADAPTERS = 2e-4  # as in recipes/*_lora.yaml
 LAYOUT = "parallel.", "model.recompute"  # who sets one of these chooses the layout
 
@@ -79,14 +80,25 @@ def propose(
     if apply_overrides(RunConfig(), said).adapter.used:
         found["optimizer.lr"] = LR_OF_ADAPTERS, "adapters take more than whole weights do"
     found["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
+    found["train.save_every"] = STEPS_BETWEEN_SAVES, "so much is lost at most if the run is interrupted"
+    if {"data.valid_data_path", "data.validation_share"} & set(said):
+        found["train.eval_every"] = STEPS_BETWEEN_SAVES, "and at the end"
     found |= {key: (value, "") for key, value in said.items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):
         found |= _layout({key: value for key, (value, _) in found.items()}, hf_config, gpus, processes)
     values = {key: value for key, (value, _) in found.items()}
     config = dict(all_settings(apply_overrides(RunConfig(), values)))  # of the settings' own types
-    order = sorted(found, key=lambda key: ("." in key, key.split(".")[0]))
+    given = dict.fromkeys(_setting(key, config) for key in found)
+    order = sorted(given, key=lambda key: ("." in key, key.split(".")[0]))
     reasons = {key: reason for key, (_, reason) in found.items() if reason}
     return Proposal({key: config[key] for key in order}, reasons, processes)
+
+
+def _setting(key: str, config: Mapping[str, Any]) -> str:
+    """The setting that a key sets; a setting that is a mapping has keys of its own after its name."""
+    while key not in config:
+        key = key.rpartition(".")[0]
+    return key
 
 
 def _layout(

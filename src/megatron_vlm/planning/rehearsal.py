@@ -26,6 +26,7 @@ from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
+from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import train_step
@@ -86,9 +87,9 @@ class Rehearsal:
 def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Rehearsal:
     """A step of `rank` among `gpus` processes, after one in which the optimizer's state was made.
 
-    Rows are full: one document each, with `data.visual_share` of its tokens in images of `data.max_pixels`,
-    the others trained. Tokens go evenly to all experts. Attention is what `auto` means on a GPU. As many
-    micro batches are run as it takes until a pipeline holds the most.
+    Rows are full: one document each, or two halves as a preference pair, with `data.visual_share` of the
+    tokens in images of `data.max_pixels`, the others trained. Tokens go evenly to all experts. Attention is
+    what `auto` means on a GPU. As many micro batches are run as it takes until a pipeline holds the most.
 
     Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
     CUDA: there Megatron would use it.
@@ -114,11 +115,13 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         weights, gradients = _nbytes(p for chunk in chunks for p in chunk.parameters()), _gradients(model)
         gc.collect()
         held = recorder.alive
+        objective, _ = objective_of(config, model)
+        reference = recorder.alive - held
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
         batches = [example_batch(config, family, hf_config, META)] * _enough(config, count, stage)
         micro_batch, once = _count_apart(recorder, chunks)
-        train_step(model, optimizer, scheduler, batches)
+        train_step(model, optimizer, scheduler, batches, objective=objective)
     for what in [call for call in micro_batch.collectives if call.group == "dp"]:
         once[what] += micro_batch.pop(what)  # gradients of the last micro batch
     return Rehearsal(
@@ -126,7 +129,7 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         gpus=gpus,
         rank=rank,
         stage=stage,
-        weights=weights,
+        weights=weights + reference,
         gradients=gradients,
         optimizer=held - weights - gradients,
         peak=recorder.peak,
@@ -194,6 +197,10 @@ def example_batch(config: RunConfig, family: Family, hf_config: Any, device: tor
         start += count + 1
     positions = family.position_ids(hf_config)(ids_T, GenericVisualInputs.cat(images))
     labels_T = torch.where(ids_T == hf_config.image_token_id, IGNORE_INDEX, ids_T)
+    documents_T = torch.ones(length, dtype=torch.int32)
+    if config.train.objective == "dpo":
+        documents_T[length // 2 :] = 2
+        labels_T[length // 2 - 1] = IGNORE_INDEX  # no document is trained to predict the next
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     visual, dtype = GenericVisualInputs.cat(images * rows) if first else None, DTYPES[config.model.dtype]
     if visual is not None:
@@ -203,7 +210,7 @@ def example_batch(config: RunConfig, family: Family, hf_config: Any, device: tor
         "labels": labels_T.repeat(rows, 1),
         "loss_mask": (labels_T != IGNORE_INDEX).float().repeat(rows, 1),
         "position_ids": positions[..., None, :].expand(*positions.shape[:-1], rows, length),
-        "attention_mask": torch.ones(rows, length, dtype=torch.int32),
+        "attention_mask": documents_T.repeat(rows, 1),
         "visual_inputs": visual,
         "__key__": [[] for _ in range(rows)],
         "__restore_key__": None,

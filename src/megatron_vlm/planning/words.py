@@ -72,6 +72,8 @@ def describe(plan: Plan) -> str:
         "",
         "Parameters are exact; GB (10^9 bytes) of memory an estimate, for each rank of the stage, with "
         f"{RESERVE / 1e9:.1f} in reserve.",
+        *["Weights include the copy of the trained ones that preferences are compared with."]
+        * costs.reference_passes(config),
         f"Operations for each token: {_flops(plan.language_model_flops)} in the language model, "
         f"{_flops(plan.tower_flops)} in the tower,",
         f"with {per_row:.1f} images of {tokens} visual tokens in a row (data.visual_share "

@@ -20,6 +20,8 @@ from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.rl.rows import Batched, Rows, is_number
 
 VISUAL_FIELDS = tuple(field.name for field in dataclasses.fields(GenericVisualInputs))
+# what processors give besides, which pad images to one size (LFM2-VL's, Gemma 4's, LLaVA-OneVision's)
+VISUAL_FIELDS += ("pixel_attention_mask", "spatial_shapes", "image_position_ids", "batch_num_images")
 
 
 class TensorList(Batched):

@@ -89,7 +89,7 @@ class HttpEngine:
         if dist.get_rank() == 0:
             try:
                 said = [self._ask_all(policy, prompts)]
-            except ValueError as error:
+            except (ValueError, OSError, RuntimeError) as error:  # the other ranks wait for what is said
                 said = [str(error)]
         dist.broadcast_object_list(said, src=0)
         if isinstance(said[0], str):
@@ -115,7 +115,7 @@ class HttpEngine:
             found = self._post(address, json.dumps(request).encode())
             try:
                 return self._read(found, address, prompt, size, text_of)
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
+            except (AttributeError, LookupError, OverflowError, TypeError) as error:
                 raise EngineError(
                     f"{address}: the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."
@@ -217,7 +217,13 @@ class HttpEngine:
                     f"or they differ: {_first_difference(theirs, ours)}; serve a folder with the policy's "
                     "chat template and processor."
                 )
-        return [_answered(choice, address, vocabulary) for choice in choices]
+        for answer in (answers := [_answered(choice, address, vocabulary) for choice in choices]):
+            if len(answer.tokens) > self.max_new_tokens:
+                raise EngineError(
+                    f"{address}: an answer has {len(answer.tokens)} tokens, max_new_tokens is "
+                    f"{self.max_new_tokens}; see that the server heeds what it is asked."
+                )
+        return answers
 
 
 def _with_images(prompt: RolloutPrompt) -> list[dict]:
@@ -263,6 +269,12 @@ def _answered(choice: dict[str, Any], address: str, vocabulary: int) -> Answered
         raise EngineError(
             f"{address}: token {printable(wrong[0])} is none of the model's {vocabulary}; "
             "serve the policy's model."
+        )
+    ended_by = choice.get("matched_stop", choice.get("stop_reason"))
+    if isinstance(ended_by, int) and tokens[-1:] != [ended_by]:  # SGLang before no_stop_trim
+        raise EngineError(
+            f"{address}: an answer lacks the token {ended_by} that ended it and is to be trained; serve with "
+            "a version that knows no_stop_trim."
         )
     if choice["finish_reason"] not in ("stop", "length"):
         raise EngineError(

@@ -41,6 +41,21 @@ class Loss:
         return Loss(self.total + other.total, self.logs | other.logs)
 
 
+def checked(found: object) -> Loss:
+    """What a loss function returned. Raises ValueError if it is no `Loss` of the shapes above."""
+    if not isinstance(found, Loss):
+        kind = type(found).__name__
+        raise ValueError(f"a loss function returned {kind}; return losses.Loss(total, logs).")
+    wrong = [] if isinstance(found.total, Tensor) and not found.total.dim() else ["total"]
+    wrong += [n for n, v in found.logs.items() if not isinstance(v, Tensor) or v.shape != (2,)]
+    if wrong or not found.total.requires_grad:
+        raise ValueError(
+            f"a loss function's {', '.join(wrong) or 'total'} has another shape, or no gradient; return a "
+            "total without axes, made of the log-probabilities, and logs of shape (2,), a sum and a count."
+        )
+    return found
+
+
 def policy_gradient(log_probs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> Loss:
     """-A log p: arXiv 1707.06347 eq. 2, with the opposite sign; on-policy only (REINFORCE)."""
     weights, log_probs, advantages = _counted(weights, log_probs=log_probs, advantages=advantages)

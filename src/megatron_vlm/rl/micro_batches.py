@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.messages import printable
+from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
+from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Document:
     @cached_property
     def input_ids(self) -> Tensor:
         """(T,)"""
+        if self.sample.get("input_ids") is None:
+            raise ValueError(f"sample {self.number}: lacks input_ids; give its tokens (T,).")
         ids = torch.as_tensor(self.sample["input_ids"]).cpu()
         if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
             raise ValueError(
@@ -38,9 +42,10 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        made = self.needs.of_processor(without_padding(self.sample))
+        held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        made = self.needs.of_processor(without_padding({k: v for k, v in held.items() if len(v)}))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
-        given = {key: value for key, value in given.items() if len(value)}
+        given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
         return GenericVisualInputs.from_mapping(given) if given else None
 
     @cached_property
@@ -53,6 +58,11 @@ class Document:
             raise ValueError(
                 f"sample {self.number}: loss_mask is {tuple(mask.shape)} for {len(ids)} tokens; give one "
                 "entry for each token."
+            )
+        if (others := mask[(mask != 0) & (mask != 1)]).numel():
+            raise ValueError(
+                f"sample {self.number}: loss_mask holds {others[0].item():g}; give 0 or 1, and weights as a "
+                "field for the loss."
             )
         mask = mask.bool().clone()
         mask[0] = False
@@ -71,7 +81,7 @@ class Document:
         """
         if name not in self.sample:
             raise ValueError(f"sample {self.number}: lacks {printable(name)}, which other samples have.")
-        value, count = torch.as_tensor(self.sample[name]), int(self.scored.sum())
+        value, count = torch.as_tensor(self.sample[name]).detach(), int(self.scored.sum())
         if value.dim() == 0:
             return value.expand(count)
         if len(value) == len(self.input_ids):
@@ -93,6 +103,7 @@ class MicroBatch:
 
     batch: Batch
     documents: list[Document]
+    given: dict[str, Tensor] = field(default_factory=dict)  # what the loss of the row gets, see `fields`
 
     def fields(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """name -> (N,) over the scored tokens of the row; `sample` is the number of each one's sample."""
@@ -105,8 +116,36 @@ class MicroBatch:
         return found | {"sample": numbers.repeat_interleave(counts).to(device)}
 
 
-def documents_of(samples: Sequence[Mapping[str, Any]], needs: DataNeeds) -> list[Document]:
+def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
+    samples = samples.samples() if isinstance(samples, TensorBatch) else samples
     return [Document(number, samples[number], needs) for number in range(len(samples))]
+
+
+def check_tokens(documents: list[Document], source: Source) -> None:
+    """Raises ValueError for a sample that holds padding or tokens that the model does not have, or whose
+    placeholders are not as many as the features of its images and videos."""
+    size, kinds = source.hf_config.get_text_config().vocab_size, source.family.visual_kinds(source.hf_config)
+    for document in documents:
+        place, ids = f"sample {document.number}:", document.input_ids
+        visual = torch.as_tensor(kinds(ids)) != 0
+        if (wrong := ids[~visual & ((ids < 0) | (ids >= size))]).numel():
+            raise ValueError(
+                f"{place} token {wrong[0].item()} is none of the model's {size}; give its tokenizer's ids."
+            )
+        mask = document.sample.get("attention_mask")
+        if mask is not None and (padding := int((torch.as_tensor(mask) == 0).sum())):
+            raise ValueError(
+                f"{place} attention_mask has {padding} zeros; give its tokens and fields without padding."
+            )
+        made = 0
+        if document.visual is not None:
+            shapes = GenericVisualInputs(**document.visual.normalized_for_model())
+            made = sum(source.family.visual_tokens(source.hf_config, shapes))
+        if made != (placeholders := int(visual.sum())):
+            raise ValueError(
+                f"{place} {placeholders} placeholders for {made} features of its images and videos; give all "
+                "that the processor made of them, and input_ids that are not cut."
+            )
 
 
 def micro_batches(documents: list[Document], max_tokens: int) -> list[MicroBatch]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,10 @@ from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
-from megatron_vlm.rl.losses import Loss
+from megatron_vlm.rl.agreement import Given, means, most_rows
+from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
-from megatron_vlm.rl.micro_batches import MicroBatch, blank, documents_of, micro_batches
+from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
 from megatron_vlm.rl.outputs import whole
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.training import checkpoint
@@ -31,6 +33,7 @@ from megatron_vlm.training.gradients import data_parallel, empty_gradients, fina
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import forward_backward
 
+SMALLEST_TEMPERATURE = 1e-4  # fp32 logits, divided by less, have no digits left that tell tokens apart
 Samples = Sequence[Mapping[str, Any]]
 # (log-probabilities (N,), entropies (N,) or None, fields by name (N,)) of a micro batch -> its loss, a sum
 LossFunction = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Loss]
@@ -105,6 +108,7 @@ class Policy:
             )
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
+    @torch.no_grad()
     def logprobs(
         self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
     ) -> Scores:
@@ -114,14 +118,10 @@ class Policy:
         `routes`, also which experts each token went to.
         """
         self.memory.need("logprobs", MODEL)
-        rows = self._rows(samples)
         score = partial(_score, _reported, self._scores_head(temperature, entropy))
-        for chunk in self.chunks:
-            chunk.eval()
-        with recorded(self.chunks) if routes else nullcontext({}) as chosen:
+        rows = self._rows(samples)
+        with self._in_evaluation(), recorded(self.chunks) if routes else nullcontext({}) as chosen:
             reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
         given = [each for row in rows for each in row.documents]
         counts = [int(each.scored.sum()) for each in given]
         found = torch.zeros(1 + entropy, sum(counts), device=setup.device())
@@ -155,31 +155,51 @@ class Policy:
         `loss_function` gets, for the wanted tokens of a micro batch, log-probabilities, entropies if asked
         for, and the samples' `fields`, with `sample`, the number of each token's sample. Any number of calls
         may come before `step`. Returns the means of what the losses log over all ranks, and `loss`.
+
+        Raises on every rank what `loss_function` raises on one, and ValueError for a loss that is not finite.
+        Then all gradients since the last step are gone.
         """
         self.memory.need("forward_backward", MODEL, GRADS)
-        rows = self._rows(samples)
+        head = self._scores_head(temperature, entropy)
+        rows = self._rows(samples, fields, normalizer)
         left = iter(rows)  # the last stage asks for losses in the order of the rows
+        failed: list[Exception] = []
 
         def loss(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict]:
             row, scores = next(left), whole(output, stream)
             none = torch.zeros((), dtype=torch.int, device=scores.device)  # Megatron divides by nothing
             if not row.documents:
                 return scores.sum(), none, {}
-            given = row.fields(fields, scores.device)
-            found = loss_function(scores[0], scores[1] if entropy else None, given)
+            try:
+                found = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
+            except Exception as error:  # noqa: BLE001 - all ranks raise it below; now they wait for this one
+                failed.append(error)
+                return scores.sum(), none, {}
             total = found.total / normalizer
-            return total, none, {"loss": torch.stack([total.detach(), total.new_zeros(())])} | found.logs
+            return total, none, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
-        score = partial(_score, loss, self._scores_head(temperature, entropy))
-        return _means(forward_backward(self.chunks, [row.batch for row in rows], score))
+        try:
+            reports = forward_backward(self.chunks, [row.batch for row in rows], partial(_score, loss, head))
+            return means(reports, rows, failed)
+        except BaseException:
+            self._empty()  # some rows' gradients are there, others are not
+            raise
 
     def step(self) -> float:
         """One optimizer step with the gradients since the last; they are reduced over ranks here, once.
 
-        Returns their norm. Without any call of `forward_backward` they are zero.
+        Returns their norm. Without any call of `forward_backward` they are zero. Raises ValueError on every
+        rank if the norm is not finite; then the weights stay as they are, and the gradients are gone.
         """
         self.memory.need("step", *KINDS)
         finalize_gradients(self.chunks)
+        self.optimizer.prepare_grads()
+        if not math.isfinite(norm := self.optimizer.get_grad_norm()):
+            self._empty()
+            raise ValueError(
+                f"step: the norm of the gradients is {norm}, so no step was taken and they are gone; lower "
+                "optimizer.lr, or leave out the samples of these calls of forward_backward."
+            )
         updated, norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)
@@ -228,8 +248,13 @@ class Policy:
         samples: what an engine prepares or places differently shows in the second alone.
         """
         needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
-        scores, found = self.logprobs(samples, temperature).log_probs, []
-        for document, ours in zip(documents_of(samples, needs), scores, strict=True):
+        scores, documents = self.logprobs(samples, temperature).log_probs, documents_of(samples, needs)
+        if len(rollout) != len(documents):
+            raise ValueError(
+                f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
+            )
+        found = []
+        for document, ours in zip(documents, scores, strict=True):
             wanted = document.scored[1:]
             theirs = torch.as_tensor(rollout[document.number]).cpu().float()
             theirs = theirs[wanted] if len(theirs) == len(wanted) else theirs
@@ -251,19 +276,40 @@ class Policy:
         self.optimizer.zero_grad()
 
     def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; give a number above 0.")
+        if not SMALLEST_TEMPERATURE <= temperature < math.inf:
+            raise ValueError(f"temperature is {temperature}; give one from {SMALLEST_TEMPERATURE:g} upwards.")
         return partial(output_scores, temperature, entropy)
 
-    def _rows(self, samples: Samples) -> list[MicroBatch]:
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
+
+    def _rows(
+        self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0
+    ) -> list[MicroBatch]:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
-        needs = self.source.needs
-        rows = micro_batches(documents_of(samples, needs), self.max_tokens)
-        add_routes(rows, self.chunks)
-        count = torch.tensor(max(1, len(rows)), device=setup.device())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        needs, rows, given, error = self.source.needs, [], Given(), None
+        try:
+            if not 0 < normalizer < math.inf:
+                raise ValueError(f"normalizer is {normalizer}; give a number above 0, the same on all ranks.")
+            documents = documents_of(samples, needs)
+            check_tokens(documents, self.source)
+            rows = micro_batches(documents, self.max_tokens)
+            add_routes(rows, self.chunks)
+            for row in rows:
+                row.given = row.fields(fields, setup.device())
+            given.rows, given.normalizer = max(1, len(rows)), float(normalizer)
+            given.count(documents)
+        except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
+            error = problem
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
-        missing = -(-count.item() // pp) * pp - len(rows)
+        missing = -(-most_rows(given, error) // pp) * pp - len(rows)
         return rows + [blank(needs, self.source.family.visual_kinds(self.source.hf_config))] * missing
 
 
@@ -271,8 +317,9 @@ def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
     every = torch.cat([off for _, off in parts]) if parts else torch.empty(0)
     if not len(every):
         return Difference(0, 0.0, 0.0, None)
-    worst = max((off.max().item(), number) for number, off in parts if len(off))
-    return Difference(len(every), every.mean().item(), *worst)
+    largest = torch.stack([off.max() for _, off in parts if len(off)])
+    worst = [number for number, off in parts if len(off)][int(largest.argmax())]  # NaN is above all
+    return Difference(len(every), every.mean().item(), largest.max().item(), worst)
 
 
 def _joined(config: RunConfig) -> RunConfig:
@@ -285,6 +332,9 @@ def _joined(config: RunConfig) -> RunConfig:
         )
     if not parallel_state.model_parallel_is_initialized():
         setup.init_distributed(config.parallel, config.train.seed)
+    have, names = checkpoint.layout(), ("tp", "pp", "vpp", "cp", "ep")
+    if other := [f"{name} {have[name]}" for name in names if getattr(config.parallel, name) != have[name]]:
+        raise ConfigError(f"parallel: this process has {', '.join(other)} already; give all policies that.")
     return replace(config, model=replace(config.model, load_balancing=0.0))
 
 
@@ -297,21 +347,3 @@ def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream
 def _reported(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     scores = whole(output, stream)
     return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), {"scores": scores}
-
-
-def _means(reports: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Name -> mean over all data-parallel ranks of what their losses logged; `loss` is a sum."""
-    sums: dict[str, list[float]] = {}
-    model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    if model == (0, 0):
-        for report in reports:
-            for name, pair in report.items():
-                before = sums.get(name, [0.0, 0.0])
-                sums[name] = [a + b for a, b in zip(before, pair.tolist(), strict=True)]
-    every: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, sums)
-    total: dict[str, list[float]] = {}
-    for own in every:
-        for name, pair in own.items():
-            total[name] = [a + b for a, b in zip(total.get(name, [0.0, 0.0]), pair, strict=True)]
-    return {name: value / (count or 1.0) for name, (value, count) in total.items()}

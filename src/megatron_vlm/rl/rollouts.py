@@ -18,6 +18,7 @@ from megatron_vlm.batch import Prompt
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.hf import Source
+from megatron_vlm.rl.memory import MODEL
 from megatron_vlm.rl.policy import Policy
 
 Sample = dict[str, Any]
@@ -77,6 +78,7 @@ class OwnEngine:
     cache_bytes: int = 2**32
 
     def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
+        policy.memory.need("OwnEngine", MODEL)
         found = generate(
             policy.chunks,
             [prompt.inputs for prompt in prompts],

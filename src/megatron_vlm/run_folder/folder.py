@@ -153,14 +153,18 @@ def _check_owner(run_dir: Path, hf_path: str) -> None:
             f"run_dir: {printable(file)} is not the configuration of a run; give another run_dir, or move "
             "that file away."
         ) from error
-    metrics = run_dir / "metrics.jsonl"
-    used = (metrics.is_file() and metrics.stat().st_size > 0) or complete_checkpoints(run_dir)
-    if used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
+    if is_used(run_dir) and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
         raise ConfigError(
             f"run_dir: {printable(run_dir)} holds a run of {printable(theirs)}, and model.hf_path is "
             f"{printable(hf_path)}. Give another run_dir; or, where the same model only moved, write its new "
             f"path into {printable(file)}."
         )
+
+
+def is_used(run_dir: Path) -> bool:
+    """Whether something was trained or imported there."""
+    metrics = run_dir / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(complete_checkpoints(run_dir))
 
 
 def _absolute(path: str) -> str:

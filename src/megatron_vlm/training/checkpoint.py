@@ -112,7 +112,7 @@ def save(
 
     def finish() -> Path:
         files = {name: known for rank in written for name, known in rank.items()}
-        state = {"step": step, "layout": _layout(), "schedule": scheduler.state_dict()}
+        state = {"step": step, "layout": layout(), "schedule": scheduler.state_dict()}
         state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
         state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks, "files": files}
         final = run_folder.complete(partial, state)
@@ -157,7 +157,7 @@ def load_latest(
     read_tensors(path, bool(state["files"]), model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
-    same_layout = state["layout"] == _layout()
+    same_layout = state["layout"] == layout()
     if same_layout:
         restore_generators(state["ranks"][dist.get_rank()]["rng"])
     later = [name for name in run_folder.complete_checkpoints(run_dir) if name > path.name]
@@ -207,7 +207,8 @@ def _state(path: Path) -> dict[str, Any]:
 # ---- what is not a tensor of the model --------------------------------------------------------------------
 
 
-def _layout() -> dict[str, int]:
+def layout() -> dict[str, int]:
+    """How this job's processes are laid out."""
     ps = parallel_state
     return {
         "world": dist.get_world_size(),

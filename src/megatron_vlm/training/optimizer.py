@@ -57,6 +57,8 @@ def build_optimizer(
             f"optimizer: no parameter is trainable on any rank, model.freeze is {config.model.freeze}; "
             "leave one part out of model.freeze."
         )
+    # Megatron's for dense weights is empty if experts alone are trained, and cannot be saved
+    optimizer.chained_optimizers = [part for part in parts(optimizer) if not part.is_stub_optimizer]
     for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
             part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class

@@ -88,8 +88,8 @@ def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer) 
             "Train as it was trained, or in another run_dir."
         ) from error
     for name, model in named_models(model_chunks):
-        if has_adapters(model):
-            adapters.load_state(model, loaded[name])
+        if has_adapters(model):  # of a stage without any, nothing was read
+            adapters.load_state(model, loaded.get(name, {}))
         else:
             model.load_state_dict(loaded[name])
     if optimizer is not None:

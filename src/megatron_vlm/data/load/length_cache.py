@@ -39,7 +39,13 @@ def measure_dataset(
     different parts; a rank measures the parts of others too if they are missing, so no rank waits.
     """
     folder = Path(folder or default_folder()) / _key(rows)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"data.lengths_cache: {folder} cannot be made ({error.strerror}); set it to a folder that can be "
+            "written."
+        ) from error
     parts = [folder / f"{start:012d}.npy" for start in range(0, len(rows), PART)]
     missing = [number for number, path in enumerate(parts) if not path.exists()]
     missing.sort(key=lambda number: (number - rank) % world_size)

@@ -4,7 +4,7 @@ under `image(s)` and `video(s)`.
 Instead of turns, a record may have:
 
     question, answer            one exchange; also called prompt or instruction (query or input is appended
-                                after a newline) and response or output; history: earlier pairs of the two
+                                after a newline) and response, completion or output; history: earlier pairs
     caption                     the reply to an image
     texts: [{user, assistant}]  exchanges
     texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
@@ -25,7 +25,7 @@ from megatron_vlm.messages import suggestion
 
 TURNS = ("conversations", "messages")
 PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
-REPLIES = ("answer", "response", "output")
+REPLIES = ("answer", "response", "completion", "output")
 PLAIN = ("texts", "caption", "history", *PROMPTS, *QUERIES, *REPLIES)
 IMAGES, VIDEOS = ("images", "image"), ("videos", "video")
 GROUPS = (TURNS + PLAIN, IMAGES, VIDEOS, ("system",), ("tools",), *PAIR_COLUMNS)

@@ -2,7 +2,8 @@
 answer under `messages` or `conversations`, that with the rejected one under `rejected_messages`.
 
     prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
-                                       conversations; question and instruction are prompts, too
+                                       conversations; question and instruction are prompts, too;
+                                       whole conversations may also stand beside what they begin with
     conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
     messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
     messages, rejected_messages        ms-swift: two conversations; to this all others are brought
@@ -26,15 +27,16 @@ def with_pair(
 ) -> dict:
     """The record in the form above; one that is no preference record as it is. The names are those under
     which a record may have turns, prompts, and what follows a prompt."""
-    if record.get("rejected_images"):
-        raise BadSample("bad_preference", "rejected_images: both answers have to be to the same images")
+    for name in ("chosen_images", "rejected_images"):
+        if record.get(name):
+            raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
     named = next((name for name in turns if isinstance(record.get(name), list) and record[name]), None)
     if isinstance(record.get(CHOSEN), str | dict | list) and (named is None or _has(record, REJECTED)):
         prompt = _turns(record[named], "user") if named else _prompt(record, prompts, queries)
         others = {name: value for name, value in record.items() if name not in (CHOSEN, REJECTED, *prompts)}
-        pair = {named or turns[-1]: prompt + _turns(record[CHOSEN], "assistant")}
+        pair = {named or turns[-1]: _answered(prompt, record[CHOSEN])}
         if _has(record, REJECTED):
-            pair[REJECTED_TURNS] = prompt + _turns(record[REJECTED], "assistant")
+            pair[REJECTED_TURNS] = _answered(prompt, record[REJECTED])
         return others | pair
     if named and _has(record, REJECTED_REPLY):
         others = {name: value for name, value in record.items() if name != REJECTED_REPLY}
@@ -52,6 +54,18 @@ def _prompt(record: dict, prompts: tuple[str, ...], queries: tuple[str, ...]) ->
     if isinstance(prompt, str) and isinstance(query, str):
         prompt = f"{prompt}\n{query}"
     return [] if prompt is None else _turns(prompt, "user")
+
+
+def _answered(prompt: list, answer: Any) -> list:
+    """The conversation; an answer that begins with a question is a whole one, and has the prompt in it."""
+    turns = _turns(answer, "assistant")
+    whole = any(_role(turn) in ("system", "user", "human") for turn in turns[:1])
+    whole = whole and any(_role(turn) != "system" for turn in prompt)
+    return turns if whole else prompt + turns
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
 
 
 def _turns(given: Any, role: str) -> list:

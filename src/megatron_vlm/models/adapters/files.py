@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -166,7 +166,7 @@ def save_adapters(
 ) -> None:
     """Writes the folder that `peft.PeftModel.from_pretrained` loads onto the checkpoint `base`. Collective.
 
-    Raises FileExistsError if it exists.
+    Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
     output = Path(output)
     ranks = dist.get_process_group_ranks(group := parallel_state.get_pipeline_model_parallel_group())
@@ -181,7 +181,13 @@ def save_adapters(
         unfinished = output.with_name(output.name + ".partial")
         unfinished.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
-        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        try:
+            save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # its text alone tells what the disk said
+            raise OSError(
+                f"{printable(unfinished)} could not be written ({printable(error)}); make room there, or "
+                "give another folder."
+            ) from error
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
         (unfinished / CONFIG).write_text(text + "\n", encoding="utf-8")

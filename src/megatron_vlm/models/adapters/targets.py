@@ -60,7 +60,7 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
         found = [name for name in modules if name and fits(wanted, name)]
         found = [name for name in found if not in_saved(adapter.modules_to_save, name)]
     if adapter.exclude_modules is not None:
-        _check_names("adapter.exclude_modules", adapter.exclude_modules, found, found)
+        _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, found)
         found = [name for name in found if not fits(adapter.exclude_modules, name)]
     for name in found:
         _check_module(name, modules[name], placed.get(name), fits(weight_map.peft_experts, name))
@@ -148,6 +148,12 @@ def _by_pattern(key: str, patterns: dict[str, int], default: int, modules: list[
 def _check_names(key: str, names: str | list[str], modules: Iterable[str], linears: list[str]) -> None:
     for name in [names] if isinstance(names, str) else names:
         if not any(fits(name if isinstance(names, str) else [name], module) for module in modules):
+            ends = name.split(",") if isinstance(names, str) else ()
+            if ends and all(any(fits([end], module) for module in modules) for end in ends):
+                raise ConfigError(
+                    f"{key}: {printable(name)} is read as a regex, which fits no whole name of a module; "
+                    f"give ends of names as a list: {key}=[{printable(name)}]."
+                )
             known = suggestion(name, [*_endings(linears), *linears] if "." in name else _endings(linears))
             example = f" a regex fits whole names, such as {linears[0]}." if isinstance(names, str) else ""
             raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{example}")

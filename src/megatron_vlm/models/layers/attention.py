@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
+from megatron_vlm.models.layers.fused import rotate
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
-from megatron_vlm.models.layers.rotary import rotate
 
 
 class CoreAttention(MegatronModule):
@@ -130,21 +130,26 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
 
 
 class RotarySelfAttention(SelfAttention):
-    """Self-attention with Megatron's parameters and projections, and our rotary tables and plan.
+    """Self-attention with Megatron's parameters and projections, and our plan with its rotary tables.
 
-    `rotary_pos_emb` is `models.layers.rotary.Rotary`'s table, in the weights' dtype. Megatron passes it and
-    the plan from block to layer unchanged, also through activation recomputation.
+    Megatron passes the plan from block to layer unchanged, also through activation recomputation.
     """
 
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.rotary_index = config.layer_rotary[layer_number - 1] if config.layer_rotary else 0
 
-    def forward(
-        self, hidden_states: Tensor, *_, rotary_pos_emb: Tensor, packed_seq_params: AttentionPlan, **__
-    ):
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
+        """(S, B, H, K) each, H of this rank."""
+        all_three, _ = self.linear_qkv(hidden_states)
+        sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        query, key, value = all_three.unflatten(-1, sizes).tensor_split((-2, -1), dim=-2)
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+    def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        tables = rotary_pos_emb[self.rotary_index, ..., : self.hidden_size_per_attention_head // 2]
-        adjacent = self.config.rotary_interleaved
-        query, key = rotate(query, *tables[0], adjacent), rotate(key, *tables[-1], adjacent)
+        turns, adjacent = packed_seq_params.turns[self.rotary_index], self.config.rotary_interleaved
+        query, key = rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))

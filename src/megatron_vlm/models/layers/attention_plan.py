@@ -119,9 +119,11 @@ class AttentionPlan:
     """The views of all kinds of layers, by window. `length` is the rank's number of tokens with padding.
 
     `attend`, if set, takes the place of `CoreAttention.attend`: generation keeps keys and values by it.
+    `turns` are the rotary tables of the tokens, see `Rotary.turns`; the language model makes them.
     """
 
     attend: Callable[..., Tensor] | None = None
+    turns: list[list[list[Tensor]]]
 
     def __init__(
         self,

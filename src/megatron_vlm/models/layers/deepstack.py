@@ -1,47 +1,85 @@
 """Deepstack (arXiv 2406.04334): visual features added to the hidden states after each of the first layers.
 
 The features, already at their tokens' places, travel as extra rows of the hidden states' batch axis: layer i
-of n takes (S, B * (1 + n - i), D), adds the first of the extras to its output and passes on the rest. So
-sequence parallelism, recomputation and differentiation treat them like the hidden states. They go to another
-pipeline stage if a layer there needs them; all stages' messages then have room for what leaves the first.
+of n takes (S, 1 + n - i, D), adds the first of the extras to its output and passes on the rest. So sequence
+parallelism, recomputation and differentiation treat them like the hidden states. They go to another pipeline
+stage if a layer there needs them; all stages' messages then have room for what leaves the first. Without
+pipelines, a stream without images has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.parallel.layout import stage_layers
 
 
 class DeepstackLayer(TransformerLayer):
     """A transformer layer that adds its own visual features, if it has any, to its output."""
 
+    __call__ = torch.nn.Module.__call__  # Megatron's looks for CUDA graphs, of which there are none
+
     def forward(self, hidden_states: Tensor, **kwargs):
         layer = super().forward if torch.is_grad_enabled() else self._without_gradients
-        extras = extras_before(self.config, self.layer_number)
+        extras = hidden_states.shape[1] - 1
         if not extras:
             return layer(hidden_states, **kwargs)
-        rows = hidden_states.shape[1] // (1 + extras)
-        hidden, mine, rest = hidden_states.split([rows, rows, rows * (extras - 1)], dim=1)
+        hidden, mine, rest = hidden_states.split([1, 1, extras - 1], dim=1)
         hidden, context = layer(hidden.contiguous(), **kwargs)
         return torch.cat((hidden + mine, rest), dim=1), context
 
     def _without_gradients(
-        self, hidden: Tensor, rotary_pos_emb: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
+        self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
     ) -> tuple[Tensor, None]:
         """The same modules in the same order as Megatron's layer, which also prepares to recompute and to
         offload them."""
-        attended = self.self_attention(
-            self.input_layernorm(hidden), rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
-        )
+        attended = self.self_attention(self.input_layernorm(hidden), packed_seq_params=packed_seq_params)
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
         hidden = add(attended, hidden, self.hidden_dropout)
         fed = self.mlp(self.pre_mlp_layernorm(hidden), padding_mask=padding_mask)
         add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return add(fed, hidden, self.hidden_dropout), None
+
+
+def plain_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's bias-dropout-add for models without dropout."""
+    return _added
+
+
+def _added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+    output, bias = output_and_bias
+    return residual + (output if bias is None else output + bias)
+
+
+def without_gradients(
+    model: GPTModel,
+    input_ids: None,
+    position_ids: Tensor,
+    attention_mask: None,
+    decoder_input: Tensor | None,
+    padding_mask: Tensor,
+    packed_seq_params: AttentionPlan,
+    **head: Any,
+) -> Tensor:
+    """The same modules in the same order as `GPTModel.forward`, see `DeepstackLayer._without_gradients`."""
+    found = model._preprocess(
+        input_ids, position_ids, decoder_input, padding_mask, packed_seq_params=packed_seq_params
+    )
+    decoder, mask = model.decoder, found[-1]
+    hidden = decoder_input if model.pre_process else decoder.input_tensor
+    for layer in decoder.layers:
+        hidden, _ = layer(hidden, packed_seq_params=packed_seq_params, padding_mask=mask)
+    if decoder.final_layernorm is not None:
+        hidden = decoder.final_layernorm(hidden)
+    return model._postprocess(hidden, None, None, None, None, None, None, **head)
 
 
 def extras_before(config: TransformerConfig, layer_number: int) -> int:

@@ -74,13 +74,13 @@ class Norm(torch.autograd.Function):
 def norm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    inverse_rms = torch.rsqrt(x.to(wide(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
-    normed = x * inverse_rms
+    widened = x if x.dtype.itemsize >= 4 else x.float()
+    normed, inverse_rms = torch._fused_rms_norm(widened, x.shape[-1:], None, eps)
     if zero_centered:
-        return normed.mul_(1.0 + weight.to(normed.dtype)).to(x.dtype), inverse_rms
+        return normed.mul_(1.0 + weight.type_as(normed)).type_as(x), inverse_rms
     if in_fp32:
-        return normed.mul_(weight.to(normed.dtype)).to(x.dtype), inverse_rms
-    return normed.to(x.dtype).mul_(weight), inverse_rms
+        return normed.mul_(weight.type_as(normed)).type_as(x), inverse_rms
+    return normed.type_as(x).mul_(weight), inverse_rms
 
 
 @Fused
@@ -96,6 +96,21 @@ def _norm_backward(
     mean = products.mul_(scale).mean(-1, keepdim=True)
     of_x = torch.mul(gradient, scale, out=products).sub_(normed.mul_(mean)).mul_(inverse_rms)
     return of_x.to(x.dtype), of_weight
+
+
+def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor]:
+    """cos and sin of each channel, from those of frequencies; the partner's factor has the sin's sign."""
+    dim = -1 if adjacent else -2
+    return [torch.stack(pair, dim).flatten(-2) for pair in ((cos, cos), (-sin, sin))]
+
+
+def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
+    """Rotary embedding of the first R of K channels; the rest is unchanged.
+
+    cos and sin are those of `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
+    its partner in the second, as in GPT-NeoX; or, if `adjacent`, two that follow each other, as in GPT-J.
+    """
+    return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
 
 
 class Rotate(torch.autograd.Function):
@@ -115,10 +130,8 @@ class Rotate(torch.autograd.Function):
 
 @Fused
 def turned(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    half = cos.shape[-1]
-    pairs, rest = x_SBHK.tensor_split((2 * half,), dim=-1)
-    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if adjacent else pairs.chunk(2, dim=-1)
-    parts = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
-    if adjacent:
-        return torch.cat((torch.stack(parts, dim=-1).flatten(-2), rest), dim=-1)
-    return torch.cat((*parts, rest), dim=-1)
+    width = cos.shape[-1]
+    x = x_SBHK[..., :width] if width < x_SBHK.shape[-1] else x_SBHK
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else x.roll(width // 2, -1)
+    result = (x * cos).add_(partner.mul_(sin))
+    return result if x is x_SBHK else torch.cat((result, x_SBHK[..., width:]), dim=-1)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on
+from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
 from megatron_vlm.models.layers.kernels import KERNELS
-from megatron_vlm.models.layers.rotary import rotate
 from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 
@@ -211,15 +210,15 @@ def fused_cases(
 
     width, head, ffn, activation, zero_centered = sizes
     angles = random(tokens, 1, 1, head // 4)
-    cos, sin = angles.cos(), angles.sin()
+    turn, turn_neighbours = (of_channels(angles.cos(), angles.sin(), adjacent) for adjacent in (False, True))
     cases: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         "norm": (
             lambda x, weight: Norm.apply(x, weight, 1e-6, zero_centered),
             [(tokens, 1, width), (width,), (tokens, 1, width)],
         ),
-        "rotary embedding": (lambda x: rotate(x, cos, sin), [(tokens, 1, 4, head)] * 2),
+        "rotary embedding": (lambda x: rotate(x, *turn), [(tokens, 1, 4, head)] * 2),
         "rotary embedding of neighbours": (
-            lambda x: rotate(x, cos, sin, adjacent=True),
+            lambda x: rotate(x, *turn_neighbours, adjacent=True),
             [(tokens, 1, 4, head)] * 2,
         ),
         "gate": (lambda x: gated(x, activation), [(tokens, 1, 2 * ffn), (tokens, 1, ffn)]),

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import grouped_mm
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, Exchange, Join, Order, Spread
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
@@ -211,11 +211,17 @@ def balancing_settings(config: RunConfig, architecture: dict) -> dict:
 
     Transformers balances all layers as one and counts a token once for each of its experts; Megatron sums
     over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
-    Transformers, several have the mean.
+    Transformers, several have the mean. Raises ConfigError for what only experts have in a model without.
     """
-    if "num_moe_experts" not in architecture:
-        return {}
     coefficient = config.model.load_balancing
+    if "num_moe_experts" not in architecture:
+        for setting, given in (
+            ("parallel.ep", config.parallel.ep - 1),
+            ("model.load_balancing", coefficient),
+        ):
+            if given:
+                raise ConfigError(f"{setting}: is for experts, and this model has none; drop it.")
+        return {}
     if coefficient is None:
         coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
     if not coefficient:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_vlm.models.layers.fused import Rotate, turned
+from megatron_vlm.models.layers.fused import of_channels
 
 
 def inverse_frequencies(
@@ -63,6 +64,7 @@ class Rotary(nn.Module):
         self.register_buffer(
             "inv_freq", pad_sequence([each for each, _ in rules], batch_first=True), persistent=False
         )
+        self.widths = [len(each) for each, _ in rules]
         self.register_buffer("factors", torch.tensor([factor for _, factor in rules]), persistent=False)
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
         self.register_buffer("axes", axes, persistent=False)
@@ -81,11 +83,9 @@ class Rotary(nn.Module):
         scale_SB11 = self.query_scale(position_ids.t())[..., None, None]
         return torch.cat((table * scale_SB11, table), dim=1)
 
-
-def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
-    """Rotary embedding of the first R of K channels; the rest is unchanged.
-
-    cos and sin are (S, B, 1, R/2). A frequency turns a channel of the first half with its partner in the
-    second, as in GPT-NeoX; or, if `adjacent`, two channels that follow each other, as in GPT-J.
-    """
-    return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
+    def turns(self, position_ids: Tensor, config: TransformerConfig) -> list[list[list[Tensor]]]:
+        """By rule, the tables of `rotate` for queries and for keys, which may be one."""
+        return [
+            [of_channels(*table[..., :width], config.rotary_interleaved) for table in of_rule]
+            for of_rule, width in zip(self(position_ids).to(config.params_dtype), self.widths, strict=True)
+        ]

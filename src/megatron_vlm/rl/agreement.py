@@ -1,0 +1,100 @@
+"""What every rank knows of the others: an error of one is an error of all, and no rank waits for it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_vlm.rl.micro_batches import Document, MicroBatch
+
+
+@dataclass
+class Given:
+    """What a rank brings to a call: `rows` of micro batches, and a checksum of its samples."""
+
+    rows: int = 0
+    normalizer: float = 1.0
+    samples: int = 0
+    checksum: int = 0
+    model: int = field(default_factory=parallel_state.get_data_parallel_rank)
+
+    def count(self, documents: Sequence[Document]) -> None:
+        self.samples = len(documents)
+        for document in documents:
+            for tensor in (document.input_ids, document.scored):
+                self.checksum = zlib.crc32(tensor.numpy().tobytes(), self.checksum)
+
+
+def told(own: Any, error: Exception | None = None) -> list[Any]:
+    """What each rank has, by rank. Collective.
+
+    If a rank has an error, it raises that, and the others ValueError that quotes it.
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (own, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, problem) in enumerate(every):
+        if problem is not None:
+            raise ValueError(f"rank {rank} has failed: {problem}")
+    return [value for value, _ in every]
+
+
+def most_rows(given: Given, error: Exception | None) -> int:
+    """The most rows that a rank has. Collective.
+
+    Raises an error of any rank as `told` does, and ValueError on every rank if the normalizers differ, or the
+    samples of ranks that share a model.
+    """
+    every = told(given, error)
+    if len(normalizers := sorted({each.normalizer for each in every})) > 1:
+        shown = ", ".join(f"{each:g}" for each in normalizers)
+        raise ValueError(
+            f"normalizer: ranks give {shown}; give one on all ranks, such as the number of samples, or of "
+            "trained tokens, of the whole step."
+        )
+    first: dict[int, int] = {}
+    for rank, each in enumerate(every):
+        other = every[first.setdefault(each.model, rank)]
+        if (each.samples, each.checksum) != (other.samples, other.checksum):
+            raise ValueError(
+                f"samples: ranks {first[each.model]} and {rank} share a model, but give {other.samples} and "
+                f"{each.samples} samples that differ; give the same on all ranks of one tp, cp and pp group."
+            )
+    return max(each.rows for each in every)
+
+
+def means(
+    reports: list[dict[str, Tensor]], rows: list[MicroBatch], failed: list[Exception]
+) -> dict[str, float]:
+    """Name -> mean over all data-parallel ranks of what the rows' losses logged; `loss` is a sum. Collective.
+
+    Raises the first of what `failed`, and ValueError for a loss that is not finite, as `told` does.
+    """
+    sums: dict[str, list[float]] = {}
+    wrong: list[int] = []
+    for row, report in zip(rows, reports, strict=False):  # only the last stage has reports
+        for name, pair in report.items():
+            sums[name] = _added(sums.get(name), pair.tolist())
+        if "loss" in report and not math.isfinite(report["loss"][0]):
+            wrong += [document.number for document in row.documents]
+    if wrong:
+        text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
+        failed = [*failed, ValueError(text)]
+    model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    total: dict[str, list[float]] = {}
+    for own in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
+        for name, pair in own.items():
+            total[name] = _added(total.get(name), pair)
+    return {name: value / (count or 1.0) for name, (value, count) in total.items()}
+
+
+def _added(one: list[float] | None, other: list[float]) -> list[float]:
+    return other if one is None else [a + b for a, b in zip(one, other, strict=True)]
