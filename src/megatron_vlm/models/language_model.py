@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -236,7 +237,7 @@ class LanguageModel(GPTModel):
             attention_mask=None,
             decoder_input=embedded,
             padding_mask=stream.is_padding if stream.routes is None else stream.routes,
-            packed_seq_params=stream.plan,
+            packed_seq_params=copy(stream.plan),  # so that its rotary tables live no longer than this pass
             output_processor=head,
             output_processor_context=stream,
         )

@@ -72,8 +72,8 @@ def check_tokens(largest: int, vocabulary: int) -> None:
     if largest >= vocabulary:
         raise ValueError(
             f"batch: token {largest} is outside of the model's vocabulary of {vocabulary}: the tokenizer of "
-            "model.hf_path has more tokens than the weights have rows. Add these with Transformers, by "
-            "model.resize_token_embeddings(len(tokenizer)), and save the model there."
+            "model.hf_path has more tokens than the weights have rows. Add these with Transformers "
+            "(resize_token_embeddings), and save the model there."
         )
 
 
