@@ -1,7 +1,7 @@
 """Megatron's parallel linears, which without gradients do their product and collectives, and nothing else.
 
 Megatron prepares at every call for the backward pass. Where a token at a time passes, in generation, this
-takes longer on a CPU than a small product. The sums are the same, and so is every bit of the result.
+takes longer on a CPU than a small product. The sums are the same.
 """
 
 from __future__ import annotations
