@@ -75,7 +75,7 @@ def norm(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
     widened = x if x.dtype.itemsize >= 4 else x.float()
-    normed, inverse_rms = torch._fused_rms_norm(widened, x.shape[-1:], None, eps)
+    normed, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
     if zero_centered:
         return normed.mul_(1.0 + weight.type_as(normed)).type_as(x), inverse_rms
     if in_fp32:
