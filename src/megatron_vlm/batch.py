@@ -51,6 +51,10 @@ def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
     return torch.arange(len(input_ids_T))
 
 
+def takes_all(input_ids_T: Any, visual: GenericVisualInputs | None) -> None:
+    """Of a model that takes every document."""
+
+
 def rows_of_items(grid: Tensor) -> Tensor:
     """(N,): how many rows of pixels each item has, from its grid (N, 3), or from that number itself."""
     return grid.reshape(len(grid), -1).prod(-1)
@@ -220,6 +224,7 @@ class DataNeeds:
     images_or_videos  whether a sample must not hold both
     of_processor      makes them of the processor's outputs if those have another form; else changes nothing
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens those of images
+    misfit            says why the model cannot take a document (ids, visual inputs); None if it can
 
     Raises ValueError for an unknown visual key.
     """
@@ -229,6 +234,7 @@ class DataNeeds:
     images_or_videos: bool = False
     of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     frames_as_images: bool = False
+    misfit: Callable[[Any, GenericVisualInputs | None], str | None] = takes_all
 
     def __post_init__(self) -> None:
         GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))

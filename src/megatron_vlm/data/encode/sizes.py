@@ -16,7 +16,6 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_options
@@ -24,6 +23,7 @@ from megatron_vlm.data.media import anyres, naflex, tiles
 from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
+from megatron_vlm.data.turns import refused_by_processor
 
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [
@@ -86,7 +86,8 @@ class SizeEncoder:
     def counted(self, size: tuple[int, int], alone: bool = True) -> ImageTokens:
         """The tokens of an image of (width, height), its conversation's only one or not, by the processor's
         own count. The count is exact, the order is not: row breaks are not placed."""
-        tokens, patches = self._count(size, alone)
+        with refused_by_processor():
+            tokens, patches = self._count(size, alone)
         return np.full(tokens, self._image_id), patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
@@ -116,7 +117,8 @@ class SizeEncoder:
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
-        told, _ = self._count(PROBE_SIZE)
+        with refused_by_processor():
+            told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
@@ -146,13 +148,12 @@ class SizeEncoder:
         width, height = plan.size
         frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
         options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}
-        try:
+        with refused_by_processor():
             outputs = self._processor.video_processor([frames], return_tensors="pt", **options)
-            text = self._processor.replace_video_token(outputs, 0)
-        except NotImplementedError:  # Transformers up to 5.12
-            text = tiles.video_text(self._processor, len(frames))
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
+            try:
+                text = self._processor.replace_video_token(outputs, 0)
+            except NotImplementedError:  # Transformers up to 5.12
+                text = tiles.video_text(self._processor, len(frames))
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
         text = self._video_runs.sub(lambda run: run[run.lastindex], text)
         if "video_grid_thw" in outputs:
@@ -185,10 +186,7 @@ class SizeEncoder:
         has_grids, pooled = hasattr(images, "merge_size"), getattr(images, "pooling_kernel_size", None)
         if not (has_grids or pooled or self._one_size) and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
-        try:
-            told = count_tokens(self._processor, (height, width))
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
+        told = count_tokens(self._processor, (height, width))
         tokens, of_one = told["num_image_tokens"][0], 1  # patch, or those of a tile, or of the whole image
         if not has_grids:
             of_one = tokens * pooled**2 if pooled else self._patches(width, height)
