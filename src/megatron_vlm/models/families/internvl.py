@@ -99,7 +99,8 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Those of each tile."""
-    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config.image_size[0])
+    vision = hf_config.vision_config
+    towers.refuse_other_sizes(visual.pixel_values, vision.image_size[0], vision.patch_size[0])
     return [round(_patches_a_side(hf_config) * hf_config.downsample_ratio) ** 2] * len(visual.pixel_values)
 
 

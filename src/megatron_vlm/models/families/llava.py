@@ -97,7 +97,9 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
     if _any_size(hf_config):
         return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
-    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config.image_size)
+    vision = hf_config.vision_config
+    patch = 1 if vision.model_type == CLIP else vision.patch_size
+    towers.refuse_other_sizes(visual.pixel_values, vision.image_size, patch)
     tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
     return [tokens] * len(visual.pixel_values)
 

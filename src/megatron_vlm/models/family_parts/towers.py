@@ -82,10 +82,11 @@ def misfit(
     return f"{placeholders} placeholders for {features} features of its images and videos"
 
 
-def refuse_other_sizes(pixels: Tensor, side: int) -> None:
-    """Raises ValueError unless images, tiles or frames are squares of the tower's `side`."""
+def refuse_other_sizes(pixels: Tensor, side: int, patch: int = 1) -> None:
+    """Raises ValueError unless images, tiles or frames are squares of the tower's `side`, or have as many
+    whole patches, where the tower asks for no more."""
     height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
-    if (height, width) != (side, side):
+    if {height // patch, width // patch} != {side // patch}:
         raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
 
 
