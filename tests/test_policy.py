@@ -38,7 +38,7 @@ def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout)
 @pytest.fixture(scope="module")
 def details(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
-    path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
+    path = build_tiny_checkpoint("gemma3", folder / "checkpoint", text={"vocab_size": 577})
     torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
     given = str(path), str(folder / "held.pt"), str(folder / "export")
     return run_distributed(2, policy_cells.details, *given, timeout=600), folder / "export"
