@@ -58,7 +58,7 @@ def test_a_rank_without_samples_takes_part(details):
     ranks, _ = details
     assert [rank["none"] for rank in ranks] == [0, 3]
     for rank in ranks:
-        assert rank["alone"]["loss"] == pytest.approx(rank["first"]["loss"], abs=1e-6)
+        assert rank["alone"]["loss"] == pytest.approx(rank["first"]["loss"], rel=1e-7)  # of fp32
         assert rank["alone norm"] == pytest.approx(rank["norm"], rel=1e-5)
 
 
