@@ -179,10 +179,13 @@ WINDOWS = SPELLINGS["qwen2_5_vl"][2]
 NO_EXPERTS = PARTNERS[T + "num_experts"][0]
 BIASED = {T + "attention_bias": True}
 LAYOUTS = {  # family -> changes and layouts
-    "gemma3": ([BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the"}], CUT),
+    "gemma3": (
+        [BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the", T + "vocab_size": 577}],
+        CUT,
+    ),
     "qwen2_5_vl": ([WINDOWS], CUT),
     "qwen3_vl": ([BIASED | {T + "num_hidden_layers": 2, V + "deepstack_visual_indexes": [3, 0, 9, 1]}], CUT),
-    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu"}, NO_EXPERTS], CUT[1:]),
+    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu", T + "vocab_size": 513}, NO_EXPERTS], CUT[1:]),
 }
 
 

@@ -55,8 +55,13 @@ TIED = {
 }
 # in one layout each: the two families have a head of each kind in different ones
 TIED_CELLS = [(("TP2", "PP2")[number % 2], kind) for number, kind in enumerate(TIED)]
-BIASED = [f"{family} with attention biases" for family in ("gemma3", "qwen3_vl")]
-EXACT += [("TP2", kind) for kind in BIASED]
+ODD = {  # kind -> what differs in the text model
+    "gemma3 with attention biases": {"attention_bias": True},
+    "qwen3_vl with attention biases": {"attention_bias": True},
+    "gemma3 with odd vocabulary": {"vocab_size": 577},
+    "qwen3_vl_moe with odd vocabulary": {"vocab_size": 513},
+}
+EXACT += [("TP2", kind) for kind in ODD] + [("PP2", "gemma3 with odd vocabulary")]
 EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
 # how checkpoints hold experts, apart from what Transformers writes
@@ -127,8 +132,8 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         model.save_pretrained(folder / name, save_original_format=False)
         assert not all_tensors(folder / name).keys() & all_tensors(plain[family]).keys()
         others[name] = folder / name
-    for kind in BIASED:
-        others[kind] = build_tiny_checkpoint(kind.split()[0], folder / kind, text={"attention_bias": True})
+    for kind, text in ODD.items():
+        others[kind] = build_tiny_checkpoint(kind.split()[0], folder / kind, text=text)
     shallow = build_tiny_checkpoint("glm4v_moe", folder / "shallow", text={"num_hidden_layers": 3})
     others[PREDICTION] = rewritten(shallow, folder / PREDICTION, predicting)
     for kind in TIED:
