@@ -1,4 +1,4 @@
-"""How long every test file takes: the longest are started first, so that none begins when the others are done.
+"""How long every test file takes: the longest are begun first, so that none is left when the others are done.
 
 `WRITE_COSTS=1 make test` and `WRITE_COSTS=1 make test-long` measure it again, on an idle machine.
 """
@@ -32,4 +32,6 @@ def write(config: pytest.Config) -> None:
     """If it is asked for, and where the reports of all workers come together."""
     if os.environ.get("WRITE_COSTS") and not hasattr(config, "workerinput"):
         found = {name: round(seconds, 1) for name, seconds in _seconds.most_common()}
-        FILE.write_text(json.dumps(json.loads(FILE.read_text()) | {config.option.markexpr: found}, indent=1) + "\n")
+        FILE.write_text(
+            json.dumps(json.loads(FILE.read_text()) | {config.option.markexpr: found}, indent=1) + "\n"
+        )

@@ -19,7 +19,7 @@ import torch
 from megatron_vlm.config import ParallelConfig, RunConfig
 from tiny.distributed import run_distributed
 
-HALF, STEPS = 3, 6
+HALF, STEPS = 2, 4
 
 # name: layout, and what differs in the model
 CASES = {

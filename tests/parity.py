@@ -406,7 +406,7 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
 
 
 class Model:
-    """Our model of a checkpoint in a layout, which `setup` has laid out; `model` sets fields of ModelConfig."""
+    """Our model of a checkpoint, in a layout that is laid out; `model` sets fields of ModelConfig."""
 
     def __init__(
         self,

@@ -238,9 +238,7 @@ def turned(tensors):
 
 
 def predicted(target: Path) -> Path:
-    shallow = build_tiny_checkpoint(
-        "glm4v_moe", target.with_name("shallow"), text={"num_hidden_layers": 3}
-    )
+    shallow = build_tiny_checkpoint("glm4v_moe", target.with_name("shallow"), text={"num_hidden_layers": 3})
     return rewritten(shallow, target, predicting)
 
 
