@@ -83,6 +83,11 @@ def marks(family: str) -> list:
 
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
+# Of tests of the data: one with as many tokens for every image, one with images of any size
+OF_DATA = [
+    pytest.param(family, marks=() if family in ("gemma3", "qwen3_vl") else pytest.mark.long)
+    for family in TINY_FAMILIES
+]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
 # one without experts, one with experts, M-RoPE and deepstack
 EVERY_LAYOUT = ("gemma3", "qwen3_vl_moe")

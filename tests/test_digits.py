@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parity import OF_DATA
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
@@ -109,7 +110,7 @@ def test_every_family_has_a_demo():
     assert [f"{name}_tiny_digits" for name in FAMILIES] == [name for name in RECIPES if "digits" in name]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=OF_DATA)
 def demo(request, tmp_path_factory):
     """A family's recipe and the checkpoint it starts from."""
     folder = tmp_path_factory.mktemp(request.param)
