@@ -1,5 +1,6 @@
 """`train --model … --data …`: the recipe that is made, and that a run starts from it."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ CONFIGS = Path(__file__).parent / "hf_configs"
 H100 = 80 * 10**9
 
 
+@functools.cache  # the search for a layout takes seconds
 def proposal(model: str, gpus: int, **said) -> Proposal:
     hf_config = load_config(CONFIGS / f"{model}.json")
     own = {key.replace("__", "."): value for key, value in said.items()}
