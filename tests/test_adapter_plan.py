@@ -20,8 +20,10 @@ LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=
 
 
 def of_layers(count: int, model: str) -> PretrainedConfig:
-    """The published config, cut to its first layers."""
+    """The published config, cut to its first layers, as is Gemma3's tower."""
     hf_config = load_config(ROOT / f"tests/hf_configs/{model}.json")
+    if model.startswith("gemma3"):
+        hf_config.vision_config.num_hidden_layers = count
     text = hf_config.text_config
     text.num_hidden_layers = count
     if getattr(text, "layer_types", None):
