@@ -51,10 +51,6 @@ def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
     return torch.arange(len(input_ids_T))
 
 
-def takes_all(input_ids_T: Any, visual: GenericVisualInputs | None) -> None:
-    """Of a model that takes every document."""
-
-
 def rows_of_items(grid: Tensor) -> Tensor:
     """(N,): how many rows of pixels each item has, from its grid (N, 3), or from that number itself."""
     return grid.reshape(len(grid), -1).prod(-1)
@@ -234,7 +230,7 @@ class DataNeeds:
     images_or_videos: bool = False
     of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     frames_as_images: bool = False
-    misfit: Callable[[Any, GenericVisualInputs | None], str | None] = takes_all
+    misfit: Callable[[Any, GenericVisualInputs | None], str | None] = lambda ids, visual: None
 
     def __post_init__(self) -> None:
         GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))

@@ -69,9 +69,7 @@ class KnownProcessor:
     def measure(
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
     ) -> EncodedText:
-        with refused_by_processor():
-            images = [self._image_tokens(size, len(sizes) == 1) for size in sizes]
-        return self.sizes(prompt, images, plans)
+        return self.sizes(prompt, [self._image_tokens(size, len(sizes) == 1) for size in sizes], plans)
 
     def __call__(
         self,
@@ -93,14 +91,15 @@ class KnownProcessor:
         visual = GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
         return text, visual.as_model_kwargs() if visual else {}
 
+    @refused_by_processor()
     def _of_image(self, image: ImageArray, alone: bool) -> dict[str, Tensor]:
-        with refused_by_processor():
-            if self._known.target is None:
-                return self._known.tensors(self._processor, image, alone)
-            size = self._known.target(self._processor, *image.shape[:2])
-            resample = self._processor.image_processor.resample
-            return self._known.tensors(self._processor, resized(image, size, resample))
+        if self._known.target is None:
+            return self._known.tensors(self._processor, image, alone)
+        size = self._known.target(self._processor, *image.shape[:2])
+        resample = self._processor.image_processor.resample
+        return self._known.tensors(self._processor, resized(image, size, resample))
 
+    @refused_by_processor()
     def _image_tokens(self, size: tuple[int, int], alone: bool) -> ImageTokens:
         if self._known.image_ids is None:
             return self.sizes.counted(size, alone)

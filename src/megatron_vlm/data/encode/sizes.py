@@ -86,8 +86,7 @@ class SizeEncoder:
     def counted(self, size: tuple[int, int], alone: bool = True) -> ImageTokens:
         """The tokens of an image of (width, height), its conversation's only one or not, by the processor's
         own count. The count is exact, the order is not: row breaks are not placed."""
-        with refused_by_processor():
-            tokens, patches = self._count(size, alone)
+        tokens, patches = self._count(size, alone)
         return np.full(tokens, self._image_id), patches
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
@@ -117,8 +116,7 @@ class SizeEncoder:
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
-        with refused_by_processor():
-            told, _ = self._count(PROBE_SIZE)
+        told, _ = self._count(PROBE_SIZE)
         return short_image, image_id, told - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
@@ -175,6 +173,7 @@ class SizeEncoder:
         repeats[np.isin(short_ids, ids)] = runs
         return np.repeat(short_ids, repeats)
 
+    @refused_by_processor()
     def _count(self, size: tuple[int, int], alone: bool = True) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size

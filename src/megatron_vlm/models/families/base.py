@@ -75,10 +75,9 @@ class Family:
     peft_experts: tuple[str, ...] = ()
 
     def data_needs(self, hf_config: Any) -> DataNeeds:
-        positions, made = self.position_ids(hf_config), self.of_processor(hf_config)
-        fits = partial(towers.misfit, self.visual_kinds(hf_config), partial(self.visual_tokens, hf_config))
-        kinds_of_media = self.images_or_videos, made, self.frames_as_images
-        return DataNeeds(self.visual_keys, positions, *kinds_of_media, fits)
+        misfit = partial(towers.misfit, self.visual_kinds(hf_config), partial(self.visual_tokens, hf_config))
+        of_videos = self.images_or_videos, self.of_processor(hf_config), self.frames_as_images
+        return DataNeeds(self.visual_keys, self.position_ids(hf_config), *of_videos, misfit)
 
     def weight_map(self, hf_config: Any) -> WeightMap:
         return WeightMap(

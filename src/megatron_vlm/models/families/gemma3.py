@@ -96,8 +96,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    vision = hf_config.vision_config
-    towers.refuse_other_sizes(visual.pixel_values, vision.image_size, vision.patch_size)
+    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
     return [hf_config.mm_tokens_per_image] * len(visual.pixel_values)
 
 

@@ -99,8 +99,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Those of each tile."""
-    vision = hf_config.vision_config
-    towers.refuse_other_sizes(visual.pixel_values, vision.image_size[0], vision.patch_size[0])
+    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
     return [round(_patches_a_side(hf_config) * hf_config.downsample_ratio) ** 2] * len(visual.pixel_values)
 
 

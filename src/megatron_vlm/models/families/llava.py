@@ -98,8 +98,7 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     if _any_size(hf_config):
         return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
     vision = hf_config.vision_config
-    patch = 1 if vision.model_type == CLIP else vision.patch_size
-    towers.refuse_other_sizes(visual.pixel_values, vision.image_size, patch)
+    towers.refuse_other_sizes(visual.pixel_values, vision, exactly=vision.model_type == CLIP)
     tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
     return [tokens] * len(visual.pixel_values)
 

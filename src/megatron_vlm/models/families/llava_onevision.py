@@ -177,8 +177,7 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     side, counts = _side(hf_config), []
     for pixels in (visual.pixel_values, visual.pixel_values_videos):
         if pixels is not None:
-            vision = hf_config.vision_config
-            towers.refuse_other_sizes(pixels, vision.image_size, vision.patch_size)
+            towers.refuse_other_sizes(pixels, hf_config.vision_config)
     if visual.image_tiles is not None:
         tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
         newline = torch.empty(1, device="meta")

@@ -82,9 +82,11 @@ def misfit(
     return f"{placeholders} placeholders for {features} features of its images and videos"
 
 
-def refuse_other_sizes(pixels: Tensor, side: int, patch: int = 1) -> None:
-    """Raises ValueError unless images, tiles or frames are squares of the tower's `side`, or have as many
-    whole patches, where the tower asks for no more."""
+def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:
+    """Raises ValueError unless images, tiles or frames are squares of as many whole patches as the tower's,
+    or of its size exactly; `vision` is its config."""
+    sizes = vision.image_size, 1 if exactly else vision.patch_size
+    side, patch = (size if isinstance(size, int) else size[0] for size in sizes)
     height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
     if {height // patch, width // patch} != {side // patch}:
         raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
