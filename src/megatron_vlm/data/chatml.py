@@ -9,15 +9,7 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
-from megatron_vlm.data.turns import (
-    DOCUMENT,
-    TRAINED,
-    BadSample,
-    bad_weight,
-    is_trained,
-    sole,
-    without_thinking,
-)
+from megatron_vlm.data.turns import DOCUMENT, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
 
 ROLES = {
     DOCUMENT: DOCUMENT,
@@ -199,7 +191,7 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get(sole(turn, ("content", "value"), place=place))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    if wrong := bad_weight(others):
+    if wrong := mistake(others):
         raise BadSample("bad_conversation", f"turn {index} has {wrong}")
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these

@@ -34,8 +34,8 @@ def sole(
 ) -> str | None:
     """The first of these names of one field that has a value; None, an empty text and an empty list are none.
 
-    Raises BadSample if another has a value that is not the `same`, as nothing says which is meant. An item and
-    a list of it are the same.
+    Raises BadSample if another has a value that is not the `same`: nothing says which is meant. An item and a
+    list of it are the same.
     """
     first, *others = [name for name in names if record.get(name) not in (None, "", [])] or [None]
     for other in others:
@@ -59,7 +59,7 @@ def is_trained(turn: dict) -> bool:
     return loss_weight(turn) > 0
 
 
-def bad_weight(turn: dict) -> str | None:
+def mistake(turn: dict) -> str | None:
     """What is wrong with a turn's weight."""
     for key in WEIGHTS:
         if not _is_weight(turn.get(key)):
