@@ -48,8 +48,8 @@ TWICE = {
     "roles": ([{"role": "user", "from": "gpt", "value": "x"}], "turn 0: role and from are two names"),
     "texts": ([{"role": "user", "content": "x", "value": "y"}], "turn 0: content and value are two names"),
     "weights": (
-        [{"role": "user", "content": "x", "loss": True, "weight": 0.5}],
-        "turn 0 has loss and weight",
+        [{"role": "user", "content": "", "loss": True, "weight": 0.5}],
+        "loss and weight, which differ",
     ),
     "system": (
         {"system": "Be short.", "messages": [{"role": "system", "content": "Be long."}, *OTHER]},

@@ -88,12 +88,12 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),
         (
             RECORDS["TRL"] | {"rejected_messages": [*ASKED, BAD]},
-            "rejected and rejected_messages are two names",
+            "rejected and rejected_messages are two",
         ),
         (RECORDS["text"] | {"rejected_response": "A cow."}, "rejected and rejected_response are two names"),
         (
             RECORDS["one reply"] | {"rejected_messages": [*ASKED, BAD]},
-            "rejected_response and rejected_messages",
+            "rejected_response and rejected_me",
         ),
         (RECORDS["two conversations"] | {"chosen": "A bird."}, "chosen and messages are two names"),
         (RECORDS["TRL"] | {"question": "Who?"}, "question and prompt are two names"),
