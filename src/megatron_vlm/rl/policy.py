@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import output_scores
@@ -62,7 +63,7 @@ class Policy:
     not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
     sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
     gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
-    collective of all ranks.
+    collective of all ranks: what one raises alone, in the middle of a pass, ends it on all (`job.alarm`).
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
@@ -309,6 +310,7 @@ def _joined(config: RunConfig) -> RunConfig:
 
 def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):
     """Megatron's forward step: scores in place of losses."""
+    watchdog.beat()
     stream = next(streams)
     return model(stream, head), partial(loss, stream)
 
