@@ -1,8 +1,7 @@
-"""An error that only one rank has, in the middle of what all do together, ends it on every rank in seconds.
+"""An error that only one rank has, in the middle of what all do together, ends the other ranks in seconds.
 
-The others wait in a collective, where no error can reach them. So the rank that fails says why in the store
-that all ranks share. A thread of every other rank looks there, and aborts the process groups in which its
-rank waits. Then the wait raises. If it does not, the process ends.
+These wait in a collective, where no error can reach them, and gloo cannot abort a wait. So the rank that
+fails says why in the store that all ranks share. A thread of every other rank looks there, and ends its process.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from megatron_vlm.job.failures import end_after, without_traceback
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.messages import printable
 
-LOOKS_EVERY, PATIENCE = 0.5, 5.0  # seconds; for an aborted wait to raise
+LOOKS_EVERY = 0.5  # seconds
+PATIENCE = 3.0  # seconds for a wait to end by itself, as it may when the other process ends
 LONGEST = 500  # characters of what a rank raised
 _KEY = "megatron_vlm: a rank has failed"
 
 
 @contextlib.contextmanager
 def alarm() -> Iterator[None]:
-    """What one rank raises inside is raised there, and on the others as AnotherRankFailed, which quotes it.
+    """What one rank raises inside ends the processes of the others, as soon as they are inside, too.
 
-    Process groups cannot be used afterwards, so this also raises AnotherRankFailed when it is entered again.
-    In a single process, it does nothing.
+    Their last words quote it. Afterwards the ranks have lost each other, so to enter again raises
+    AnotherRankFailed. In a single process, this does nothing.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -42,9 +42,7 @@ def alarm() -> Iterator[None]:
     except Exception as error:
         text = printable(f"{type(error).__name__}: {without_traceback(str(error))}"[:LONGEST])
         own = f"rank {dist.get_rank()} has failed: {text}"
-        first = store.compare_set(_KEY, "", own).decode()
-        _abort_groups()
-        if first != own:
+        if (first := store.compare_set(_KEY, "", own).decode()) != own:
             raise AnotherRankFailed(first) from error
         raise
     finally:
@@ -54,18 +52,9 @@ def alarm() -> Iterator[None]:
 def _listen(store: dist.Store, left: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the store has ended, and with it its process
         while not left.wait(LOOKS_EVERY):
-            if store.check([_KEY]):
-                said = _said(store)
-                _abort_groups()
-                if not left.wait(PATIENCE):
-                    end_after(said)
+            if store.check([_KEY]) and not left.wait(PATIENCE):
+                end_after(_said(store))
 
 
 def _said(store: dist.Store) -> str:
     return store.get(_KEY).decode()
-
-
-def _abort_groups() -> None:
-    for group in list(distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # this group is aborted already
-            group.abort()

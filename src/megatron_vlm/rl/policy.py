@@ -63,7 +63,7 @@ class Policy:
     not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
     sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
     gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
-    collective of all ranks: what one raises alone, in the middle of a pass, ends it on all (`job.alarm`).
+    collective of all ranks: what one raises alone, in the middle of a pass, ends the others (`job.alarm`).
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
