@@ -20,16 +20,16 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 GiB."
 
 
 def fails(name: str, path: str, held: str, heard: str) -> None:
-    """The second rank's caller catches what it raises, calls again, and goes on. The first waits."""
+    """The first rank waits for the second, whose caller catches what it raises, calls again, and goes on."""
     samples, _ = torch.load(held, weights_only=False)
     layout, call, plant = CASES[name]
     policy = policy_cells.policy_of(path, layout, 300)
     if dist.get_rank() == 1:
         plant(policy)
-    first = said(lambda: call(policy, samples))
-    again = said(lambda: policy.logprobs(samples))
-    if dist.get_rank() == 1:
+        first, again = said(lambda: call(policy, samples)), said(lambda: policy.logprobs(samples))
         Path(heard).write_text(f"{first}\n{again}\n{policy.chunks[0].training}\n")
+    else:
+        call(policy, samples)
     time.sleep(1000)
 
 

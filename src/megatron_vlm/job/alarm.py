@@ -1,7 +1,7 @@
 """An error that only one rank has, in the middle of what all do together, ends the other ranks in seconds.
 
 These wait in a collective, where no error can reach them, and gloo cannot abort a wait. So the rank that
-fails says why in the store that all ranks share. A thread of every other rank looks there, and ends its process.
+fails says why in the store that all ranks share. A thread of every other looks there, and ends its process.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
             f"out of memory: {text.splitlines()[0] if text else 'no more is to be had'}"
             + "\n".join(notes)
             + "\n"
-            "Lower train.micro_batch_size, data.seq_length or data.max_pixels, or set model.recompute=full."
+            "Lower train.micro_batch_size, data.seq_length, data.max_pixels or a policy's max_tokens, or set "
+            "model.recompute=full."
         )
     if is_for_users(error):
         return USERS_CODE, text + "\n".join(notes)

@@ -43,6 +43,8 @@ class Document:
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
         held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        # what was made under `inference_mode` cannot be kept for a backward pass
+        held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
         made = self.needs.of_processor(without_padding({k: v for k, v in held.items() if len(v)}))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
