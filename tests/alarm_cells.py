@@ -43,9 +43,11 @@ def learn(policy, samples: list[dict]) -> None:
     policy.forward_backward(samples, policy_cells.loss, 5, entropy=True, fields=["advantage"])
 
 
-def learn_and_step(policy, samples: list[dict]) -> None:
+def learn_twice(policy, samples: list[dict]) -> None:
+    """With a step between, after which a rank may wait for the other in its next call."""
     learn(policy, samples)
     policy.step()
+    learn(policy, samples)
 
 
 def answer(policy, _) -> None:
@@ -86,7 +88,7 @@ CASES: dict[str, tuple[ParallelConfig, Callable, Callable]] = {
     "backward, DP2": (DP, learn, in_backward),
     "scores, DP2": (DP, score_twice, in_forward),
     "generation, TP2": (TP, answer, at_a_token),
-    "step, TP2": (TP, learn_and_step, in_step),
+    "step, TP2": (TP, learn_twice, in_step),
 }
 
 

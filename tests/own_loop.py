@@ -20,7 +20,7 @@ def main() -> None:
     path, held, _, catches = sys.argv[1:]
     samples, _ = torch.load(held, weights_only=False)
     policy = policy_cells.policy_of(path, alarm_cells.TP, 300)
-    alarm_cells.learn_and_step(policy, samples)
+    alarm_cells.learn_twice(policy, samples)
     if torch.distributed.get_rank() == 1:
         alarm_cells.in_backward(policy)
     try:
