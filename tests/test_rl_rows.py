@@ -69,3 +69,10 @@ def test_a_field_has_an_entry_for_each_scored_token(mask, field, found):
 def test_a_field_that_may_be_read_in_two_ways_is_refused(mask, field, said):
     with pytest.raises(ValueError, match=f"sample 0: {said}"):
         document(mask, value=field).field("value")
+
+
+@pytest.mark.parametrize("value", ["x", None, {"a": 1}])
+def test_a_field_is_numbers(value):
+    sample = {"input_ids": torch.arange(4), "value": value}
+    with pytest.raises(ValueError, match=r"sample 0: value is no tensor \(.*\); give one, or a number"):
+        documents_of([sample], DataNeeds())[0].field("value")

@@ -269,6 +269,8 @@ class Policy:
         try:
             if not 0 < normalizer < math.inf:
                 raise ValueError(f"normalizer is {normalizer}; give a number above 0, the same on all ranks.")
+            if isinstance(fields, str):
+                raise ValueError(f"fields is {fields!r}; give a list of names.")
             documents = documents_of(samples, needs)
             check_tokens(documents, self.source)
             most = get_model_config(self.chunks[0]).most_positions
