@@ -7,6 +7,7 @@ fails says why in the store that all ranks share. A thread of every other looks 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -33,7 +34,7 @@ def alarm() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    store, left = distributed_c10d._get_default_store().clone(), threading.Event()
+    store, left = _clone(distributed_c10d._get_default_store()), threading.Event()
     if store.check([_KEY]):
         raise AnotherRankFailed(f"{_said(store)}; start again, as the ranks have lost each other.")
     threading.Thread(target=_listen, args=(store, left), name="alarm", daemon=True).start()
@@ -54,6 +55,12 @@ def _listen(store: dist.Store, left: threading.Event) -> None:
         while not left.wait(LOOKS_EVERY):
             if store.check([_KEY]) and not left.wait(PATIENCE):
                 end_after(_said(store))
+
+
+@functools.lru_cache(maxsize=1)
+def _clone(store: dist.Store) -> dist.Store:
+    """A connection of its own, as one that waits for a key blocks all others who use it."""
+    return store.clone()
 
 
 def _said(store: dist.Store) -> str:
