@@ -9,20 +9,8 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
-from megatron_vlm.data.turns import DOCUMENT, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
+from megatron_vlm.data.turns import ROLES, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
 
-ROLES = {
-    DOCUMENT: DOCUMENT,
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 WRAPPERS = ("conversations", "messages", "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(image|video)>")

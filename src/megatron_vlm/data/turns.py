@@ -8,6 +8,18 @@ from typing import Any
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 TRAINED = ("assistant", DOCUMENT)
+ROLES = {  # as people name it -> the role
+    DOCUMENT: DOCUMENT,
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
 WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 THINK, END_OF_THINKING = "<think>", "</think>"
