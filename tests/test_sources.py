@@ -478,6 +478,43 @@ def test_a_record_in_no_known_layout_is_bad(stored):
         RecordLayout()(stored)
 
 
+@pytest.mark.parametrize(
+    ("stored", "names"),
+    [
+        ({"question": "q", "prompt": "p", "answer": "a"}, "question and prompt"),
+        ({"question": "q", "answer": "a", "output": "b"}, "answer and output"),
+        ({"question": "q", "query": "x", "input": "y", "answer": "a"}, "query and input"),
+        (
+            {"messages": [{"role": "user"}], "conversations": [{"role": "assistant"}]},
+            "conversations and messages",
+        ),
+        ({"messages": [1], "images": ["a.jpg"], "image": "b.jpg"}, "images and image"),
+        ({"messages": [1], "videos": ["a.mp4", "b.mp4"], "video": "a.mp4"}, "videos and video"),
+    ],
+)
+def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
+    with pytest.raises(BadSample, match=f"{names} are two names of one field, and differ; leave one out"):
+        RecordLayout()(stored)
+    first, second = names.split(" and ")
+    RecordLayout()(stored | {second: stored[first]})
+    RecordLayout()(stored | {second: None})
+    chosen = {name: name for name in stored if name != second}
+    assert second not in RecordLayout(chosen)(stored) and first in RecordLayout(chosen)(stored)
+
+
+def test_two_forms_of_one_conversation_are_one():
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    record = RecordLayout()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
+    assert conversation_of(record) == {"conversations": sharegpt}
+
+
+def test_a_part_names_one_image(tmp_path):
+    part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
+    with pytest.raises(BadSample, match="image_url and url are two names"):
+        images_of({"messages": [{"role": "user", "content": [part]}]}, tmp_path)
+
+
 def random_value(rng, depth=0):
     """JSON of any shape, made of the words that records are made of."""
     kind = rng.integers(9 if depth < 3 else 5)

@@ -20,6 +20,7 @@ from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media_limits import limits_beside, named_limits
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
 from megatron_vlm.data.records.preferences import REJECTED_TURNS
+from megatron_vlm.data.turns import sole
 
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
@@ -106,7 +107,7 @@ def _images_of_parts(record: dict) -> Iterator[Any]:
         parts = turn.get("content") if isinstance(turn, dict) else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-                named = next((part[name] for name in IMAGE_PART_KEYS if part.get(name)), None)
+                named = part.get(sole(part, IMAGE_PART_KEYS))
                 if named is not None:
                     yield named.get("url", named) if isinstance(named, dict) else named
 
