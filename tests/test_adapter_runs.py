@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.checks.settings import validate_paths
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
@@ -350,10 +351,32 @@ def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
 def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
     named = SOUND | {"base_model_name_or_path": "google/gemma-3-4b-it"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
-    start = AdapterConfig(start=str(tmp_path))
-    assert list(words_of_start(start, "/models/gemma-3-4b-it")) == []
-    [said] = words_of_start(start, "other")
+    run = RunConfig(run_dir="run", adapter=AdapterConfig(start=str(tmp_path)))
+    run.model.hf_path = "/models/gemma-3-4b-it"
+    assert list(words_of_start(run)) == []
+    run.model.hf_path = "other"
+    [said] = words_of_start(run)
     assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
+    """Whatever that folder holds now: once there is a checkpoint, the run reads its own copy."""
+    path, case, folder = parts
+    given = str(path), str(story[1] / "exported"), str(case), str(folder)
+    [found] = run_distributed(1, adapter_runs.begun_from, *given)
+    assert found["begun again"] and found["changed"] and found["removed"]
+    assert "has its own copy" in found["words, removed"] and "adapter_start" in found["words, removed"]
+    assert "holds adapters, and this run trains whole weights; set adapter.* as it was" in found["without"]
+    start = AdapterConfig(start=str(folder / "start"))
+    run = RunConfig(run_dir=str(folder / "run from start"), adapter=start)
+    run.model.hf_path = str(path)
+    validate_paths(run, needs_data=False)
+    run.run_dir = str(folder / "new run")
+    with pytest.raises(ConfigError, match="adapter.start: .* does not exist"):
+        validate_paths(run, needs_data=False)
+    run_distributed(1, adapter_runs.exported_from, str(path), str(folder))
+    written = json.loads((folder / "exported from start/adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 8)
 
 
 def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):

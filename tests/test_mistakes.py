@@ -166,7 +166,7 @@ MISTAKES = [
     ),
     checkpoint(
         "an adapter as checkpoint",
-        r"model.hf_path: adapter is an adapter without its base model; give",
+        r"model.hf_path: adapter is an adapter without its base model; give the folder of its base model, and adap",
         "adapter",
     ),
     checkpoint(

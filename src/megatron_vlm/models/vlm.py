@@ -70,7 +70,8 @@ class VLMModel(MegatronModule):
     def layout(self, batch: Batch) -> StreamLayout:
         """How the rows of `batch`, which is on the host, become a stream."""
         check_positions(int(batch["position_ids"].max()), self.config.most_positions)
-        check_tokens(int(batch["input_ids"].max()), self.config.vocab_size)
+        real_BS = batch["input_ids"] * (batch["attention_mask"] > 0)  # padding has no embedding
+        check_tokens(int(real_BS.max()), self.config.vocab_size)
         ranks = parallel_state.get_context_parallel_world_size()
         return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
 
