@@ -88,6 +88,22 @@ MISTAKES = [
         "train.steps",
     ),
     train(
+        "a setting as a flag",
+        r"--lora-alpha: a setting is written without dashes; give adapter.lora_alpha=VALUE\.",
+        "--lora-alpha=16",
+    ),
+    train("an argument as a flag", r"--epochs: a setting is .* dashes; give epochs=VALUE\.", "--epochs", "3"),
+    train(
+        "a flag of another program",
+        r"--output_dir: `train` has no such flag, and no setting .*`megatron-vlm train --help` lists the fl",
+        "--output_dir=out",
+    ),
+    train(
+        "several files after one flag",
+        r"more/whole.jsonl: a path without its flag; give each its own, as --data A --data B\.",
+        "more/whole.jsonl",
+    ),
+    train(
         "a setting under two names",
         r"steps=10 and train.steps=20 both set train.steps; give one of them\.",
         "steps=10",
@@ -166,7 +182,7 @@ MISTAKES = [
     ),
     checkpoint(
         "an adapter as checkpoint",
-        r"model.hf_path: adapter is an adapter without its base model; give the folder of its base model, and adap",
+        r"model.hf_path: adapter is an adapter without its base model; give the folder of its base model,",
         "adapter",
     ),
     checkpoint(

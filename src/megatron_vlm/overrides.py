@@ -69,6 +69,8 @@ def split_override(text: str) -> tuple[str, str]:
     """Key and value of `key.path=value`; the value may hold equals signs. Raises ConfigError without any."""
     key, equals, value = text.partition("=")
     if not (equals and key.strip()):
+        if os.path.exists(text):
+            raise ConfigError(f"{text}: a path without its flag; give each its own, as --data A --data B.")
         raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
     return key.strip(), value
 
