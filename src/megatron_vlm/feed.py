@@ -132,7 +132,7 @@ class Feed:
                 f"{self._data.why_hf_processor}"
             )
         if self._data:
-            yield from self._unknown
+            yield from (*self._unknown, *self._data.train_loader.words)
             yield from validation_words(self._train, self._data.valid_loader is not None)
         if self._epochs:
             last = self.milestones.steps

@@ -35,6 +35,7 @@ from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
+from megatron_vlm.data.records.unread import unread_media
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -72,6 +73,7 @@ class HFProvider:
                     "or more data."
                 )
             rows.encoder.drops.epoch = count
+            rows.words = list(unread_media(rows.table))
         shares = [one.rows or one.share for one in sources_of(data.train_data_path, data.repetitions)]
         settings = {
             "dataset": rows.fingerprint,
@@ -211,7 +213,7 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self.sources = sources_of_keys(rows.table)
+        self.sources, self.words = sources_of_keys(rows.table), rows.words
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place
