@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.settings import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
+from megatron_vlm.models.adapters.targets import _all_but
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -256,8 +257,16 @@ def source(parts):
     ("settings", "said"),
     [
         ({"target_modules": ["q_porj"]}, r"q_porj fits no module of the model; did you mean q_proj\?"),
-        ({"target_modules": "q_.*"}, r"q_.* fits no module .* a regex fits whole names, such as model\."),
-        ({"target_modules": ["mlp"]}, "is a SiglipMLP; adapters are for linears"),
+        ({"target_modules": "q_.*"}, r"q_.* fits no module .* A regex fits whole names, such as model\."),
+        ({"target_modules": "all_linear"}, r"all_linear fits no module .* did you mean all-linear\?"),
+        (
+            {"target_modules": ["mlp"]},
+            r"is a SiglipMLP; adapters are for linears; leave it out, or add it to",
+        ),
+        (
+            {"target_modules": ["q_proj", "patch_embedding"]},
+            r"is a Conv2d; .*, or set adapter.exclude_modules=\[embeddings.patch_embedding\]\.",
+        ),
         ({"target_modules": ["patch_embedding"]}, "is a Conv2d; adapters are for linears"),
         ({"target_modules": ["lm_head"]}, "lm_head is the output layer"),
         ({"target_modules": "q_proj,v_proj"}, r"give ends of names as a list: .*=\[q_proj,v_proj\]\."),
@@ -291,6 +300,17 @@ def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, setting
     with pytest.raises(ConfigError, match=said):
         named = AdapterConfig(r=4, **settings), source.hf_config, source.weight_map
         find_targets(*named), find_whole(*named)
+
+
+def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
+    layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
+    routers = [f"model.text.layers.{number}.router" for number in range(12)]
+    assert _all_but(layers[2:], layers) == r"'model\.vision\.layers(\..*)?'"
+    assert _all_but(routers[1:], layers + routers) is None
+    assert _all_but([*layers[:1], *layers[2:]], layers) is None
+    assert _all_but([name + ".proj" for name in routers], [*layers, *(r + ".proj" for r in routers)]) == (
+        "[router.proj]"
+    )
 
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):

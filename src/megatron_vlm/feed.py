@@ -134,9 +134,11 @@ class Feed:
         if self._data:
             yield from (*self._unknown, *self._data.train_loader.words)
             yield from validation_words(self._train, self._data.valid_loader is not None)
+        last = self.milestones.steps
         if self._epochs:
-            last = self.milestones.steps
             yield from self._epochs.words(self._config, last, self.rows_after(last))
+        if (done := self._begun[0]) >= last:
+            yield f"train.steps: the run has trained {done} of {last}; raise them, or train.epochs, to go on"
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""
