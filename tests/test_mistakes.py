@@ -95,8 +95,8 @@ MISTAKES = [
     train("an argument as a flag", r"--epochs: a setting is .* dashes; give epochs=VALUE\.", "--epochs", "3"),
     train(
         "a flag of another program",
-        r"--output_dir: `train` has no such flag, and no setting .*`megatron-vlm train --help` lists the fl",
-        "--output_dir=out",
+        r"--deepspeed: `train` has no such flag, and no setting .*`megatron-vlm train --help` lists the fl",
+        "--deepspeed=zero3.json",
     ),
     train(
         "several files after one flag",

@@ -115,7 +115,8 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
         OmegaConf.to_container(node, resolve=True)  # raises if an interpolation points to nothing
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+        example = f", as {key}.NAME=VALUE" if wanted.startswith("dict") else ""
+        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}{example}.") from error
 
 
 def _entry(wanted: str, value: Any) -> str | float:
