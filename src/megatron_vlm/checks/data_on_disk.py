@@ -76,7 +76,7 @@ def _energon_problems(path: Path, shown: str) -> Iterator[str]:
 def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterator[str]:
     if not path.exists():
         if "," in name and all(os.path.exists(part) for part in name.split(",")):
-            yield f"{shown} are {name.count(',') + 1} paths; give each by a flag of its own, or as a list, [A,B]."
+            yield f"{shown} are several paths; give each by a flag of its own, or all as a list, [A,B]."
         elif not is_hub_name(name):
             yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
         elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
