@@ -271,6 +271,21 @@ MISTAKES = [
         "adapter.start=trained",
     ),
     train(
+        "a folder of pictures and conversations",
+        r"data.train_data_path: together is a .* and rows.jsonl in it is not read; give together/rows",
+        train_data_path="together",
+    ),
+    train(
+        "two files as one path",
+        r"rows.jsonl,more/whole.jsonl are several paths; give each by a flag of its own, or all as",
+        train_data_path="rows.jsonl,more/whole.jsonl",
+    ),
+    train(
+        "a mapping without a space",
+        r"adapter.rank_pattern: .* does not fit; expected dict.*, as adapter.rank_pattern.NAME=VALUE\.",
+        "adapter.rank_pattern={q_proj:8}",
+    ),
+    train(
         "no training data",
         r"data.train_data_path: not set; pass --train_data_path",
         train_data_path=None,
@@ -504,6 +519,11 @@ MISTAKES = [
         *("pictures", "out"),
     ),
     prepare(
+        "preparing a folder of pictures and conversations",
+        r"prepare: source together is a .* and rows.jsonl in it is not read; give together/rows",
+        *("together", "out"),
+    ),
+    prepare(
         "preparing an empty folder",
         r"prepare: source empty is an empty folder; give",
         *("empty", "out"),
@@ -700,6 +720,8 @@ def make_everything(folder: Path) -> None:
             "lost.jsonl": record("no/1.jpg"),
             "more/whole.jsonl": record(str(folder / "pictures" / "1.jpg")),
             "pictures/1.jpg": b"\xff\xd8",
+            "together/rows.jsonl": record("1.jpg"),
+            **dict.fromkeys(("together/1.jpg", "together/2.jpg"), b"\xff\xd8"),
         },
     )
 
