@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, naming, remove
+from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, naming, remove, sync_folder
 
 NAME = "adapter_start"
 
@@ -42,6 +42,11 @@ def keep(run_dir: str | Path, files: list[Path]) -> None:
         remove(unfinished)
         unfinished.mkdir(parents=True)
         for file in files:
-            shutil.copyfile(file, unfinished / file.name)
+            with open(file, "rb") as given, open(unfinished / file.name, "wb") as copy:
+                shutil.copyfileobj(given, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+        sync_folder(unfinished)
         remove(kept)
         os.rename(unfinished, kept)
+        sync_folder(kept.parent)
