@@ -137,8 +137,7 @@ class Feed:
         last = self.milestones.steps
         if self._epochs:
             yield from self._epochs.words(self._config, last, self.rows_after(last))
-        if (done := self._begun[0]) >= last:
-            yield f"train.steps: the run has trained {done} of {last}; raise them, or train.epochs, to go on"
+        yield from self.milestones.words(self._begun[0])
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""
