@@ -85,8 +85,8 @@ class Milestones:
         """What a user should know of a run that has trained so many steps: whether it is at its end."""
         if done >= self.steps:
             yield (
-                f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise train.steps "
-                "or train.epochs"
+                f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise "
+                "train.steps or train.epochs"
             )
 
     def evaluates_after(self, step: int) -> bool:
