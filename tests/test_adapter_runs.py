@@ -306,7 +306,6 @@ def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
     layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
     routers = [f"model.text.layers.{number}.router" for number in range(12)]
     assert _all_but(layers[2:], layers) == r"'model\.vision\.layers(\..*)?'"
-    assert _all_but(routers[1:], layers + routers) is None
     assert _all_but([*layers[:1], *layers[2:]], layers) is None
     assert _all_but([name + ".proj" for name in routers], [*layers, *(r + ".proj" for r in routers)]) == (
         "[router.proj]"
