@@ -24,12 +24,15 @@ demo-rl: export STEPS ?=
 demo-rl: compiled
 	@$(PY) examples/digits/rl_demo.py
 
+# Some tests wait, so three keep two processors busy. tests/costs.py says in which order files are begun.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+
 test: compiled
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadfile -m "not long and not soak"
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak"
 
 # Every further family, source and layout.
 test-long: compiled
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -n 3 --dist loadfile -m long
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m long
 
 # Nothing new, but all families in all layouts, and many more samples, kills and interruptions: hours.
 test-soak: compiled

@@ -207,6 +207,9 @@ def measure(names: list[str], path: str, references: str) -> list[dict]:
     for name in names:
         _, layout, model, adapter = LAYOUTS[name]
         setup.reset_layout(layout, seed=1)
-        for input_name, case in cases[adapter].items():
-            rows.append({"layout": name, "input": input_name} | parity.compare(layout, path, case, **model))
+        [start] = {case["adapter"] for case in cases[adapter].values()}
+        made = parity.Model(layout, path, start, **model)
+        rows += [
+            {"layout": name, "input": each} | made.compare(case) for each, case in cases[adapter].items()
+        ]
     return rows

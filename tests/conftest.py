@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+import costs  # noqa: E402
 import pytest  # noqa: E402
 
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
@@ -18,8 +19,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def tiny_gemma3(tmp_path_factory):
-    """Folder of a saved tiny Gemma3 checkpoint."""
-    return build_tiny_checkpoint("gemma3", tmp_path_factory.mktemp("tiny") / "gemma3")
+    """Folder of a saved tiny Gemma3 checkpoint, whose vocabulary no tensor parallelism divides."""
+    return build_tiny_checkpoint(
+        "gemma3", tmp_path_factory.mktemp("tiny") / "gemma3", text={"vocab_size": 577}
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,5 +39,15 @@ def pytest_runtest_setup():
 pytest_runtest_call = pytest_runtest_setup  # a fixture may have had such a loader
 
 
-def pytest_sessionfinish():
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    costs.longest_first(config, items)
+
+
+def pytest_runtest_logreport(report):
+    costs.count(report)
+
+
+def pytest_sessionfinish(session):
+    costs.write(session.config)
     gc.unfreeze()  # libraries report what they find alive at the very end

@@ -83,6 +83,11 @@ def marks(family: str) -> list:
 
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
+# Of tests of the data: one with as many tokens for every image, one with images of any size
+OF_DATA = [
+    pytest.param(family, marks=() if family in ("gemma3", "qwen3_vl") else pytest.mark.long)
+    for family in TINY_FAMILIES
+]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
 # one without experts, one with experts, M-RoPE and deepstack
 EVERY_LAYOUT = ("gemma3", "qwen3_vl_moe")
@@ -332,43 +337,57 @@ def packed(case: dict[str, Any]) -> dict[str, Any]:
 
 def cases_of(family: str, path: Path | str) -> dict[str, dict[str, Any]]:
     """All inputs of the family."""
-    cases = {name: case_for(path, rows) for name, rows in inputs_of(family).items()}
-    return cases | {name: packed(case_for(path, rows)) for name, rows in PACKED.items()}
+    reference = Reference(path)
+    cases = {name: reference.case(rows) for name, rows in inputs_of(family).items()}
+    return cases | {name: packed(reference.case(rows)) for name, rows in PACKED.items()}
 
 
 def case_for(
     path: Path | str, rows: list[str], processor: Any = None, weights: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """HF's logits, loss and gradients (by hub key) in fp32, and their batch, whole and in rows. The trained
-    tokens have `weights` in turn; without any they all count alike."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    """What `Reference` says of a single input."""
+    return Reference(path, processor).case(rows, weights)
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.weights import hub_name
 
-    hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    processor = processor or AutoProcessor.from_pretrained(path)
-    hf, batch, single = encode(processor, family, hf_config, rows)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    output = model(**hf, use_cache=False)
-    loss = output.loss
-    if weights:
-        weight_BS = batch["loss_mask"]
-        trained = weight_BS > 0
-        weight_BS[trained] = torch.from_numpy(np.resize(np.float32(weights), int(trained.sum())))
-        losses_N = torch.nn.functional.cross_entropy(
-            output.logits[trained], batch["labels"][trained], reduction="none"
-        )
-        loss = (losses_N * weight_BS[trained]).sum() / weight_BS.sum()
-    loss.backward()
-    return {
-        "batch": batch,
-        "rows": single,
-        "logits": output.logits.detach(),
-        "loss": loss.item(),
-        "grads": {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()},
-    }
+class Reference:
+    """The Transformers model of a checkpoint in fp32."""
+
+    def __init__(self, path: Path | str, processor: Any = None):
+        from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+        from megatron_vlm.models.families import family_for
+
+        self.hf_config = AutoConfig.from_pretrained(path)
+        self.family = family_for(self.hf_config)
+        self.processor = processor or AutoProcessor.from_pretrained(path)
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+    def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
+        """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.
+        The trained tokens have `weights` in turn; without any they all count alike."""
+        from megatron_vlm.models.weights import hub_name
+
+        hf, batch, single = encode(self.processor, self.family, self.hf_config, rows)
+        self.model.zero_grad(set_to_none=True)  # earlier cases keep theirs
+        output = self.model(**hf, use_cache=False)
+        loss = output.loss
+        if weights:
+            weight_BS = batch["loss_mask"]
+            trained = weight_BS > 0
+            weight_BS[trained] = torch.from_numpy(np.resize(np.float32(weights), int(trained.sum())))
+            losses_N = torch.nn.functional.cross_entropy(
+                output.logits[trained], batch["labels"][trained], reduction="none"
+            )
+            loss = (losses_N * weight_BS[trained]).sum() / weight_BS.sum()
+        loss.backward()
+        named = self.model.named_parameters()
+        return {
+            "batch": batch,
+            "rows": single,
+            "logits": output.logits.detach(),
+            "loss": loss.item(),
+            "grads": {hub_name(name, self.family.renames): param.grad for name, param in named},
+        }
 
 
 def measure(names: list[str], path: str, references: str) -> list[dict]:
@@ -381,79 +400,104 @@ def measure(names: list[str], path: str, references: str) -> list[dict]:
     rows = []
     for name in names:
         setup.reset_layout(LAYOUTS[name][1], seed=1)
-        for input_name, case in cases.items():
-            rows.append({"layout": name, "input": input_name} | compare(LAYOUTS[name][1], path, case))
+        model = Model(LAYOUTS[name][1], path)
+        rows += [{"layout": name, "input": each} | model.compare(case) for each, case in cases.items()]
     return rows
 
 
 def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool = True, **model: Any) -> dict:
-    """The worst differences over all ranks, the same on every rank; `model` sets fields of ModelConfig."""
-    from megatron.core import parallel_state
-    from transformers import AutoConfig
+    """The worst differences of a single case; `model` sets fields of ModelConfig."""
+    return Model(layout, path, case.get("adapter"), per_token_loss, **model).compare(case)
 
-    from megatron_vlm.models.adapters import load_adapters
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
-    from megatron_vlm.models.weights import import_hf
-    from megatron_vlm.parallel import setup
-    from megatron_vlm.training import gradients, step
-    from megatron_vlm.training.logits import logits_of
 
-    run = RunConfig(parallel=layout)
-    run.model = ModelConfig(**{"dtype": "fp32", **model})
-    run.adapter.start = case.get("adapter")
-    hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, path, family.weight_map(hf_config))
-    if run.adapter.used:
-        load_adapters(chunks, Path(path), run.adapter.start)
-    chunks[0].config.calculate_per_token_loss = per_token_loss
-    ddp = gradients.data_parallel(chunks, run)
-    mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
+class Model:
+    """Our model of a checkpoint, in a layout that is laid out; `model` sets fields of ModelConfig."""
 
-    for chunk in ddp:
-        chunk.zero_grad_buffer()
-    loss, _ = step.mean_loss(step.forward_backward(ddp, [batch for batch, _ in mine]))
-    if layout.distributed_optimizer:
-        gather_sharded_grads(ddp)
-    worst, seen = (0.0, ""), []
-    for key, grad in gradients_of(chunks, family.weights(hf_config)):
-        seen.append(key)
-        expected = case["grads"].get(key)
-        expected = torch.zeros_like(grad) if expected is None else expected.to(grad.device)
-        scale = gradient_scale(case["grads"], key)
-        worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
+    def __init__(
+        self,
+        layout: ParallelConfig,
+        path: str,
+        adapter: str | None = None,
+        per_token_loss: bool = True,
+        **model: Any,
+    ):
+        from transformers import AutoConfig
 
-    reports = logits_of(ddp, [batch for batch, _ in mine])
-    logits_error = 0.0
-    for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
-        real_BS = batch["attention_mask"].bool()
-        expected = case["logits"][rows][:, : real_BS.shape[1]]
-        difference = (logits.cpu().view(*real_BS.shape, -1) - expected)[real_BS]
-        logits_error = max([logits_error, *difference.abs().flatten(1).amax(1).tolist()])
+        from megatron_vlm.models.adapters import load_adapters
+        from megatron_vlm.models.families import family_for
+        from megatron_vlm.models.vlm import build_model
+        from megatron_vlm.models.weights import import_hf
+        from megatron_vlm.parallel import setup
+        from megatron_vlm.training import gradients
 
-    worst_of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(worst_of_all, (logits_error, *worst, seen))
-    trained = {key for row in worst_of_all for key in row[3]}
-    wanted = {key for key, grad in case["grads"].items() if grad is not None and grad.any()}
-    assert wanted <= trained, f"without a gradient here: {sorted(wanted - trained)}"
-    if run.adapter.used:
-        assert trained == case["grads"].keys()
-    rel_grad, parameter = max((row[1], row[2]) for row in worst_of_all)
-    result = {
-        "max_abs_logits": max(row[0] for row in worst_of_all),
-        "abs_loss": abs(loss - case["loss"]),
-        "max_rel_grad": rel_grad,
-        "worst_parameter": parameter,
-    }
-    result["passed"] = (
-        result["max_abs_logits"] <= MAX_ABS_LOGITS
-        and result["abs_loss"] <= MAX_ABS_LOSS
-        and result["max_rel_grad"] <= MAX_REL_GRAD
-    )
-    assert parallel_state.get_data_parallel_world_size() * layout.model_size == dist.get_world_size()
-    return result
+        self.run = run = RunConfig(parallel=layout)
+        run.model = ModelConfig(**{"dtype": "fp32", **model})
+        run.adapter.start = adapter
+        hf_config = AutoConfig.from_pretrained(path)
+        self.family = family_for(hf_config)
+        self.rules = self.family.weights(hf_config)
+        self.chunks = build_model(run, self.family, hf_config, setup.device())
+        import_hf(self.chunks, path, self.family.weight_map(hf_config))
+        if run.adapter.used:
+            load_adapters(self.chunks, Path(path), run.adapter.start)
+        self.chunks[0].config.calculate_per_token_loss = per_token_loss
+        self.ddp = gradients.data_parallel(self.chunks, run)
+
+    def compare(self, case: dict) -> dict:
+        """The worst differences over all ranks, the same on every rank."""
+        from megatron_vlm.training import step
+        from megatron_vlm.training.logits import logits_of
+
+        layout = self.run.parallel
+        mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        loss, _ = step.mean_loss(step.forward_backward(self.ddp, [batch for batch, _ in mine]))
+        if layout.distributed_optimizer:
+            gather_sharded_grads(self.ddp)
+        worst, seen = (0.0, ""), []
+        for key, grad in gradients_of(self.chunks, self.rules):
+            seen.append(key)
+            expected = case["grads"].get(key)
+            expected = torch.zeros_like(grad) if expected is None else expected.to(grad.device)
+            scale = gradient_scale(case["grads"], key)
+            worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
+        reports = logits_of(self.ddp, [batch for batch, _ in mine])
+        logits_error = 0.0
+        for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
+            real_BS = batch["attention_mask"].bool()
+            expected = case["logits"][rows][:, : real_BS.shape[1]]
+            difference = (logits.cpu().view(*real_BS.shape, -1) - expected)[real_BS]
+            logits_error = max([logits_error, *difference.abs().flatten(1).amax(1).tolist()])
+        return self._worst_of_all(case, loss, logits_error, worst, seen)
+
+    def _worst_of_all(
+        self, case: dict, loss: float, logits_error: float, worst: tuple[float, str], seen: list[str]
+    ) -> dict:
+        from megatron.core import parallel_state
+
+        worst_of_all: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(worst_of_all, (logits_error, *worst, seen))
+        trained = {key for row in worst_of_all for key in row[3]}
+        wanted = {key for key, grad in case["grads"].items() if grad is not None and grad.any()}
+        assert wanted <= trained, f"without a gradient here: {sorted(wanted - trained)}"
+        if self.run.adapter.used:
+            assert trained == case["grads"].keys()
+        rel_grad, parameter = max((row[1], row[2]) for row in worst_of_all)
+        result = {
+            "max_abs_logits": max(row[0] for row in worst_of_all),
+            "abs_loss": abs(loss - case["loss"]),
+            "max_rel_grad": rel_grad,
+            "worst_parameter": parameter,
+        }
+        result["passed"] = (
+            result["max_abs_logits"] <= MAX_ABS_LOGITS
+            and result["abs_loss"] <= MAX_ABS_LOSS
+            and result["max_rel_grad"] <= MAX_REL_GRAD
+        )
+        ranks = parallel_state.get_data_parallel_world_size() * self.run.parallel.model_size
+        assert ranks == dist.get_world_size()
+        return result
 
 
 def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,14 +21,16 @@ COMMAND = ROOT / "src/megatron_vlm/cli.py"
 
 
 def run_program(
-    path: Path, *arguments: object, timeout: float = 300, **environment: str
+    path: Path, *arguments: object, timeout: float = 300, cwd: Path | str = ".", **environment: str
 ) -> subprocess.CompletedProcess:
-    """`python PATH ARGUMENTS...` with these changes to the environment."""
+    """`python PATH ARGUMENTS...` in the folder `cwd`, with these changes to the environment."""
     words = [str(path), *map(str, arguments)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="program_") as folder:
-        process = context.Process(target=_main, args=(folder, words, os.environ | environment))
+        process = context.Process(
+            target=_main, args=(folder, words, os.path.abspath(cwd), os.environ | environment)
+        )
         process.start()
         process.join(timeout)
         in_time = process.exitcode is not None
@@ -47,9 +49,10 @@ def run_anew(
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
 
 
-def _main(folder: str, words: list[str], environment: dict[str, str]) -> None:
+def _main(folder: str, words: list[str], cwd: str, environment: dict[str, str]) -> None:
     for name, descriptor in {"out": 1, "err": 2}.items():
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # see conftest.py

@@ -37,19 +37,25 @@ from tiny.distributed import run_distributed
 VARIANTS = [(family, name) for family, parts in TINY_FAMILIES.items() for name in parts.variants]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """A tiny one of each family that every supported Transformers reads, and of its variants."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    found = {family: build_tiny_checkpoint(family, folder / family) for family in TINY_FAMILIES}
-    for family, name in VARIANTS:
-        sizes = TINY_FAMILIES[family].variants[name]
-        found[f"{family} {name}"] = build_tiny_checkpoint(family, folder / f"{family} {name}", **sizes)
-    for family, path in found.items():
-        family = family.split()[0]
-        config = path / "config.json"
+class Checkpoints(dict[str, Path]):
+    """A tiny one of each family that every supported Transformers reads, and of its variants, each made when
+    it is first asked for."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        family, _, variant = name.partition(" ")
+        sizes = TINY_FAMILIES[family].variants[variant] if variant else {}
+        self[name] = build_tiny_checkpoint(family, self._folder / name, **sizes)
+        config = self[name] / "config.json"
         config.write_text(json.dumps(load(family).portable_config(json.loads(config.read_text()))))
-    return found
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 # ---- every field of the config classes --------------------------------------------------------------------
@@ -71,7 +77,8 @@ def fields(overlay: Path | None, folders: list[Path]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def versions(checkpoints) -> list[dict[str, Any]]:
     """What the newest and the oldest Transformers have and ask for."""
-    return [fields(overlay, list(checkpoints.values())) for overlay in (None, OLDEST)]
+    names = [*TINY_FAMILIES, *(f"{family} {name}" for family, name in VARIANTS)]
+    return [fields(overlay, [checkpoints[name] for name in names]) for overlay in (None, OLDEST)]
 
 
 def of_both_versions(test):
@@ -179,10 +186,13 @@ WINDOWS = SPELLINGS["qwen2_5_vl"][2]
 NO_EXPERTS = PARTNERS[T + "num_experts"][0]
 BIASED = {T + "attention_bias": True}
 LAYOUTS = {  # family -> changes and layouts
-    "gemma3": ([BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the"}], CUT),
+    "gemma3": (
+        [BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the", T + "vocab_size": 577}],
+        CUT,
+    ),
     "qwen2_5_vl": ([WINDOWS], CUT),
     "qwen3_vl": ([BIASED | {T + "num_hidden_layers": 2, V + "deepstack_visual_indexes": [3, 0, 9, 1]}], CUT),
-    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu"}, NO_EXPERTS], CUT[1:]),
+    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu", T + "vocab_size": 513}, NO_EXPERTS], CUT[1:]),
 }
 
 

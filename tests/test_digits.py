@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from parity import OF_DATA
 from PIL import Image
+from programs import run_program
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
@@ -109,7 +111,7 @@ def test_every_family_has_a_demo():
     assert [f"{name}_tiny_digits" for name in FAMILIES] == [name for name in RECIPES if "digits" in name]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=OF_DATA)
 def demo(request, tmp_path_factory):
     """A family's recipe and the checkpoint it starts from."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -164,9 +166,7 @@ def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
 
 
 def test_demo_names_the_families_it_knows(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "digits" / "demo.py")]
-    environment = {**os.environ, "FAMILY": "gemma5"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = run_program(ROOT / "examples" / "digits" / "demo.py", cwd=tmp_path, FAMILY="gemma5")
     known = ", ".join(FAMILIES)
     assert ended.stderr == f"FAMILY=gemma5: the demo has no such family; take one of {known}.\n"
     assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])

@@ -2,10 +2,9 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
+from programs import COMMAND, run_program
 from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
@@ -108,15 +107,7 @@ def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
     pipe = tmp_path / "source/images/1-0.jpg"
     pipe.unlink()
     os.mkfifo(pipe)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_vlm.cli",
-        "prepare",
-        str(source),
-        str(tmp_path / "out"),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_program(COMMAND, "prepare", source, tmp_path / "out")
     assert ended.returncode == 0, ended.stderr
     assert "1 records skipped\n    missing_media: 1" in ended.stdout and "data.media_dir" in ended.stdout
 

@@ -178,6 +178,7 @@ def answers_of(request, tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         # small random weights only repeat the last token, and so do large ones of Gemma
         text = {} if family in ("gemma3", "gemma4") else {"initializer_range": 0.2}
+        text |= {"vocab_size": 577} if family == "gemma3" else {}  # which tensor parallelism does not divide
         path = build_tiny_checkpoint(family, folder / "checkpoint", text=text)
         encoded, prompts = prompts_of(path)
         torch.save(prompts, folder / "prompts.pt")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from megatron_vlm.config import ParallelConfig
 from tiny.distributed import run_distributed
 
-TOKENS, WIDTH, VOCABULARY = 37, 16, 64
+TOKENS, WIDTH, VOCABULARY = 37, 16, 63  # which two ranks cannot share equally
 
 
 def given() -> tuple[torch.Tensor, ...]:
@@ -19,17 +20,19 @@ def given() -> tuple[torch.Tensor, ...]:
     return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(2, TOKENS)
 
 
-def from_logits(temperature: float, entropy: bool) -> list[torch.Tensor]:
+def from_logits(temperature: float, entropy: bool, softcap: float | None) -> list[torch.Tensor]:
     """Values and gradients in fp64 by torch's own functions."""
     hidden, weight, labels, factors = (x.detach().double() if x.is_floating_point() else x for x in given())
     hidden.requires_grad_(), weight.requires_grad_()
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else (logits / softcap).tanh() * softcap
+    log_p = (logits / temperature).log_softmax(-1)
     values = [log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)][: 1 + entropy]
     sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
     return [*values, hidden.grad, weight.grad]
 
 
-def ours(chunk_bytes: int, temperature: float, entropy: bool) -> list[torch.Tensor]:
+def ours(chunk_bytes: int, temperature: float, entropy: bool, softcap: float | None) -> list[torch.Tensor]:
     from megatron_vlm.models import head
     from megatron_vlm.parallel import setup
 
@@ -37,22 +40,26 @@ def ours(chunk_bytes: int, temperature: float, entropy: bool) -> list[torch.Tens
     setup.reset_layout(ParallelConfig(tp=size), 1)
     head.CHUNK_BYTES = chunk_bytes
     hidden, weight, labels, factors = given()
-    part = weight.detach().chunk(size)[rank].clone().requires_grad_()
-    values = head.log_probabilities(hidden, part, labels, temperature, entropy)
+    padded = pad(weight.detach(), (0, 0, 0, -VOCABULARY % size), value=3.0)
+    part = padded.chunk(size)[rank].clone().requires_grad_()
+    values = head.log_probabilities(hidden, part, labels, VOCABULARY, temperature, entropy, softcap)
     assert (values[1] is None) == (not entropy)
     values = [value for value in values if value is not None]
     sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
     dist.all_reduce(hidden.grad)  # which the gather before the head does in the model
     parts = [torch.empty_like(part.grad) for _ in range(size)]
     dist.all_gather(parts, part.grad)
-    return [*(value.detach() for value in values), hidden.grad, torch.cat(parts)]
+    gradient, of_padding = torch.cat(parts).tensor_split([VOCABULARY])
+    assert of_padding.shape == (len(padded) - VOCABULARY, WIDTH) and not of_padding.any()
+    return [*(value.detach() for value in values), hidden.grad, gradient]
 
 
 CASES = [
-    (chunk_tokens * 4 * VOCABULARY, temperature, entropy)
+    (chunk_tokens * 4 * VOCABULARY, temperature, entropy, softcap)
     for chunk_tokens in (1000, 10, 1)
     for temperature in (1.0, 0.7)
     for entropy in (False, True)
+    for softcap in (None, 5.0)
 ]
 
 
@@ -66,8 +73,8 @@ def on_ranks() -> list:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_values_and_gradients_are_those_from_logits(ranks):
     for results in run_distributed(ranks, on_ranks):
-        for (_, temperature, entropy), found in zip(CASES, results, strict=True):
-            expected = from_logits(temperature, entropy)
+        for (_, temperature, entropy, softcap), found in zip(CASES, results, strict=True):
+            expected = from_logits(temperature, entropy, softcap)
             assert len(found) == len(expected) == 3 + entropy
             for a, b in zip(found, expected, strict=True):
                 assert (a - b).abs().max() <= 1e-5 * b.abs().max()
@@ -85,7 +92,7 @@ def finite_differences() -> bool:
     labels = torch.randint(0, 11, (7,), generator=numbers)
 
     def scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack(head.log_probabilities(hidden, weight, labels, 0.7, entropy=True))
+        return torch.stack(head.log_probabilities(hidden, weight, labels, 11, 0.7, entropy=True))
 
     return torch.autograd.gradcheck(scores, (hidden, weight), atol=1e-8, rtol=1e-6)
 
@@ -101,7 +108,7 @@ def no_token() -> tuple[int, int]:
 
     setup.init_distributed(ParallelConfig(), 1)
     hidden, weight, labels, _ = given()
-    log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0])
+    log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0], VOCABULARY)
     log_p.sum().backward()
     return len(log_p), weight.grad.count_nonzero().item()
 
@@ -125,7 +132,7 @@ def memory_of_a_step() -> tuple[int, int]:
     )
     labels = torch.randint(0, vocabulary, (trained,))
     with TensorMemory() as memory:
-        head.log_probabilities(hidden[:trained], weight, labels)[0].sum().backward()
+        head.log_probabilities(hidden[:trained], weight, labels, vocabulary)[0].sum().backward()
     return memory.peak, head.CHUNK_BYTES
 
 

@@ -5,25 +5,32 @@ never stopped, in the same or in another layout.
 import launches
 import pytest
 
-LAYOUTS = [
-    (2, "dp"),
-    (2, "dp_plain"),
-    (2, "tp"),
-    (2, "tp_no_sp"),
-    (2, "pp"),
-    (2, "pp_plain"),
-    (2, "vpp"),
-    pytest.param(4, "tp_pp", marks=pytest.mark.long),
-    (2, "moe_ep"),
-    pytest.param(4, "moe_tp_ep", marks=pytest.mark.long),
-]
-SAME = [(1, "dp"), (1, "dp_plain"), *((2, case) for case in launches.CASES_OF_2.split())]
+LAYOUTS = [(2, case) for case in "dp dp_plain tp tp_no_sp pp pp_plain vpp moe_ep".split()]
+LAYOUTS += [(4, "tp_pp"), (4, "moe_tp_ep")]
+SAME = [(1, "dp"), (1, "dp_plain"), *((2, case) for case in launches.CASES_OF_2)]
 CROSS = [(saved, case) for saved, cases in launches.CROSS.items() for case in cases]
 LOSS_TOLERANCE = 1e-5
 BF16_LOSS_TOLERANCE = 5e-3
 
 
-@pytest.mark.parametrize(("world_size", "case"), LAYOUTS)
+def often(cells: list[tuple]) -> list:
+    """Those that need a further run of two processes, or four processes, belong to `make test-long`."""
+    runs = {cell: cell[0] if isinstance(cell[0], str) else cell[1] for cell in cells}
+    long = {cell for cell, run in runs.items() if cell[0] != 1 and run not in launches.OFTEN}
+    return [pytest.param(*cell, marks=pytest.mark.long if cell in long else ()) for cell in cells]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asked(request):
+    """The launches go through the runs of the tests of this session."""
+    items = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    launches.asked = {cell.get("saved", cell.get("case")) for cell in given}
+    if not all(item.get_closest_marker("long") for item in items):
+        launches.asked |= {*launches.OFTEN}
+
+
+@pytest.mark.parametrize(("world_size", "case"), often(LAYOUTS))
 def test_losses_equal_those_of_a_single_process(world_size, case):
     reference = "moe_dp" if case.startswith("moe") else "dp"
     expected = launches.first(1)[0][reference]["losses"]
@@ -46,7 +53,7 @@ def test_bf16_trains_in_bf16():
 # ---- from a checkpoint -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "case"), SAME)
+@pytest.mark.parametrize(("world_size", "case"), often(SAME))
 def test_continued_run_is_bit_equal(world_size, case):
     """Losses, and the bytes of weights, moments, Adam steps and learning rates of every rank."""
     for before, after in zip(launches.first(world_size), launches.second(world_size), strict=True):
@@ -55,7 +62,7 @@ def test_continued_run_is_bit_equal(world_size, case):
         assert continued["digest"] == before[case]["digest"]
 
 
-@pytest.mark.parametrize(("saved", "case"), CROSS)
+@pytest.mark.parametrize(("saved", "case"), often(CROSS))
 def test_continued_in_another_layout(saved, case):
     expected = launches.first(2)[0][saved]["losses"][launches.HALF :]
     tolerance = BF16_LOSS_TOLERANCE if "bf16" in case else LOSS_TOLERANCE

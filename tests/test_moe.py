@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
 import torch
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from megatron_vlm.config import ParallelConfig, RunConfig
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 EXPERT_FAMILIES = ["glm4v_moe", "qwen3_vl_moe"]
+DTYPES = ["fp32", "bf16"]
 COEFFICIENT = 0.5
 BALANCED = {  # one layer with experts, whose balance is part of the loss
     "num_hidden_layers": 4,
@@ -31,6 +35,14 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
 # ---- the router -------------------------------------------------------------------------------------------
 
 
+def routes_of_all(paths: dict[str, str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+    """By family and dtype."""
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    return {family: {dtype: routes(path, dtype) for dtype in DTYPES} for family, path in paths.items()}
+
+
 def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     """Weights (tokens, experts), 0 where not chosen, by Transformers and by us, in the first MoE layer."""
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -39,7 +51,7 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     from megatron_vlm.models.vlm import build_model
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
+    setup.reset_layout(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     run = RunConfig()
     run.model.dtype = dtype
@@ -60,10 +72,15 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     return {"ours": weights.view(50, 8), "theirs": expected}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.fixture(scope="module")
+def routed(checkpoints) -> dict:
+    return run_distributed(1, routes_of_all, checkpoints)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_selected_experts_and_weights_are_those_of_transformers(checkpoints, family, dtype):
-    result = run_distributed(1, routes, checkpoints[family], dtype)[0]
+def test_selected_experts_and_weights_are_those_of_transformers(routed, family, dtype):
+    result = routed[family][dtype]
     assert torch.equal(result["ours"] > 0, result["theirs"] > 0)
     assert len(torch.unique(result["theirs"] > 0, dim=0)) > 6  # tokens differ in their experts
     tolerance = 1e-6 if dtype == "fp32" or family == "glm4v_moe" else 4e-3
@@ -73,61 +90,64 @@ def test_selected_experts_and_weights_are_those_of_transformers(checkpoints, fam
 # ---- balance ----------------------------------------------------------------------------------------------
 
 
-def balance(layout: ParallelConfig, path: str, cases: str, names: list[str], **model) -> list[dict]:
+def balance(layout: ParallelConfig, cells: dict[str, tuple[str, str, dict]]) -> dict[str, dict]:
+    """name of (checkpoint, file of a case, settings of the model) -> the worst differences."""
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(layout, seed=1)
-    held = torch.load(cases, weights_only=False)
-    return [parity.compare(layout, path, held[name], **model) for name in names]
+    return {
+        name: parity.compare(layout, path, torch.load(case, weights_only=False), **model)
+        for name, (path, case, model) in cells.items()
+    }
+
+
+def cell(folder: Path, row: str, **text) -> tuple[str, str, dict]:
+    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model", text=BALANCED | text)
+    torch.save(parity.case_for(path, parity.INPUTS[row]), folder / "case.pt")
+    return str(path), str(folder / "case.pt"), {}
 
 
 @pytest.fixture(scope="module")
-def balanced(tmp_path_factory) -> tuple[str, str]:
+def cells(tmp_path_factory) -> dict[str, tuple[str, str, dict]]:
     folder = tmp_path_factory.mktemp("balance")
-    path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model", text=BALANCED)
-    cases = {name: parity.case_for(path, parity.INPUTS[name]) for name in ("one image", "0, 1 and 3 images")}
-    torch.save(cases, folder / "cases.pt")
-    return str(path), str(folder / "cases.pt")
+    found = {row: cell(folder / row, row) for row in ("one image", "0, 1 and 3 images")}
+    found["switched off"] = (*found["one image"][:2], {"load_balancing": 0.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3_vl_moe, "load_balancing_loss_func", mean_of_layers)
+        found["two layers"] = cell(folder / "two", "0, 1 and 3 images", mlp_only_layers=[0, 3])
+    return found
 
 
-def test_balance_has_the_gradient_of_transformers_with_padding_left_out(balanced):
-    names = ["one image", "0, 1 and 3 images"]
-    for row in run_distributed(1, balance, ParallelConfig(), *balanced, names)[0]:
-        assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
-
-
-def test_balance_is_taken_over_the_whole_sequence(balanced):
-    for row in run_distributed(2, balance, ParallelConfig(tp=2), *balanced, ["one image"])[0]:
-        assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
-
-
-def test_balance_of_several_layers_is_the_mean_of_each_layers(tmp_path, monkeypatch):
+def mean_of_layers(
+    logits: tuple, *others: Any, whole: Callable = modeling_qwen3_vl_moe.load_balancing_loss_func
+) -> torch.Tensor:
     """Transformers takes all layers as one, as if expert 3 of one layer were expert 3 of the next."""
-    from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as theirs
-
-    whole = theirs.load_balancing_loss_func
-
-    def mean(router_logits: tuple, *others: Any) -> torch.Tensor:
-        assert len(router_logits) == 2
-        return torch.stack([whole((layer,), *others) for layer in router_logits]).mean()
-
-    monkeypatch.setattr(theirs, "load_balancing_loss_func", mean)
-    path = build_tiny_checkpoint(
-        "qwen3_vl_moe", tmp_path / "model", text=BALANCED | {"mlp_only_layers": [0, 3]}
-    )
-    names = ["0, 1 and 3 images"]
-    torch.save({name: parity.case_for(path, parity.INPUTS[name]) for name in names}, tmp_path / "cases.pt")
-    arguments = (ParallelConfig(), str(path), str(tmp_path / "cases.pt"), names)
-    [row] = run_distributed(1, balance, *arguments)[0]
-    assert row["max_rel_grad"] <= parity.MAX_REL_GRAD, row
+    assert len(logits) == 2
+    return torch.stack([whole((layer,), *others) for layer in logits]).mean()
 
 
-def switched_off(path: str, cases: str) -> list[dict]:
-    return balance(ParallelConfig(), path, cases, ["one image"], load_balancing=0.0)
+@pytest.fixture(scope="module")
+def balanced(cells) -> dict[str, dict]:
+    return run_distributed(1, balance, ParallelConfig(), cells)[0]
+
+
+@pytest.mark.parametrize("row", ["one image", "0, 1 and 3 images"])
+def test_balance_has_the_gradient_of_transformers_with_padding_left_out(balanced, row):
+    assert balanced[row]["max_rel_grad"] <= parity.MAX_REL_GRAD, balanced[row]
+
+
+def test_balance_is_taken_over_the_whole_sequence(cells):
+    one = {"one image": cells["one image"]}
+    for found in run_distributed(2, balance, ParallelConfig(tp=2), one):
+        assert found["one image"]["max_rel_grad"] <= parity.MAX_REL_GRAD, found
+
+
+def test_balance_of_several_layers_is_the_mean_of_each_layers(balanced):
+    assert balanced["two layers"]["max_rel_grad"] <= parity.MAX_REL_GRAD, balanced["two layers"]
 
 
 def test_balance_matters_and_can_be_switched_off(balanced):
-    assert run_distributed(1, switched_off, *balanced)[0][0]["max_rel_grad"] > 0.01
+    assert balanced["switched off"]["max_rel_grad"] > 0.01
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
+from parity import OF_DATA
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
@@ -15,14 +16,14 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, image_size
 from megatron_vlm.models.families import load
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 
 SIZES = [(56, 56), (24, 16), (16, 240), (300, 41), (500, 333), (1, 1), (640, 480), (3, 200), (69, 3), (40, 1)]
 
 ONE_AND_TWO = [[(56, 56)], [(56, 56), (56, 56)]]
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(scope="module", params=OF_DATA)
 def parts(request, tmp_path_factory):
     """Processor and needs of a family."""
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)

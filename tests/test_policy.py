@@ -38,7 +38,7 @@ def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout)
 @pytest.fixture(scope="module")
 def details(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
-    path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
+    path = build_tiny_checkpoint("gemma3", folder / "checkpoint", text={"vocab_size": 577})
     torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
     given = str(path), str(folder / "held.pt"), str(folder / "export")
     return run_distributed(2, policy_cells.details, *given, timeout=600), folder / "export"
@@ -58,7 +58,7 @@ def test_a_rank_without_samples_takes_part(details):
     ranks, _ = details
     assert [rank["none"] for rank in ranks] == [0, 3]
     for rank in ranks:
-        assert rank["alone"]["loss"] == pytest.approx(rank["first"]["loss"], abs=1e-6)
+        assert rank["alone"]["loss"] == pytest.approx(rank["first"]["loss"], rel=1e-7)  # of fp32
         assert rank["alone norm"] == pytest.approx(rank["norm"], rel=1e-5)
 
 

@@ -1,9 +1,12 @@
 """`train --model … --data …`: the recipe that is made, and that a run starts from it."""
 
+import functools
 import json
 from pathlib import Path
 
+import programs
 import pytest
+from programs import run_program
 from sources import write_sharegpt
 from test_cli import COMMAND, ask
 
@@ -19,6 +22,7 @@ CONFIGS = Path(__file__).parent / "hf_configs"
 H100 = 80 * 10**9
 
 
+@functools.cache  # the search for a layout takes seconds
 def proposal(model: str, gpus: int, **said) -> Proposal:
     hf_config = load_config(CONFIGS / f"{model}.json")
     own = {key.replace("__", "."): value for key, value in said.items()}
@@ -112,19 +116,19 @@ def test_gpus_are_those_that_nvidia_smi_and_the_environment_show(tmp_path, monke
 def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     data = write_sharegpt(tmp_path / "chat", 12)
     run = tmp_path / "run"
-    line = [*COMMAND, "train", "--model", tiny_gemma3, "--data", data, f"--run_dir={run}", "num_workers=0"]
+    line = ["train", "--model", str(tiny_gemma3), "--data", str(data), f"--run_dir={run}", "num_workers=0"]
     line += ["global_batch_size=4", "data.max_drop_share=1"]
     run.mkdir()
     (run / "recipe.yaml").write_text("# of a run that failed before its first step")
-    first = ask(*map(str, line), "steps=2")
+    first = ask(*COMMAND, *line, "steps=2")  # which ends as Python does, with what libraries say then
     assert first.returncode == 0 and "nanobind" not in first.stderr, first.stderr
     assert "what was there is" in first.stdout and (run / "recipe.yaml.old").exists()
     assert from_yaml(first.stdout.partition("wrote ")[0]).train.steps == 2
-    again = ask(*map(str, line), "steps=3")
+    again = ask(*COMMAND, *line, "steps=3")
     assert again.returncode == 2 and "holds another recipe; go on with that by --config" in again.stderr
     file = run / "recipe.yaml"
     file.write_text(file.read_text().replace("steps: 2", "steps: 3"))
-    further = ask(*COMMAND, "train", "--config", str(file))
+    further = run_program(programs.COMMAND, "train", "--config", file)
     assert further.returncode == 0 and "resumed after step 2" in further.stdout
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]

@@ -20,8 +20,8 @@ from megatron_vlm.models.hf import look_at
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
-for recipe, layout, file in json.loads(sys.argv[1]):
-    run = load_recipe(recipe)(train_data_path="none://", **layout)
+for recipe, file in json.loads(sys.argv[1]):
+    run = load_recipe(recipe)(train_data_path="none://")
     plan = make_plan(run, look_at(file)[0], fewest_processes(run.parallel))
     print(json.dumps([recipe, sum(stage.parameters for stage in plan.stages)]))
 """
@@ -42,13 +42,13 @@ def test_every_recipe_has_its_published_checkpoints():
 
 @pytest.mark.long
 def test_what_trains_is_built_in_its_recipes_layout(tmp_path):
-    """On the meta device, those of one shape once. An entry may name its own layout."""
+    """On the meta device, those of one shape once."""
     jobs = {}
     for number, (entry, config) in enumerate(published()):
         if entry["expected"] == TRAINS and not config.get("quantization_config"):
             file = tmp_path / f"{number}.json"
             file.write_text(json.dumps(config))
-            jobs[entry["names"][0]] = (entry["like"], entry.get("layout", {}), str(file))
+            jobs[entry["names"][0]] = (entry["like"], str(file))
     assert len(jobs) >= 17
     done = subprocess.run(
         [sys.executable, "-c", BUILD, json.dumps(list(jobs.values()))], capture_output=True, text=True

@@ -322,7 +322,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_not_after_it_was_kill
     process, worker = holder
     began = time.monotonic()
     message = refusal(tmp_path)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4  # to take the lock, a start would wait for 5 s
     assert f"rank 0 is process {process.pid} on {os.uname().nodename}" in message and "kill" in message
     with pytest.raises(ConfigError, match="belongs to a run that lives"):
         run_lock.take(tmp_path, patience=0)

@@ -135,10 +135,10 @@ def test_blocks_are_found_in_time_that_grows_with_the_text():
     text = "a<think>b<think>c</think>d</think>e<think>f</think><think>g"
     pieces = between_thinking(text, 0, len(text))
     assert [text[slice(*piece)] for piece in pieces] == ["a", "d</think>e", "<think>g"]
-    began = time.monotonic()
+    began = time.process_time()
     assert len(between_thinking("<think>" * 200_000, 0, 1_400_000)) == 1
     assert len(between_thinking("<think></think>" * 100_000, 0, 1_500_000)) == 100_001
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_run_with_another_setting_is_another_run(thoughtful):

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 from programs import ROOT, run_program
 
@@ -72,3 +76,27 @@ def test_the_check_of_a_gpu_runs_on_a_cpu_too():
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("ok")]
     assert len(lines) == 35 and "values, 0 beyond their limits" in done.stdout
+
+
+HELP = """
+import runpy, sys
+found = sys.path[1:]
+for tool in sys.argv[1:]:
+    sys.path[:], sys.argv = [tool.rpartition("/")[0], *found], [tool, "--help"]
+    try:
+        runpy.run_path(tool, run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, tool
+    for name in ("parity", "bench_step"):  # which lie beside tools and tests
+        sys.modules.pop(name, None)
+"""
+
+
+def test_every_measuring_tool_starts_as_it_is_typed():
+    """Without the paths that these tests add; all in one process, as the imports take long."""
+    tools = [str(file) for pattern in ("bench_*.py", "gpu_*.py") for file in (ROOT / "tools").glob(pattern)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", HELP, *tools]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("usage: ") == len(tools) > 5

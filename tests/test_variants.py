@@ -33,8 +33,9 @@ def of_variants(tmp_path_factory) -> dict[tuple[str, str], dict]:
     for number, (family, name) in enumerate(VARIANTS):
         work = folder / str(number)
         path = build_tiny_checkpoint(family, work / "start", **TINY_FAMILIES[family].variants[name])
-        cases = {name: parity.case_for(path, rows) for name, rows in INPUTS.items()}
-        cases |= {name: parity.packed(parity.case_for(path, rows)) for name, rows in PACKED.items()}
+        reference = parity.Reference(path)
+        cases = {name: reference.case(rows) for name, rows in INPUTS.items()}
+        cases |= {name: parity.packed(reference.case(rows)) for name, rows in PACKED.items()}
         torch.save(cases, work / "cases.pt")
         torch.save(adapter_parity.cases(family, path, ["adapter"]), work / "adapter.pt")
         jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt")))

@@ -13,27 +13,31 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import parity
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import bench_step
-from megatron_vlm.batch import GenericVisualInputs, Prompt
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.generation.generate import generate
-from megatron_vlm.generation.rows import batch_of
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.hf import load_config, load_model, load_processor
-from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import import_hf
-from megatron_vlm.parallel import setup
-from megatron_vlm.training.logits import logits_of
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+import numpy as np  # noqa: E402
+import parity  # noqa: E402
+import torch  # noqa: E402
+
+import bench_step  # noqa: E402
+from megatron_vlm.batch import GenericVisualInputs, Prompt  # noqa: E402
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
+from megatron_vlm.generation.generate import generate  # noqa: E402
+from megatron_vlm.generation.rows import batch_of  # noqa: E402
+from megatron_vlm.models.families import family_for  # noqa: E402
+from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
+from megatron_vlm.models.vlm import build_model  # noqa: E402
+from megatron_vlm.models.weights import import_hf  # noqa: E402
+from megatron_vlm.parallel import setup  # noqa: E402
+from megatron_vlm.training.logits import logits_of  # noqa: E402
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
 PROMPTS = ("t", "it", "it", "ititit")
 

@@ -59,15 +59,9 @@ def outcome(config: dict[str, Any]) -> str:
 
 def table() -> str:
     rows = (
-        (", ".join(f"`{name}`" for name in entry["names"]), outcome(config) + _layout(entry))
-        for entry, config in published()
+        (", ".join(f"`{name}`" for name in entry["names"]), outcome(config)) for entry, config in published()
     )
     return markdown(("checkpoints", "what happens"), rows)
-
-
-def _layout(entry: dict) -> str:
-    """What an entry needs where its recipe's layout does not divide it."""
-    return "".join(f", with {name}={size}" for name, size in entry.get("layout", {}).items())
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 from torch import distributed as dist
 
@@ -23,7 +22,7 @@ def forward(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         watchdog.beat()
-        return [_whole(chunks[0](stream, output_logits)) for stream in streams]
+        return [chunks[0](stream, output_logits) for stream in streams]
     return run_schedule(chunks, streams, _step, forward_only=True)
 
 
@@ -34,13 +33,7 @@ def _step(data_iterator: Iterator[Stream], model: torch.nn.Module):
 
 def _report(logits_NV: Tensor):
     zero = logits_NV.new_zeros(())
-    return zero, zero.int(), _whole(logits_NV)
-
-
-def _whole(logits_NV: Tensor) -> Tensor:
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return logits_NV
-    return gather_from_tensor_model_parallel_region(logits_NV)
+    return zero, zero.int(), logits_NV
 
 
 def told_by_last_stage(said: Tensor) -> Tensor:

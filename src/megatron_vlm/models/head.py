@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 from torch.profiler import record_function
@@ -21,6 +22,7 @@ from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.linears import product
 
 CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
+NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
 
 
 @record_function("head")
@@ -30,7 +32,9 @@ def output_losses(
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    return -log_probabilities(hidden_ND, weight, context.labels, softcap=config.logit_softcap)[0]
+    return -log_probabilities(
+        hidden_ND, weight, context.labels, config.vocab_size, softcap=config.logit_softcap
+    )[0]
 
 
 @record_function("head")
@@ -49,17 +53,21 @@ def output_scores(
     log-probability of each wanted token and the entropy of its distribution, see `log_probabilities`."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    found = log_probabilities(hidden_ND, weight, context.labels, temperature, entropy, config.logit_softcap)
+    found = log_probabilities(
+        hidden_ND, weight, context.labels, config.vocab_size, temperature, entropy, config.logit_softcap
+    )
     return torch.stack(found if entropy else found[:1])
 
 
 def output_logits(
     *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
 ) -> Tensor:
-    """Megatron's `output_processor`: the logits (n, V / tp) of the wanted tokens."""
+    """Megatron's `output_processor`: the logits (n, V) of the wanted tokens, on all tensor-parallel ranks."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
     logits = hidden_ND @ weight.t() if torch.is_grad_enabled() else product(hidden_ND, weight)
+    if config.tensor_model_parallel_size > 1:
+        logits = gather_from_tensor_model_parallel_region(logits)[:, : config.vocab_size]
     return capped(logits, config.logit_softcap)
 
 
@@ -80,6 +88,7 @@ def log_probabilities(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
+    vocabulary: int,
     temperature: float = 1.0,
     entropy: bool = False,
     softcap: float | None = None,
@@ -87,23 +96,27 @@ def log_probabilities(
     """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) each, fp32
     or what is more of the hidden states.
 
-    `weight_VD` is this tensor-parallel rank's part of the vocabulary; all ranks pass the same hidden states
-    and labels and get the same result. Logits are `capped` and divided by `temperature`. Both have gradients.
+    `weight_VD` is this tensor-parallel rank's part; rows beyond the first `vocabulary` of all ranks count for
+    nothing. All ranks pass the same hidden states and labels and get the same result. Logits are `capped` and
+    divided by `temperature`. Both have gradients.
     """
-    return _LogProbabilities.apply(hidden_ND, weight_VD, labels_N, 1.0 / temperature, entropy, softcap)
+    return _LogProbabilities.apply(
+        hidden_ND, weight_VD, labels_N, vocabulary, 1.0 / temperature, entropy, softcap
+    )
 
 
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, scale: float, entropy: bool, softcap: float | None):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, vocabulary, scale, entropy: bool, softcap: float | None):
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
+        how = scale, softcap, vocabulary - first
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
         parts, logits = [], None
         for rows in _chunks(hidden_ND, weight_VD):
             logits = None  # frees the chunk before
-            logits = _logits(hidden_ND[rows], weight_VD, scale, softcap)
+            logits = _logits(hidden_ND[rows], weight_VD, *how)
             numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
             if entropy:
                 log_p = logits.sub(numbers[0][:, None])
@@ -117,7 +130,7 @@ class _LogProbabilities(torch.autograd.Function):
             log_share_RN = log_sums_RN - log_sum_N
             entropy_N = (log_share_RN.exp() * (entropies_RN[0] - log_share_RN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
-        ctx.scale, ctx.softcap, ctx.kept = scale, softcap, logits
+        ctx.how, ctx.kept = how, logits
         return labels_RN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
@@ -127,16 +140,17 @@ class _LogProbabilities(torch.autograd.Function):
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), None
         kept, ctx.kept = ctx.kept, None
+        scale, softcap, _ = ctx.how
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
-            log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale, ctx.softcap) if kept is None else kept
-            slope = None if ctx.softcap is None else 1 - (log_p / (ctx.scale * ctx.softcap)).square_()
+            log_p = _logits(hidden_ND[rows], weight_VD, *ctx.how) if kept is None else kept
+            slope = None if softcap is None else 1 - (log_p / (scale * softcap)).square_()
             kept, log_p = None, log_p.sub_(log_sum_N[rows, None])
             factor = -grad_log_p_N[rows, None]
             if entropy_N is not None:
                 factor = factor - (log_p + entropy_N[rows, None]) * grad_entropy_N[rows, None]
             grad = log_p.exp_().mul_(factor)
             grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
-            grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).to(weight_VD.dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(scale).to(weight_VD.dtype)
             grad_hidden_ND[rows] = grad @ weight_VD
             if ctx.needs_input_grad[1]:
                 part_VD = grad.t() @ hidden_ND[rows]
@@ -147,12 +161,16 @@ class _LogProbabilities(torch.autograd.Function):
             del log_p, slope, factor, grad  # before the next chunk is made
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float, softcap: float | None, used: int) -> Tensor:
+    """Rows of the weight after those that are `used` have a probability of zero."""
     logits = capped(hidden_ND @ weight_VD.t(), softcap)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+    if used < len(weight_VD):
+        logits[:, max(used, 0) :] = NEVER
+    return logits
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:

@@ -59,6 +59,11 @@ class LanguageModelConfig(TransformerConfig):
     step_weight: float = 0.0  # sum of this data-parallel rank's loss weights in the step under way
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of embedding and output layer on all tensor-parallel ranks, see `weights.rules.Vocabulary`."""
+        return self.vocab_size + -self.vocab_size % self.tensor_model_parallel_size
+
 
 def language_model_config(
     config: RunConfig, architecture: dict, layout: list[list[str]]
@@ -121,7 +126,6 @@ def check_divisible(sizes: dict, parallel: ParallelConfig) -> None:
         *[("tp", tp, "key/value heads", heads.groups) for heads in all_heads(sizes)],
         ("tp", tp, "feed-forward channels", sizes["ffn_hidden_size"]),
         ("tp", tp, "shared expert channels", sizes.get("moe_shared_expert_intermediate_size") or 0),
-        ("tp", tp, "vocabulary entries", sizes["vocab_size"]),
         ("ep", parallel.ep, "experts", experts),
     ]
     for name, size, of_what, count in divisors:
@@ -195,7 +199,7 @@ class LanguageModel(GPTModel):
         super().__init__(
             megatron_config,
             TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
-            vocab_size=megatron_config.vocab_size,
+            vocab_size=megatron_config.padded_vocabulary,
             max_sequence_length=0,  # only used by learned positions
             pre_process=pre_process,
             post_process=post_process,

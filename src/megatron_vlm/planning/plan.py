@@ -183,7 +183,7 @@ class _Held:
             for kind, i in examples.items()
         }
         words = (
-            megatron_config.vocab_size
+            megatron_config.padded_vocabulary
             // megatron_config.tensor_model_parallel_size
             * megatron_config.hidden_size
         )

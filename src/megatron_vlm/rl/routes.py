@@ -69,14 +69,11 @@ def _routes(document: Document, config) -> Tensor:
 def recorded(chunks: list[nn.Module]) -> Iterator[Chosen]:
     """What the routers choose inside, where nothing is recomputed. Raises ValueError if there are none."""
     found: Chosen = {}
-    config = get_model_config(chunks[0])
-    if not config.num_moe_experts:
+    if not get_model_config(chunks[0]).num_moe_experts:
         raise ValueError(f"{FIELD}: the model has no experts; ask for log-probabilities alone.")
-    choices = config.moe_router_topk
 
     def note(router: Router, _, output: tuple[Tensor, Tensor]) -> None:
-        experts = output[1].byte().argsort(dim=-1, descending=True, stable=True)[:, :choices]
-        found.setdefault(router.layer_number, []).append(experts)
+        found.setdefault(router.layer_number, []).append(output[1])
 
     routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
     hooks = [router.register_forward_hook(note) for router in routers]

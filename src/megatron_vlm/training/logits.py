@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch import Tensor
 from torch import distributed as dist
 
@@ -33,8 +33,7 @@ def _logits_step(data_iterator: Iterator[Stream], model: torch.nn.Module):
     return model(stream, output_logits), partial(_report_logits, stream)
 
 
-def _report_logits(stream: Stream, logits_NV: Tensor):
-    held = tensor_parallel.gather_from_tensor_model_parallel_region(logits_NV)
+def _report_logits(stream: Stream, held: Tensor):
     whole = held.new_zeros(stream.outputs, held.shape[1]).index_copy(0, stream.output_places, held)
     if parallel_state.get_context_parallel_world_size() > 1:  # each rank has the logits of its tokens
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron.energon import SkipSample
@@ -24,8 +24,6 @@ class EncodedRows(Dataset):
 
     A row is its number in the table, or what the stream gave.
     """
-
-    words: Sequence[str] = ()  # what a user should know of them
 
     def __init__(self, table: Table | StreamedRows, encoder) -> None:
         self.table, self.encoder = table, encoder

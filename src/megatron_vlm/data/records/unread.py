@@ -10,6 +10,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.columns import IMAGES, VIDEOS
 from megatron_vlm.data.records.records import images_of_parts
+from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
 LOOKED_AT = 20  # records of each source
@@ -17,8 +18,11 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FILMS = (".mp4", ".mkv", ".webm", ".avi")
 
 
-def unread_media(table: Table) -> Iterator[str]:
-    """What a user should know of each source whose first records have no media, but something like it."""
+def unread_media(table: Table | StreamedRows) -> Iterator[str]:
+    """What a user should know of each source whose first records have no media, but something like it; of
+    a stream nothing, as reading it would take its records."""
+    if isinstance(table, StreamedRows):
+        return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
         if isinstance(part, Blend):
             yield from unread_media(part)

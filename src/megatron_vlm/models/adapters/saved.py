@@ -16,7 +16,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.weights import (
     Rule,
-    Twice,
+    Vocabulary,
     WeightMap,
     find_weight,
     hf_tensors,
@@ -82,7 +82,7 @@ def find_saved(names: list[str], modules: dict[str, nn.Module], weight_map: Weig
 def _place(key: str, weight_map: WeightMap) -> tuple[Rule, str, int]:
     hub = hub_name(key, weight_map.renames)
     if weight_map.tied and any(
-        isinstance(rule.operation, Twice) and hub in rule.hf for rule in weight_map.rules
+        isinstance(rule.operation, Vocabulary) and hub in rule.hf for rule in weight_map.rules
     ):
         raise _refused(
             f"{key} is both embedding and output layer of this model; peft would make two of them, and here "

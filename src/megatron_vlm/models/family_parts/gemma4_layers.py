@@ -100,8 +100,8 @@ class ScaledRouter(Router):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scaled = self.norm(input) * self.scale * self.config.hidden_size**-0.5
-        weights_TE, chosen_TE = super().forward(scaled, padding_mask)
-        return weights_TE * self.per_expert_scale, chosen_TE
+        weights_TE, experts_TC = super().forward(scaled, padding_mask)
+        return weights_TE * self.per_expert_scale, experts_TC
 
 
 class DenseAndExperts(MoE):
@@ -120,8 +120,8 @@ class DenseAndExperts(MoE):
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
-        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
+        chosen = self.router(hidden_SBD, mask_SB)
         normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
-        routed_SBD = self._routed(normed_TD, weights_TE, chosen_TE).view_as(hidden_SBD)
+        routed_SBD = self._routed(normed_TD, *chosen).view_as(hidden_SBD)
         dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
         return self.norm_after_dense(dense_SBD) + self.norm_after_experts(routed_SBD), None

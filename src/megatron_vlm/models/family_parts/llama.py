@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Twice, Whole
+from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Vocabulary, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -50,19 +50,19 @@ def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") 
     Tied weights are stored as the embedding, as both, or as the output layer alone.
     """
     embedding, output = MODEL + "embedding.word_embeddings.weight", MODEL + "output_layer.weight"
-    hf_embedding = hf_model + "embed_tokens.weight"
+    hf_embedding, words = hf_model + "embed_tokens.weight", Vocabulary(hf_config.text_config.vocab_size)
     rules = [
         Rule(MODEL + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
-        Rule(embedding, (hf_embedding,), Cut(0)),
+        Rule(embedding, (hf_embedding,), words),
     ]
     if not hf_config.tie_word_embeddings:
-        return [*rules, Rule(output, (hf_head,), Cut(0))]
+        return [*rules, Rule(output, (hf_head,), words)]
     return [
         *rules,
-        Rule(embedding, (hf_embedding, hf_head), Twice(0)),
-        Rule(embedding, (hf_head,), Cut(0)),
-        Rule(output, (hf_embedding,), Cut(0), export=False),  # a copy, on the last stage if there are several
-        Rule(output, (hf_head,), Cut(0), export=False),
+        Rule(embedding, (hf_embedding, hf_head), Vocabulary(words.entries, keys=2)),
+        Rule(embedding, (hf_head,), words),
+        Rule(output, (hf_embedding,), words, export=False),  # a copy, on the last stage if there are several
+        Rule(output, (hf_head,), words, export=False),
     ]
 
 

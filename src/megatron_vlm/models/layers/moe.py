@@ -45,8 +45,8 @@ class Choice:
         chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1]
         if self.routes_TC is not None:
             chosen = torch.where(self.routes_TC < 0, chosen, self.routes_TC)
-        chosen = chosen.sort(dim=1).values
-        return scores.gather(1, chosen), chosen
+        self.experts_TC = chosen.sort(dim=1).values
+        return scores.gather(1, self.experts_TC), self.experts_TC
 
 
 class Router(TopKRouter):
@@ -62,7 +62,7 @@ class Router(TopKRouter):
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token, and whether it is chosen, (T, E) each.
+        """The weight of each expert for each token (T, E), and its chosen experts (T, k), see `Choice`.
 
         The mask is (S, B), or in its place `Stream.routes` (S, B, layers, k). So routes come to a layer as
         its tokens do, also when it is recomputed, and no module keeps them.
@@ -71,9 +71,9 @@ class Router(TopKRouter):
         if padding_mask is not None and padding_mask.dim() == 4:
             routes_SBC = padding_mask[:, :, self.layer_number - 1].long()
             padding_mask, routes_TC = routes_SBC[..., 0] == ROUTE_OF_PADDING, routes_SBC.flatten(0, 1)
-        self.router_replay = Choice(routes_TC)
+        self.router_replay = choice = Choice(routes_TC)
         try:
-            return super().forward(hidden_SBD, padding_mask)
+            return super().forward(hidden_SBD, padding_mask)[0], choice.experts_TC
         finally:
             self.router_replay = None
 
@@ -183,19 +183,18 @@ class MoE(BaseMoELayer):
         """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S) or
         (B, S, layers, k), see `Router.forward`."""
         mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
-        weights_TE, chosen_TE = self.router(hidden_SBD, mask_SB)
-        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, chosen_TE).view_as(hidden_SBD)
+        output_SBD = self._routed(hidden_SBD.flatten(0, 1), *self.router(hidden_SBD, mask_SB))
+        output_SBD = output_SBD.view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)
         return output_SBD, None
 
-    def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-        choices = self.config.moe_router_topk
-        experts_TC = chosen_TE.byte().argsort(dim=-1, descending=True, stable=True)[:, :choices]
-        by_expert = Order.by(experts_TC.flatten(), choices)
+    def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, experts_TC: Tensor) -> Tensor:
+        experts = experts_TC.flatten()
+        by_expert = Order.by(experts, self.config.moe_router_topk)
         rows = Spread.apply(hidden_TD, by_expert)
         weights = weights_TE.gather(1, experts_TC).flatten()[by_expert.places]
-        counts_E = chosen_TE.sum(0)
+        counts_E = experts.new_zeros(weights_TE.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         if self.ep_group.size() == 1:
             return Join.apply(self.experts(rows, counts_E, weights), by_expert)
         exchange = Exchange(counts_E, self.ep_group)

@@ -33,8 +33,6 @@ from megatron_vlm.models.weights.ties import asks_for_ties
 from megatron_vlm.supported import CONFIG_FILE
 
 SHARD_BYTES = 2**30  # export starts a new file after this much
-
-
 Collect = Callable[[Tensor, dist.ProcessGroup], list[Tensor]]  # this rank's tensor -> those of the group
 
 

@@ -94,11 +94,29 @@ class Cut(Operation):
 
 
 @dataclass(frozen=True)
-class Twice(Cut):
-    """One parameter that a checkpoint stores under two keys, such as a tied embedding and output layer."""
+class Vocabulary(Operation):
+    """Embedding, output layer, or both in one, which a checkpoint may store under two `keys`.
+
+    Where tensor parallelism does not divide its `entries`, the parameters end in rows of zeros.
+    """
+
+    entries: int
+    keys: int = 1
+    axis: ClassVar[int] = 0
 
     def views(self, param: Tensor) -> list[Tensor]:
-        return [param, param]
+        return [param] * self.keys
+
+    def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
+        return [[self.entries, *param.shape[1:]]] * self.keys
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(shards)[: self.entries]] * self.keys
+
+    def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
+        held = -(-self.entries // size)
+        rows = source[rank * held : min((rank + 1) * held, self.entries)]
+        return torch.cat([rows, rows.new_zeros(held - len(rows), *shape[1:])]) if len(rows) < held else rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
-from megatron_vlm.models.weights.rules import Twice, WeightMap
+from megatron_vlm.models.weights.rules import Vocabulary, WeightMap
 from megatron_vlm.weight_files import has_weights
 
 ROWS = 4096  # rows of the two matrices that are compared at a time
@@ -41,10 +41,11 @@ def asks_for_ties(config: dict) -> bool:
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
     """Whether both matrices are stored and differ."""
     checkpoint = HFCheckpoint(folder, weight_map.renames)
-    twice = next(rule for rule in weight_map.rules if isinstance(rule.operation, Twice))
-    if any(key not in checkpoint.files for key in twice.hf):
+    stored = (rule.hf for rule in weight_map.rules if isinstance(rule.operation, Vocabulary))
+    both = next(keys for keys in stored if len(keys) == 2)
+    if any(key not in checkpoint.files for key in both):
         return False
-    return differ(checkpoint, *twice.hf)
+    return differ(checkpoint, *both)
 
 
 def differ(checkpoint: HFCheckpoint, embedding_key: str, head_key: str) -> bool:
