@@ -30,6 +30,7 @@ from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
 from megatron_vlm.rl.outputs import Difference, by_sample, differences, whole
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
+from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import (
     data_parallel,
@@ -92,7 +93,7 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        config = _joined(config)
+        config = begun(_joined(config))
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         if config.adapter.used:

@@ -78,7 +78,7 @@ def images_of(record: Any, root: Path) -> list[bytes]:
         return []
     images = next((record[name] for name in IMAGES if record.get(name)), None)
     if images is None:
-        images = list(_images_of_parts(record))
+        images = list(images_of_parts(record))
     return [_file_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
 
 
@@ -100,7 +100,7 @@ def _video(video: Any, root: Path) -> bytes | dict:
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
 
 
-def _images_of_parts(record: dict) -> Iterator[Any]:
+def images_of_parts(record: dict) -> Iterator[Any]:
     """The images that OpenAI's and Qwen's parts name: {"type": "image_url", "image_url": {"url": ...}}."""
     turns = next((record[name] for name in TURNS if record.get(name)), ())
     for turn in turns if isinstance(turns, list) else ():
