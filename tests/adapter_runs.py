@@ -41,11 +41,13 @@ class Run:
     def __init__(self, run: RunConfig):
         from megatron_vlm.models.hf import open_source
         from megatron_vlm.parallel import setup
+        from megatron_vlm.run_folder.adapter_start import begun
         from megatron_vlm.train import starting_model
         from megatron_vlm.training import checkpoint
         from megatron_vlm.training.optimizer import build_optimizer
 
         setup.reset_layout(run.parallel, seed=1)
+        run = begun(run)
         self.config, self.source = run, open_source(run.model.hf_path)
         self.model = starting_model(run, self.source)
         self.optimizer, self.scheduler = build_optimizer(self.model, run)
@@ -183,7 +185,8 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
     save_adapters(Run(settings).chunks, folder / "exported from TP2", DROPPING, path)
     virtual = Run(config(path, ParallelConfig(pp=2, vpp=2), DROPPING, folder / "run"))
     save_adapters(virtual.chunks, folder / "exported from PP2·VPP2", DROPPING, path)
-    imported = Run(config(path, tensor, AdapterConfig(start=str(folder / "exported"))))
+    start = AdapterConfig(start=str(folder / "exported"))
+    imported = Run(config(path, tensor, start, folder / "from exported"))
     found["imported logits"] = imported.logits(case)
     found["modules"] = modules_kept(path, case, folder)
     found["first stage"] = continues(config(path, stages, FIRST_STAGE, folder / "first stage"), case)
@@ -231,7 +234,8 @@ def modules_kept(path: str, case: dict, folder: Path) -> dict[str, Any]:
     found["continued equal"] = continued.digests() == whole.digests()
     elsewhere = Run(config(path, ParallelConfig(pp=2, vpp=2), WITH_MODULES, folder / "run with modules"))
     save_adapters(elsewhere.chunks, folder / "modules from PP2·VPP2", WITH_MODULES, path)
-    imported = Run(config(path, ParallelConfig(pp=2), AdapterConfig(start=str(folder / "modules"))))
+    start = AdapterConfig(start=str(folder / "modules"))
+    imported = Run(config(path, ParallelConfig(pp=2), start, folder / "from modules"))
     save_adapters(imported.chunks, folder / "modules imported", WITH_MODULES, path)
     return found
 
@@ -300,7 +304,7 @@ def experts(path: str, cases: str, root: str) -> dict[str, Any]:
         save_adapters(elsewhere.chunks, folder / name, EXPERTS, path)
     found["down alone"] = continues(config(path, ParallelConfig(ep=2), DOWN_ALONE, folder / "down"), case)
     both = ParallelConfig(tp=2, ep=2)
-    imported = Run(config(path, both, AdapterConfig(start=str(folder / "EP2"))))
+    imported = Run(config(path, both, AdapterConfig(start=str(folder / "EP2")), folder / "from EP2"))
     found["logits"] = imported.logits(case)
     for chunk in imported.chunks:
         merge(chunk)
@@ -323,7 +327,7 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    name, found = "adapter_model.safetensors", {}
+    folder, name, found = Path(root), "adapter_model.safetensors", {}
     weights = load_file(Path(sound) / name)
     first = min(weights)
     changes = {
@@ -333,7 +337,7 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
         "nan": weights | {first: weights[first] * torch.nan},
     }
     for how in ("pickle", "cut", *changes):
-        copy = Path(root) / f"spoilt {how}"
+        copy = folder / f"spoilt {how}"
         shutil.copytree(sound, copy)
         if how == "pickle":
             (copy / name).rename(copy / "adapter_model.bin")
@@ -342,7 +346,54 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
         else:
             save_file(changes[how], copy / name)
         try:
-            Run(config(path, ParallelConfig(), AdapterConfig(start=str(copy))))
+            Run(config(path, ParallelConfig(), AdapterConfig(start=str(copy)), folder / "spoilt"))
         except ConfigError as error:
             found[how] = str(error)
     return found
+
+
+def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
+    """A run begins with a copy of the folder `sound`, which is then changed, and then removed: whether it
+    goes on to the bit, and what is said of a run of other weights in its folder."""
+    from megatron_vlm.config import ConfigError
+    from megatron_vlm.models.adapters import words_of_start
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    folder, case = Path(root), torch.load(cases, weights_only=False)
+    start = folder / "start"
+    shutil.copytree(sound, start)
+    settings = config(path, ParallelConfig(), AdapterConfig(start=str(start)), folder / "run from start")
+    killed, found = Run(settings), {}
+    killed.train(case, 1)
+    first = killed.digests()
+    whole = Run(settings)  # there is no checkpoint yet
+    whole.train(case, 1)
+    found["begun again"] = whole.digests() == first
+    whole.save(1)
+    whole.train(case, 1)
+    expected = whole.digests()
+    described = start / "adapter_config.json"
+    described.write_text(described.read_text().replace('"lora_alpha": 8', '"lora_alpha": 80'))
+    for how in ("changed", "removed"):
+        if how == "removed":
+            shutil.rmtree(start)
+        continued = Run(settings)
+        found[f"words, {how}"] = " ".join(words_of_start(continued.config))
+        continued.train(case, 1)
+        found[how] = continued.digests() == expected
+    try:
+        Run(config(path, ParallelConfig(), AdapterConfig(), folder / "run from start"))
+    except ConfigError as error:
+        found["without"] = str(error)
+    return found
+
+
+def exported_from(path: str, root: str) -> None:
+    """What `export --adapter` does with the run of `begun_from`."""
+    from megatron_vlm.commands.runs import export_run
+
+    folder = Path(root)
+    start = AdapterConfig(start=str(folder / "start"))
+    run = config(path, ParallelConfig(), start, folder / "run from start")
+    export_run(run, folder / "exported from start", adapter=True)

@@ -75,6 +75,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
         "normalizers": lambda: learn(normalizer=5 + second),
         "normalizer": lambda: learn(normalizer=0),
         "no number": lambda: learn(normalizer=math.nan),
+        "fields": lambda: policy.forward_backward(samples, loss, 5, fields="advantage" if second else FIELDS),
         "tensor": lambda: learn(function=(lambda x, *_: x.sum()) if second else loss),
         "axis": lambda: learn(function=turned(lambda x: x.sum()[None])),
         "no gradient": lambda: learn(function=turned(lambda x: x.detach().sum())),
@@ -84,6 +85,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
         text = said(call)
         learn()  # what failed has left nothing
         found[name] = text, torch.equal(gradients(policy), expected), policy.chunks[0].training
+    found["nothing"] = learn([])
     learn(function=turned(lambda x: (x.sum() * 0).sqrt()))  # 0, and its gradient is infinite times 0
     found["step"] = said(policy.step)
     found["same weights"] = all(map(torch.equal, weights, policy.chunks[0].parameters()))

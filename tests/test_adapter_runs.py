@@ -15,8 +15,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.checks.settings import validate_paths
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
+from megatron_vlm.models.adapters.targets import _all_but
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -255,8 +257,16 @@ def source(parts):
     ("settings", "said"),
     [
         ({"target_modules": ["q_porj"]}, r"q_porj fits no module of the model; did you mean q_proj\?"),
-        ({"target_modules": "q_.*"}, r"q_.* fits no module .* a regex fits whole names, such as model\."),
-        ({"target_modules": ["mlp"]}, "is a SiglipMLP; adapters are for linears"),
+        ({"target_modules": "q_.*"}, r"q_.* fits no module .* A regex fits whole names, such as model\."),
+        ({"target_modules": "all_linear"}, r"all_linear fits no module .* did you mean all-linear\?"),
+        (
+            {"target_modules": ["mlp"]},
+            r"is a SiglipMLP; adapters are for linears; leave it out, or add it to",
+        ),
+        (
+            {"target_modules": ["q_proj", "patch_embedding"]},
+            r"is a Conv2d; .*, or set adapter.exclude_modules=\[embeddings.patch_embedding\]\.",
+        ),
         ({"target_modules": ["patch_embedding"]}, "is a Conv2d; adapters are for linears"),
         ({"target_modules": ["lm_head"]}, "lm_head is the output layer"),
         ({"target_modules": "q_proj,v_proj"}, r"give ends of names as a list: .*=\[q_proj,v_proj\]\."),
@@ -290,6 +300,16 @@ def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, setting
     with pytest.raises(ConfigError, match=said):
         named = AdapterConfig(r=4, **settings), source.hf_config, source.weight_map
         find_targets(*named), find_whole(*named)
+
+
+def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
+    layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
+    routers = [f"model.text.layers.{number}.router" for number in range(12)]
+    assert _all_but(layers[2:], layers) == r"'model\.vision\.layers(\..*)?'"
+    assert _all_but([*layers[:1], *layers[2:]], layers) is None
+    assert _all_but([name + ".proj" for name in routers], [*layers, *(r + ".proj" for r in routers)]) == (
+        "[router.proj]"
+    )
 
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
@@ -350,10 +370,32 @@ def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
 def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
     named = SOUND | {"base_model_name_or_path": "google/gemma-3-4b-it"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
-    start = AdapterConfig(start=str(tmp_path))
-    assert list(words_of_start(start, "/models/gemma-3-4b-it")) == []
-    [said] = words_of_start(start, "other")
+    run = RunConfig(run_dir="run", adapter=AdapterConfig(start=str(tmp_path)))
+    run.model.hf_path = "/models/gemma-3-4b-it"
+    assert list(words_of_start(run)) == []
+    run.model.hf_path = "other"
+    [said] = words_of_start(run)
     assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
+    """Whatever that folder holds now: once there is a checkpoint, the run reads its own copy."""
+    path, case, folder = parts
+    given = str(path), str(story[1] / "exported"), str(case), str(folder)
+    [found] = run_distributed(1, adapter_runs.begun_from, *given)
+    assert found["begun again"] and found["changed"] and found["removed"]
+    assert "has its own copy" in found["words, removed"] and "adapter_start" in found["words, removed"]
+    assert "holds adapters, and this run trains whole weights; set adapter.* as it was" in found["without"]
+    start = AdapterConfig(start=str(folder / "start"))
+    run = RunConfig(run_dir=str(folder / "run from start"), adapter=start)
+    run.model.hf_path = str(path)
+    validate_paths(run, needs_data=False)
+    run.run_dir = str(folder / "new run")
+    with pytest.raises(ConfigError, match="adapter.start: .* does not exist"):
+        validate_paths(run, needs_data=False)
+    run_distributed(1, adapter_runs.exported_from, str(path), str(folder))
+    written = json.loads((folder / "exported from start/adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 8)
 
 
 def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):

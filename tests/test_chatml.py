@@ -42,6 +42,40 @@ def test_the_argument_is_not_changed():
     assert json.dumps(record) == before
 
 
+OTHER = [*OPENAI[:1], {"role": "assistant", "content": "A dog."}]
+TWICE = {
+    "wrappers": ({"conversations": SHAREGPT, "messages": OTHER}, "conversations and messages are two names"),
+    "roles": ([{"role": "user", "from": "gpt", "value": "x"}], "turn 0: role and from are two names"),
+    "texts": ([{"role": "user", "content": "x", "value": "y"}], "turn 0: content and value are two names"),
+    "weights": (
+        [{"role": "user", "content": "", "loss": True, "weight": 0.5}],
+        "loss and weight, which differ",
+    ),
+    "system": (
+        {"system": "Be short.", "messages": [{"role": "system", "content": "Be long."}, *OTHER]},
+        "system and the system turn differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_field_with_two_values_is_refused(name):
+    record, text = TWICE[name]
+    with pytest.raises(BadSample, match=text) as bad:
+        cook_chatml_sample(record)
+    assert bad.value.reason == "bad_conversation"
+
+
+def test_a_field_under_two_names_may_have_one_value():
+    both = [turn | {"role": turn["from"].upper(), "content": turn["value"]} for turn in SHAREGPT]
+    both[1] |= {"role": "assistant", "loss": True, "weight": 1.0}
+    system = {"role": "system", "content": "Be short."}
+    record = {"messages": [system, *both], "conversations": None, "conversation": [], "system": "Be short."}
+    messages, _ = cook_chatml_sample(record)
+    assert [message["content"] for message in messages[1:]] == [each["content"] for each in EXPECTED]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+
+
 def test_system_and_tools_beside_the_turns():
     tool = {"type": "function", "function": {"name": "look"}}
     messages, tools = cook_chatml_sample(

@@ -78,6 +78,14 @@ def test_a_resumed_run_counts_the_rows_that_it_had_and_not_its_steps():
     assert ended == [False, False, True, False, True]
 
 
+def test_a_run_at_its_end_says_so_when_it_is_started_again():
+    run = milestones(TrainConfig(steps=4), None)
+    assert list(run.words(3)) == []
+    for done in (4, 6):
+        [said] = run.words(done)
+        assert said.startswith(f"train.steps: {done} of 4 are trained, so none is left; to go on, raise")
+
+
 def test_what_draws_without_an_end_is_refused():
     for train in (TrainConfig(None, 2), TrainConfig(save_every="epoch")):
         with pytest.raises(ConfigError, match=r"train\.(epochs|save_every): .* no epochs; count steps"):

@@ -159,7 +159,6 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
         ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
         ("hf", ["a.jsonl*2", "b.jsonl"], {"repetitions": [1, 2]}, "give one of both"),
-        ("hf", "a.jsonl#9", {"validation_share": 0.1}, "validation_share would take some of its 9"),
         ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
         ("energon", ["a#5", "b"], {}, "is read whole; drop what follows the path"),
         ("energon", ["a*0.5", "b"], {}, "give an integer after"),

@@ -88,6 +88,22 @@ MISTAKES = [
         "train.steps",
     ),
     train(
+        "a setting as a flag",
+        r"--lora-alpha: a setting is written without dashes; give adapter.lora_alpha=VALUE\.",
+        "--lora-alpha=16",
+    ),
+    train("an argument as a flag", r"--epochs: a setting is .* dashes; give epochs=VALUE\.", "--epochs", "3"),
+    train(
+        "a flag of another program",
+        r"--deepspeed: `train` has no such flag, and no setting .*`megatron-vlm train --help` lists the fl",
+        "--deepspeed=zero3.json",
+    ),
+    train(
+        "several files after one flag",
+        r"more/whole.jsonl: a path without its flag; give each its own, as --data A --data B\.",
+        "more/whole.jsonl",
+    ),
+    train(
         "a setting under two names",
         r"steps=10 and train.steps=20 both set train.steps; give one of them\.",
         "steps=10",
@@ -166,7 +182,7 @@ MISTAKES = [
     ),
     checkpoint(
         "an adapter as checkpoint",
-        r"model.hf_path: adapter is an adapter without its base model; give",
+        r"model.hf_path: adapter is an adapter without its base model; give the folder of its base model,",
         "adapter",
     ),
     checkpoint(
@@ -253,6 +269,21 @@ MISTAKES = [
         "a run folder as adapter",
         r"adapter.start: trained is a run folder; export it first: megatron-vlm export trained OUTPUT --ada",
         "adapter.start=trained",
+    ),
+    train(
+        "a folder of pictures and conversations",
+        r"data.train_data_path: together is a .* and rows.jsonl in it is not read; give together/rows",
+        train_data_path="together",
+    ),
+    train(
+        "two files as one path",
+        r"rows.jsonl,more/whole.jsonl are several paths; give each by a flag of its own, or all as",
+        train_data_path="rows.jsonl,more/whole.jsonl",
+    ),
+    train(
+        "a mapping without a space",
+        r"adapter.rank_pattern: .* does not fit; expected dict.*, as adapter.rank_pattern.NAME=VALUE\.",
+        "adapter.rank_pattern={q_proj:8}",
     ),
     train(
         "no training data",
@@ -488,6 +519,11 @@ MISTAKES = [
         *("pictures", "out"),
     ),
     prepare(
+        "preparing a folder of pictures and conversations",
+        r"prepare: source together is a .* and rows.jsonl in it is not read; give together/rows",
+        *("together", "out"),
+    ),
+    prepare(
         "preparing an empty folder",
         r"prepare: source empty is an empty folder; give",
         *("empty", "out"),
@@ -689,6 +725,8 @@ def make_everything(folder: Path) -> None:
             "lost.jsonl": record("no/1.jpg"),
             "more/whole.jsonl": record(str(folder / "pictures" / "1.jpg")),
             "pictures/1.jpg": b"\xff\xd8",
+            "together/rows.jsonl": record("1.jpg"),
+            **dict.fromkeys(("together/1.jpg", "together/2.jpg"), b"\xff\xd8"),
         },
     )
 

@@ -104,6 +104,7 @@ SAID = {  # of a call: what the rank that brings it says
     "sample": "sample 1: loss_mask is",
     "logprobs": "sample 1: loss_mask is",
     "field": "sample 1: lacks advantage, which other samples have",
+    "fields": "fields is 'advantage'; give a list of names",
     "function": "KeyError: 'critic'",
     "loss": "the loss of samples [0, 1] is not finite",
     "tensor": "a loss function returned Tensor; return losses.Loss(total, logs)",
@@ -131,6 +132,11 @@ def test_a_normalizer_is_one_number_above_zero(found):
             "ValueError: normalizer is 0; give a number above 0, the same on all ranks."
         )
         assert "normalizer is nan" in said["no number"][0]
+
+
+@long
+def test_no_samples_on_any_rank_have_no_loss(found):
+    assert [of_rank["errors"]["nothing"] for of_rank in found] == [{"loss": 0.0}] * 2
 
 
 @long

@@ -59,6 +59,13 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
         ]
 
 
+def test_what_is_said_twice_is_said_once():
+    twice = RECORDS["TRL"] | {"question": ASKED, "rejected_response": [BAD]}
+    assert halves(twice) == halves(RECORDS["TRL"])
+    twice = RECORDS["two conversations"] | {"chosen": [*ASKED, GOOD]}
+    assert halves(twice) == halves(RECORDS["two conversations"])
+
+
 def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
     record = {"system": "Be short.", "question": "What?", "chosen": "A cat.", "rejected": "A dog."}
     system = {"prompt": [turn("system", "Be short.")]}
@@ -79,6 +86,17 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
         (RECORDS["TRL"] | {"chosen_images": ["a.jpg"]}, "chosen_images"),
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),
+        (
+            RECORDS["TRL"] | {"rejected_messages": [*ASKED, BAD]},
+            "rejected and rejected_messages are two",
+        ),
+        (RECORDS["text"] | {"rejected_response": "A cow."}, "rejected and rejected_response are two names"),
+        (
+            RECORDS["one reply"] | {"rejected_messages": [*ASKED, BAD]},
+            "rejected_response and rejected_me",
+        ),
+        (RECORDS["two conversations"] | {"chosen": "A bird."}, "chosen and messages are two names"),
+        (RECORDS["TRL"] | {"question": "Who?"}, "question and prompt are two names"),
     ],
 )
 def test_a_broken_record_says_what_is_wrong(record, detail):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,3 +27,52 @@ def test_every_sample_is_in_one_row_within_the_budget(lengths, max_tokens, data)
     assert [row.batch["input_ids"].numel() for row in others] == [
         row.batch["input_ids"].numel() for row in rows
     ]
+
+
+def document(mask: list[int] | None, tokens: int = 4, **fields):
+    sample = {"input_ids": torch.arange(tokens)} | {name: torch.tensor(x) for name, x in fields.items()}
+    sample |= {} if mask is None else {"loss_mask": torch.tensor(mask)}
+    return documents_of([sample], DataNeeds())[0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "field", "found"),
+    [
+        ([0, 1, 0, 1], [10, 11, 12, 13], [11, 13]),  # one for each token
+        ([0, 1, 0, 1], [11, 12, 13], [11, 13]),  # each but the first
+        ([0, 1, 0, 1], [11, 13], [11, 13]),  # each scored one
+        ([0, 1, 0, 1], 5, [5, 5]),
+        ([0, 1, 1, 0], [11, 12, 13], [11, 12]),
+        ([1, 1, 1, 1], [11, 12, 13], [11, 12, 13]),
+        ([1, 1, 1, 0], [10, 11, 12, 13], [11, 12]),
+        ([1, 0, 0, 0], [11, 12, 13], []),
+        (None, [11, 12, 13], [11, 12, 13]),
+    ],
+)
+def test_a_field_has_an_entry_for_each_scored_token(mask, field, found):
+    assert document(mask, value=field).field("value").tolist() == found
+
+
+@pytest.mark.parametrize(
+    ("mask", "field", "said"),
+    [
+        # of the mask's three tokens, or of all but the first
+        (
+            [1, 1, 1, 0],
+            [1, 2, 3],
+            "value has 3 entries, and loss_mask as many tokens: .*; give 4, one",
+        ),
+        ([0, 1, 0, 1], [1], "value has 1 entries for 4 tokens, 2 of them scored"),
+        ([0, 1, 0, 1], [[1, 2, 3, 4]], r"value is \(1, 4\); give a number, or one axis of tokens"),
+    ],
+)
+def test_a_field_that_may_be_read_in_two_ways_is_refused(mask, field, said):
+    with pytest.raises(ValueError, match=f"sample 0: {said}"):
+        document(mask, value=field).field("value")
+
+
+@pytest.mark.parametrize("value", ["x", None, {"a": 1}])
+def test_a_field_is_numbers(value):
+    sample = {"input_ids": torch.arange(4), "value": value}
+    with pytest.raises(ValueError, match=r"sample 0: value is no tensor \(.*\); give one, or a number"):
+        documents_of([sample], DataNeeds())[0].field("value")

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import engine_server
 import pytest
 import rollout_cells
+import torch
 
+from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.rl.http_engine import EngineError, HttpEngine
+from megatron_vlm.rl.rollouts import RolloutPrompt
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -89,6 +92,7 @@ def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
     for rank in measured:
         for found in rank.values():
             assert "refused (try 2 of 2); see that the server runs" in found["dead"]
+            assert found["unforeseen"] == "TypeError: 'NoneType' object is not iterable"
 
 
 # ---- the server's answers, without a model ----------------------------------------------------------------
@@ -99,6 +103,23 @@ def asked(tiny_gemma3):
     """What an engine looks at of a policy, and its prompts."""
     source = open_source(tiny_gemma3)
     return SimpleNamespace(source=source), rollout_cells.prompts_of(source)
+
+
+def test_a_prompt_is_a_conversation_in_any_form(asked):
+    source, image = asked[0].source, rollout_cells.jpeg(1)
+    forms = [
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],
+        [{"role": "user", "content": "<image>What?"}],
+        [{"from": "human", "value": "What?"}],
+    ]
+    first, *others = [RolloutPrompt.of(source, form, [image]) for form in forms]
+    for other in others:
+        assert other.messages == first.messages
+        assert torch.equal(other.inputs["input_ids"], first.inputs["input_ids"])
+    with pytest.raises(BadSample, match="1 placeholders for 0 images"):
+        RolloutPrompt.of(source, [{"role": "user", "content": [{"type": "image"}]}], [])
+    with pytest.raises(BadSample, match="turn 0 has role user_tag"):
+        RolloutPrompt.of(source, [{"role": "user_tag", "content": "What?"}])
 
 
 def choice(tokens=(5, 6), values=(-0.5, -1.5), finish="stop", **other) -> dict:

@@ -27,6 +27,7 @@ from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
 from megatron_vlm.data.records.tables import open_table
+from megatron_vlm.data.records.unread import unread_media
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -455,6 +456,30 @@ def test_the_records_that_the_documentation_shows_are_read():
         assert "A cat." in json.dumps(messages)
 
 
+def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
+    """But only where records have no others."""
+    turns = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It."}]}
+
+    def told(name: str, rows: list[dict], **columns: str) -> list[str]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
+        return list(unread_media(open_table(path, layout=RecordLayout(columns))))
+
+    [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
+    assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
+    [said] = told("b", [{"clip": "a.mp4"}])
+    assert "data.columns.videos=clip" in said
+    assert told("c", [{"img": "a.jpg"}], images="img") == []
+    assert told("d", [{"img": "a.jpg", "image": "b.jpg"}]) == told("e", [{"name": "jpg"}, {"of": []}]) == []
+    parts = [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "What?"}]
+    question = {"messages": [{"role": "user", "content": parts}, turns["messages"][1]]}
+    assert told("f", [question | {"thumbnail": "a.jpg"}]) == []
+    rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    two = blend_tables({n: open_table(tmp_path / n) for n in ("a.jsonl", "rows.parquet")}, [int, int])
+    assert ["and picture, which" in said for said in unread_media(two)] == [False, True]
+
+
 def test_a_mapped_column_hides_others_of_its_kind():
     stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
     layout = RecordLayout({"conversations": "chat", "images": "pictures"})
@@ -476,6 +501,43 @@ def test_a_mapped_column_hides_others_of_its_kind():
 def test_a_record_in_no_known_layout_is_bad(stored):
     with pytest.raises(BadSample):
         RecordLayout()(stored)
+
+
+@pytest.mark.parametrize(
+    ("stored", "names"),
+    [
+        ({"question": "q", "prompt": "p", "answer": "a"}, "question and prompt"),
+        ({"question": "q", "answer": "a", "output": "b"}, "answer and output"),
+        ({"question": "q", "query": "x", "input": "y", "answer": "a"}, "query and input"),
+        (
+            {"messages": [{"role": "user"}], "conversations": [{"role": "assistant"}]},
+            "conversations and messages",
+        ),
+        ({"messages": [1], "images": ["a.jpg"], "image": "b.jpg"}, "images and image"),
+        ({"messages": [1], "videos": ["a.mp4", "b.mp4"], "video": "a.mp4"}, "videos and video"),
+    ],
+)
+def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
+    with pytest.raises(BadSample, match=f"{names} are two names of one field, and differ; leave one out"):
+        RecordLayout()(stored)
+    first, second = names.split(" and ")
+    RecordLayout()(stored | {second: stored[first]})
+    RecordLayout()(stored | {second: None})
+    chosen = {name: name for name in stored if name != second}
+    assert second not in RecordLayout(chosen)(stored) and first in RecordLayout(chosen)(stored)
+
+
+def test_two_forms_of_one_conversation_are_one():
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    record = RecordLayout()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
+    assert conversation_of(record) == {"conversations": sharegpt}
+
+
+def test_a_part_names_one_image(tmp_path):
+    part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
+    with pytest.raises(BadSample, match="image_url and url are two names"):
+        images_of({"messages": [{"role": "user", "content": [part]}]}, tmp_path)
 
 
 def random_value(rng, depth=0):

@@ -41,7 +41,7 @@ from megatron_vlm.commands.arguments import (
 )
 from megatron_vlm.commands.asking import generate
 from megatron_vlm.commands.compose import compose
-from megatron_vlm.commands.program import PLAIN, run, single, torchrun, world_size
+from megatron_vlm.commands.program import PLAIN, Commands, run, single, torchrun, world_size
 from megatron_vlm.files import read_file
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
@@ -51,7 +51,10 @@ from megatron_vlm.supported import refuse
 WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
-    **PLAIN, no_args_is_help=True, help="Train vision-language models: Hugging Face checkpoint in and out."
+    cls=Commands,
+    **PLAIN,
+    no_args_is_help=True,
+    help="Train vision-language models: Hugging Face checkpoint in and out.",
 )
 
 

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.data.generation_prompt import vocabulary_words
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
@@ -63,6 +64,7 @@ class Feed:
 
     def _open(self, source: Source) -> None:
         place = setup.data_parallel_place()
+        self._unknown = vocabulary_words(source.processor, source.hf_config.get_text_config().vocab_size)
         self._data = RunData(self._config, source.processor, source.needs, *place)
         watchdog.also(self._data.drops.glance)
         if self._config.data.validation_share and setup.is_first_rank():
@@ -130,10 +132,12 @@ class Feed:
                 f"{self._data.why_hf_processor}"
             )
         if self._data:
+            yield from (*self._unknown, *self._data.train_loader.words)
             yield from validation_words(self._train, self._data.valid_loader is not None)
+        last = self.milestones.steps
         if self._epochs:
-            last = self.milestones.steps
             yield from self._epochs.words(self._config, last, self.rows_after(last))
+        yield from self.milestones.words(self._begun[0])
 
     def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
         """Makes errors from inside also say which samples the step had."""

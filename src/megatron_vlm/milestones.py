@@ -81,6 +81,14 @@ class Milestones:
     steps: int
     epoch_ends: frozenset[int] = frozenset()
 
+    def words(self, done: int) -> Iterator[str]:
+        """What a user should know of a run that has trained so many steps: whether it is at its end."""
+        if done >= self.steps:
+            yield (
+                f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise "
+                "train.steps or train.epochs"
+            )
+
     def evaluates_after(self, step: int) -> bool:
         return self._due(self.train.eval_every, step) or (self.train.keep_best and self.saves_after(step))
 

@@ -69,6 +69,8 @@ def split_override(text: str) -> tuple[str, str]:
     """Key and value of `key.path=value`; the value may hold equals signs. Raises ConfigError without any."""
     key, equals, value = text.partition("=")
     if not (equals and key.strip()):
+        if os.path.exists(text):
+            raise ConfigError(f"{text}: a path without its flag; give each its own, as --data A --data B.")
         raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
     return key.strip(), value
 
@@ -113,7 +115,8 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
         OmegaConf.to_container(node, resolve=True)  # raises if an interpolation points to nothing
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}.") from error
+        example = f", as {key}.NAME=VALUE" if wanted.startswith("dict") else ""
+        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}{example}.") from error
 
 
 def _entry(wanted: str, value: Any) -> str | float:

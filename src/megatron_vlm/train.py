@@ -18,6 +18,7 @@ from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.preferences import objective_of
+from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
@@ -37,6 +38,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     saved = checkpoint.saved(config.run_dir)
+    given, config = config, setup.on_first_rank(begun, config)
     source = open_source(config.model.hf_path, saved.tied)
     watchdog.beat("opening the data")
     feed = Feed(config, source, saved)
@@ -47,19 +49,17 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
-    start = resumed.step if resumed else 0
     figures = StepFigures(config, source.family, source.hf_config, model, feed.sources, logged)
-
     watchdog.beat("finding the place in the data")
     feed.resume(resumed)
-    log = RunLogger(config.run_dir, config, milestones.steps, start + 1, setup.is_first_rank(), saved.extra)
+    first = saved.step + 1
+    log = RunLogger(config.run_dir, given, milestones.steps, first, setup.is_first_rank(), saved.extra)
     for message in opening_words(config, source, feed, resumed):
         log.message(message)
-    profile = Profile(config.run_dir, profile_steps, start + 1, model, log.message)
-    with closing(log, feed), profile:
-        if start > 0 and milestones.exports_after(start):  # a kill may have come before it was whole
-            exports.export_step(config, source, model, start, replace=False)
-        for step in range(start + 1, milestones.steps + 1):
+    with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:
+        if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
+            exports.export_step(config, source, model, saved.step, replace=False)
+        for step in range(first, milestones.steps + 1):
             began, rates = time.monotonic(), learning_rates(scheduler)
             watchdog.beat(f"waiting for the data of step {step}")
             micro_batches = feed.train(step)
@@ -103,7 +103,7 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
         watchdog.beat(f"importing {source.folder}", files=True)
         import_hf(chunks, source.folder, source.weight_map)
     if config.adapter.used:
-        load_adapters(chunks, source.folder, None if resumes else config.adapter.start)
+        load_adapters(chunks, source.folder, None if resumes else config.adapter.start, config.run_dir)
     return data_parallel(chunks, config)
 
 
@@ -115,6 +115,6 @@ def opening_words(
         yield from resumed.words()
         if config.data.restart:
             yield "data.restart: the data begins again from here"
-    yield from words_of_start(config.adapter, config.model.hf_path)
+    yield from words_of_start(config)
     yield from feed.words()
     yield from exports.words(config, source)

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
+from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths
 from megatron_vlm.data.paths import items_of, paths_of, unread_end
 from megatron_vlm.messages import printable
@@ -75,7 +75,9 @@ def _energon_problems(path: Path, shown: str) -> Iterator[str]:
 
 def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterator[str]:
     if not path.exists():
-        if not is_hub_name(name):
+        if "," in name and all(os.path.exists(part) for part in name.split(",")):
+            yield f"{shown} are several paths; give each by a flag of its own, or all as a list, [A,B]."
+        elif not is_hub_name(name):
             yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
         elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
             yield (
@@ -119,6 +121,8 @@ def _rows_problems(
             yield f"{shown} is an empty folder; give the folder or file of the conversations."
         elif _holds_only_media(path):
             yield f"{shown} is a folder of media alone; give the folder or file of the conversations."
+        elif file := _file_beside_media(path):
+            yield f"{shown} is a folder of media, and {file.name} in it is not read; give {printable(file)}."
     elif not path.is_file():
         yield f"{shown} is neither a file nor a folder; give the file of the conversations."
     elif path.stat().st_size == 0:
@@ -132,6 +136,14 @@ def _holds_only_media(folder: Path) -> bool:
     files = (child for child in folder.rglob("*") if not child.is_dir())
     suffixes = {child.suffix.lower() for child in islice(files, FIRST_FILES)}
     return bool(suffixes) and suffixes <= MEDIA_FILES
+
+
+def _file_beside_media(folder: Path) -> Path | None:
+    """The first file of records in a folder that `datasets` would take for one of media alone."""
+    records = [child for child in folder.glob("*.json*") if child.suffix in ROWS and child.stem != "metadata"]
+    files = islice(folder.rglob("*"), FIRST_FILES)
+    media = sum(child.suffix.lower() in MEDIA_FILES for child in files)
+    return min(records) if 0 < len(records) < media else None
 
 
 def _dataset_cached(name: str) -> bool:

@@ -23,6 +23,7 @@ PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_proces
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TEMPLATE_KEYS = ("tokenizer_config.json", "processor_config.json")
 ROWS = (".json", ".jsonl", ".parquet", ".arrow")
+ADAPTER = "an adapter without its base model"
 
 
 # ---- what a path is ---------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def kind_of(path: Path) -> str | None:
     if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "batches").is_dir()):
         return "a run folder"
     if (path / "adapter_config.json").is_file():
-        return "an adapter without its base model"
+        return ADAPTER
     if (path / "config.json").is_file():
         return "a Hugging Face checkpoint"
     if any(path.glob("*.tar")):
@@ -115,6 +116,8 @@ def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> 
         remedy = "give the folder of a Hugging Face checkpoint"
         if kind == "a run folder":
             remedy = f"export it first: megatron-vlm export {printable(given)} OUTPUT"
+        elif kind == ADAPTER and setting == "model.hf_path":
+            remedy = f"give the folder of its base model, and adapter.start={printable(given)}"
         yield f"{shown} is {kind}; {remedy}."
         return
     try:

@@ -109,11 +109,11 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
 
 
 def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
-    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*"))
+    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
     needed = config.adapter.used or not resumes or config.train.objective == "dpo"
     load_weights = config.model.load_weights and needed
     yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
-    if config.adapter.start is not None:
+    if config.adapter.start is not None and not resumes:  # else it has a copy
         yield from start_problems(config.adapter.start)
     if needs_data:
         data = config.data
@@ -289,8 +289,6 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
     for source in sources:
         if source.rows == 0 or source.share == 0:
             yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
-        if data.validation_share and source.rows:
-            yield f"{key}: {source.path}: validation_share would take some of its {source.rows}; use `*`."
         if data.streaming and key == "data.train_data_path" and (source.subset or not source.whole):
             yield f"{key}: {source.path}: a stream is read whole; drop what follows the path, or streaming."
         if data.dataset_type == "energon" and (source.rows or source.subset):

@@ -11,14 +11,48 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_vlm.checks.settings import check_gpus
+from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.job import ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
+from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+UsageError = typer.BadParameter.__base__  # click's, which newer versions of typer have under another name
+
+
+class Commands(TyperGroup):
+    """Commands whose errors tell a flag that does not exist from a setting that is written as one."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            if not hasattr(error, "possibilities"):  # only NoSuchOption has them
+                raise
+            if not (said := _no_flag(error.option_name, ctx.invoked_subcommand, error.possibilities)):
+                raise
+            raise ConfigError(said) from error
+
+
+def _no_flag(flag: str, command: str | None, alike: Sequence[str] | None) -> str | None:
+    """What is wrong with a flag that the command does not have; None if it has some `alike`."""
+    name = flag.lstrip("-").replace("-", "_")
+    ends = {key.rpartition(".")[2]: key for key, _ in all_settings(RunConfig())}
+    key = name if name in SETTING_OF_ARGUMENT or name in ends.values() else ends.get(name)
+    if key:
+        return f"{flag}: a setting is written without dashes; give {key}=VALUE."
+    if alike:
+        return None
+    return (
+        f"{flag}: `{command}` has no such flag, and no setting is called so; `megatron-vlm {command} --help` "
+        "lists the flags, and `megatron-vlm recipes` the arguments."
+    )
 
 
 def single(command) -> typer.Typer:

@@ -51,7 +51,8 @@ def recipe_for(
             "give it to torchrun's processes as --config FILE."
         )
     source, own = source_settings(model, data), said(settings, arguments)
-    validate_paths(apply_overrides(RunConfig(), {"run_dir": "runs", **source, **own}))
+    assumed = {"run_dir": "runs", **source, **own, "adapter.start": None}  # a run may have a copy of that
+    validate_paths(apply_overrides(RunConfig(), assumed))
     refuse(model)
     gpus = memory_of_gpus()
     check_gpus(nproc or 1, len(gpus))

@@ -17,6 +17,7 @@ from megatron_vlm.models.weights import export_hf, import_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
@@ -36,6 +37,7 @@ def open_run(config: RunConfig) -> TrainedModel:
         raise FileNotFoundError(
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
+    config = begun(config)
     setup.init_distributed(config.parallel, config.train.seed)
     source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
@@ -56,7 +58,7 @@ def import_run(config: RunConfig) -> None:
     chunks = build_model(config, source.family, source.hf_config, setup.device())
     import_hf(chunks, source.folder, source.weight_map)
     if config.adapter.used:
-        load_adapters(chunks, source.folder, config.adapter.start)
+        load_adapters(chunks, source.folder, config.adapter.start, config.run_dir)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as in training: export and other commands read it
@@ -72,7 +74,7 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
     """
     run = open_run(config)
     if adapter:
-        save_adapters(run.chunks, output, config.adapter, config.model.hf_path)
+        save_adapters(run.chunks, output, begun(config).adapter, config.model.hf_path)
         return setup.shutdown()
     if config.adapter.used:
         for chunk in run.chunks:

@@ -9,20 +9,8 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
-from megatron_vlm.data.turns import DOCUMENT, TRAINED, BadSample, is_trained, without_thinking, wrong_setting
+from megatron_vlm.data.turns import ROLES, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
 
-ROLES = {
-    DOCUMENT: DOCUMENT,
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 WRAPPERS = ("conversations", "messages", "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(image|video)>")
@@ -70,8 +58,12 @@ def _cooked(conversation: Any) -> tuple[list[dict], list[dict] | None]:
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
         raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
-    if system and not is_blank(system) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    if system and not is_blank(system):
+        turn = {"role": "system", "content": [{"type": "text", "text": system}]}
+        if messages[0]["role"] != "system":
+            messages.insert(0, turn)
+        elif messages[0]["content"] != turn["content"]:
+            raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
     return messages, tools
 
 
@@ -161,7 +153,7 @@ def _unwrap(record: Any) -> tuple[list, str | None, list[dict] | None]:
     system = tools = None
     if isinstance(record, dict):
         system, tools = record.get("system"), _tools(record.get("tools"))
-        record = next((_parse(record[key]) for key in WRAPPERS if key in record), None)
+        record = _parse(record.get(sole(record, WRAPPERS)))
     if not isinstance(record, list) or not record:
         raise BadSample("bad_conversation", f"no list of turns, bare or under one of {', '.join(WRAPPERS)}")
     if not isinstance(system, str | None):
@@ -179,19 +171,24 @@ def _tools(tools: Any) -> list[dict] | None:
 def _message(turn: Any, index: int) -> dict:
     if not isinstance(turn, dict):
         raise BadSample("bad_conversation", f"turn {index} is {type(turn).__name__}, not an object")
-    name = turn.get("role", turn.get("from"))
+    place = f"turn {index}: "
+    name = turn.get(sole(turn, ("role", "from"), place=place, same=_same_role))
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
-    content = turn.get("content", turn.get("value"))
+    content = turn.get(sole(turn, ("content", "value"), place=place))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    if wrong := wrong_setting(others):
+    if wrong := mistake(others):
         raise BadSample("bad_conversation", f"turn {index} has {wrong}")
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
         parts = [{"type": "text", "text": ""}]
     return others | {"role": role, "content": parts}
+
+
+def _same_role(one: Any, other: Any) -> bool:
+    return ROLES.get(str(one).lower(), one) == ROLES.get(str(other).lower(), other)
 
 
 def _parts(content: Any, role: str, index: int) -> list[dict]:

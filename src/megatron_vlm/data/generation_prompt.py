@@ -1,18 +1,26 @@
-"""A conversation that ends with the user's turn, as the model sees it before it answers."""
+"""A conversation that ends with the user's turn, as the model sees it before it answers; special tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
+from megatron_vlm.config import ConfigError
+from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
 from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.messages import printable
+
+MOST_LISTED = 5  # tokens that a message names
 
 
 def encode_prompt(
@@ -56,3 +64,49 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     if (folder / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(folder).eos_token_id
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def vocabulary_words(processor: ProcessorMixin, size: int) -> list[str]:
+    """What a user should know of the tokenizer's tokens that are none of the model's `size`, if it has any.
+
+    Raises ConfigError, which names them, if the chat template or the processor writes them into every
+    conversation, or into those with images.
+    """
+    beyond = {token: name for name, token in processor.tokenizer.get_vocab().items() if token >= size}
+    if not beyond:
+        return []
+    known = f"and the model has {size} (vocab_size in its config.json, the rows of its embedding)"
+    remedy = (
+        "Give the model rows for them with Transformers (resize_token_embeddings) and save it in the folder "
+        "model.hf_path"
+    )
+    if written := _written(processor) & beyond.keys():
+        raise ConfigError(
+            f"model.hf_path: its chat template and processor write {_listed(beyond, written)}, {known}. "
+            f"{remedy}, or take them out of the template."
+        )
+    return [
+        f"model.hf_path: its tokenizer has {_listed(beyond, beyond.keys())}, {known}; a sample with one of "
+        f"them would end the run. {remedy}"
+    ]
+
+
+def _listed(names: Mapping[int, str], tokens: Iterable[int]) -> str:
+    """How many tokens these are, with the first few."""
+    some = [f"{printable(names[token])} ({token})" for token in sorted(tokens)]
+    more = ", …" if len(some) > MOST_LISTED else ""
+    return f"{len(some)} {'tokens' if len(some) > 1 else 'token'}, {', '.join(some[:MOST_LISTED])}{more}"
+
+
+def _written(processor: ProcessorMixin) -> set[int]:
+    """The tokens of a conversation with an image and of one without; none of one that is refused."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    written: set[int] = set()
+    for images in ([file.getvalue()], []):
+        question = [*({"type": "image"} for _ in images), {"type": "text", "text": "a"}]
+        answer = [{"type": "text", "text": "b"}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        with suppress(*TEMPLATE_ERRORS):
+            written.update(processor_outputs(processor, messages, images)["input_ids"][0].tolist())
+    return written

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import eq
 from typing import Any
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 TRAINED = ("assistant", DOCUMENT)
+ROLES = {  # as people name it -> the role
+    DOCUMENT: DOCUMENT,
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
 WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 THINK, END_OF_THINKING = "<think>", "</think>"
@@ -40,6 +53,27 @@ def refused_by_processor() -> Iterator[None]:
         raise BadSample("processor_error", said) from error
 
 
+def sole(
+    record: Mapping[str, Any],
+    names: Sequence[str],
+    reason: str = "bad_conversation",
+    place: str = "",
+    same: Callable[[Any, Any], bool] = eq,
+) -> str | None:
+    """The first of these names of one field that has a value; None, an empty text and an empty list are none.
+
+    Raises BadSample if another has a value that is not the `same`: nothing says which is meant. An item and a
+    list of it are the same.
+    """
+    first, *others = [name for name in names if record.get(name) not in (None, "", [])] or [None]
+    for other in others:
+        one, two = record[first], record[other]
+        if one not in (two, [two]) and two != [one] and not same(one, two):
+            text = f"{first} and {other} are two names of one field, and differ; leave one out"
+            raise BadSample(reason, place + text)
+    return first
+
+
 def loss_weight(turn: dict) -> float:
     """The weight of a turn's tokens in the loss: what its `loss` or OpenAI's `weight` says, true and false
     being 1 and 0; 1 for a reply that says nothing, 0 for turns that are no replies."""
@@ -53,12 +87,13 @@ def is_trained(turn: dict) -> bool:
     return loss_weight(turn) > 0
 
 
-def wrong_setting(turn: dict) -> str | None:
+def mistake(turn: dict) -> str | None:
     """What is wrong with a turn's weight."""
     for key in WEIGHTS:
         if not _is_weight(turn.get(key)):
             return f"{key} {turn[key]!r}, not true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
-    return None
+    weights = {float(turn[key]) for key in WEIGHTS if turn.get(key) is not None}
+    return f"{' and '.join(WEIGHTS)}, which differ" if len(weights) > 1 else None
 
 
 def without_thinking(turn: dict) -> dict:

@@ -7,7 +7,8 @@ lanes, so that each stage computes one while the next stage computes another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_vlm.generation.cache import bytes_per_row
 from megatron_vlm.generation.forward import forward, told_by_last_stage
 from megatron_vlm.generation.rows import Piece, Request, Rows
 from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.job.alarm import alarm
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
@@ -81,16 +83,25 @@ def generate(
         return []
     request = Request(prompts, max_new_tokens, Sampling(temperature, top_p, seed), sorted(set(stop)))
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
+    request.check(inner.config)
+    numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
+    with alarm(), _in_evaluation(model):
+        for lanes in _waves(request, answers, inner, cache_bytes):
+            _run(model, lanes)
+            _collect(lanes, numbers)
+        return _answers(numbers, request)
+
+
+@contextmanager
+def _in_evaluation(model: list[torch.nn.Module]) -> Iterator[None]:
     in_training = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
-    numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
-    for lanes in _waves(request, answers, inner, cache_bytes):
-        _run(model, lanes)
-        _collect(lanes, numbers)
-    for chunk, was in zip(model, in_training, strict=True):
-        chunk.train(was)
-    return _answers(numbers, request)
+    try:
+        yield
+    finally:
+        for chunk, was in zip(model, in_training, strict=True):
+            chunk.train(was)
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
@@ -46,6 +47,12 @@ class Request:
         """The most tokens of a row that are kept; nothing follows the last, so it is not."""
         return max(len(prompt["input_ids"]) for prompt in self.prompts) + self.max_new_tokens - 1
 
+    def check(self, config: LanguageModelConfig) -> None:
+        """Raises ValueError, as every rank does, for tokens or places that the model does not have."""
+        check_tokens(max(int(prompt["input_ids"].max()) for prompt in self.prompts), config.vocab_size)
+        last = max(prompt["position_ids"].max().item() for prompt in self.prompts)
+        check_positions(last + self.max_new_tokens - 1, config.most_positions, "a prompt with its answer")
+
 
 class Rows:
     """One row for each answer of the pieces: R of them, of which the model computes those that are `held`.
@@ -64,9 +71,7 @@ class Rows:
         prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
         draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
-        check_tokens(max(int(prompt["input_ids"].max()) for prompt in prompts), model.config.vocab_size)
         last = [prompt["position_ids"].max().item() for prompt in prompts]
-        check_positions(max(last) + steps - 1, model.config.most_positions, "a prompt with its answer")
         self.positions = np.array(last)[self.piece_of_row]  # that of the last token so far, on every axis
         lengths = np.array([len(prompt["input_ids"]) for prompt in prompts])
         self.longest = int(lengths.max())

@@ -105,7 +105,8 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
             f"out of memory: {text.splitlines()[0] if text else 'no more is to be had'}"
             + "\n".join(notes)
             + "\n"
-            "Lower train.micro_batch_size, data.seq_length or data.max_pixels, or set model.recompute=full."
+            "Lower train.micro_batch_size, data.seq_length, data.max_pixels or a policy's max_tokens, or set "
+            "model.recompute=full."
         )
     if is_for_users(error):
         return USERS_CODE, text + "\n".join(notes)
@@ -195,6 +196,13 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
     if ranks.world_size() > 1 and watched:
         watchdog.end_now(code)
     raise SystemExit(code) from error
+
+
+def end_after(said: str) -> NoReturn:
+    """Ends this process, from any of its threads: it waits for a rank that has failed, and that said this."""
+    with contextlib.suppress(SystemExit):
+        _end("cause", BUG_CODE, said, ranks.AnotherRankFailed(said))
+    watchdog.end_now(BUG_CODE)
 
 
 def _end_after_others(name: str, error: BaseException, file: Path) -> NoReturn:

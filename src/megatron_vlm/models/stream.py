@@ -67,6 +67,11 @@ def check_positions(last: int, most: int | None, whose: str = "a document") -> N
         )
 
 
+def largest_token(batch: Batch) -> int:
+    """Of a batch on the host; padding has no embedding and does not count."""
+    return int((batch["input_ids"] * (batch["attention_mask"] > 0)).max())
+
+
 def check_tokens(largest: int, vocabulary: int) -> None:
     """Raises ValueError for a token without an embedding: tensor-parallel ranks would take it for zeros."""
     if largest >= vocabulary:

@@ -23,7 +23,7 @@ from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
 from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
+from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
 from megatron_vlm.parallel.layout import pipeline_layout
 
@@ -70,7 +70,7 @@ class VLMModel(MegatronModule):
     def layout(self, batch: Batch) -> StreamLayout:
         """How the rows of `batch`, which is on the host, become a stream."""
         check_positions(int(batch["position_ids"].max()), self.config.most_positions)
-        check_tokens(int(batch["input_ids"].max()), self.config.vocab_size)
+        check_tokens(largest_token(batch), self.config.vocab_size)
         ranks = parallel_state.get_context_parallel_world_size()
         return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
 

@@ -17,6 +17,7 @@ from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.search import planned_layouts
 from megatron_vlm.planning.step_time import Gpu
 from megatron_vlm.planning.words import ways_to_fit
+from megatron_vlm.run_folder.adapter_start import begun
 
 ROWS_IN_A_STEP = 32
 STEPS_BETWEEN_SAVES = 500  # as in the recipes
@@ -105,7 +106,7 @@ def _layout(
     settings: Mapping[str, Any], hf_config: Any, gpus: Sequence[int], processes: int
 ) -> dict[str, tuple[Any, str]]:
     """The settings of the quickest layout that fits, by its plan."""
-    config, capacity = apply_overrides(RunConfig(), settings), min(gpus)
+    config, capacity = begun(apply_overrides(RunConfig(), settings)), min(gpus)
     there = f"{processes} GPUs" if processes > 1 else "a GPU"
     there += f" of {readable_size(capacity)}"
     plans = planned_layouts(config, hf_config, processes, capacity, Gpu())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_vlm.job.alarm import alarm
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 
@@ -38,7 +39,8 @@ def told(own: Any, error: Exception | None = None) -> list[Any]:
     If a rank has an error, it raises that, and the others ValueError that quotes it.
     """
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (own, None if error is None else f"{type(error).__name__}: {error}"))
+    with alarm():
+        dist.all_gather_object(every, (own, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(every):
@@ -89,7 +91,7 @@ def means(
         text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
         failed = [*failed, ValueError(text)]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    total: dict[str, list[float]] = {}
+    total = {"loss": [0.0, 0.0]}  # there may be no samples
     for own in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
         for name, pair in own.items():
             total[name] = _added(total.get(name), pair)

@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import printable
 from megatron_vlm.rl.policy import Policy
 from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
@@ -89,9 +90,10 @@ class HttpEngine:
         if dist.get_rank() == 0:
             try:
                 said = [self._ask_all(policy, prompts)]
-            except (ValueError, OSError, RuntimeError) as error:  # the other ranks wait for what is said
-                said = [str(error)]
-        dist.broadcast_object_list(said, src=0)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for what is said
+                said = [str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"]
+        with alarm():
+            dist.broadcast_object_list(said, src=0)
         if isinstance(said[0], str):
             raise EngineError(said[0])
         return samples_of(policy, prompts, said[0])

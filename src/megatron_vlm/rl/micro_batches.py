@@ -43,6 +43,8 @@ class Document:
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
         held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        # what was made under `inference_mode` cannot be kept for a backward pass
+        held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
         made = self.needs.of_processor(without_padding({k: v for k, v in held.items() if len(v)}))
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
@@ -74,26 +76,44 @@ class Document:
         return self.needs.position_ids(self.input_ids, self.visual)
 
     def field(self, name: str) -> Tensor:
-        """(n,) what the sample says under this name of its scored tokens.
-
-        A number holds for all of them. A tensor has an entry for each token, for each but the first, or for
-        each scored one. Raises ValueError otherwise.
-        """
+        """(n,) what the sample says under this name of its scored tokens, as `of_scored` reads it."""
         if name not in self.sample:
             raise ValueError(f"sample {self.number}: lacks {printable(name)}, which other samples have.")
-        value, count = torch.as_tensor(self.sample[name]).detach(), int(self.scored.sum())
+        try:
+            value = torch.as_tensor(self.sample[name])
+        except (TypeError, ValueError, RuntimeError) as error:
+            place = f"sample {self.number}: {printable(name)}"
+            raise ValueError(f"{place} is no tensor ({error}); give one, or a number.") from None
+        return self.of_scored(name, value.detach())
+
+    def of_scored(self, name: str, value: Tensor) -> Tensor:
+        """(n,) the value of each scored token.
+
+        A number holds for all of them. A tensor (T,) has an entry for each token, (T - 1,) for each but the
+        first, (n,) for each scored one. Raises ValueError for another shape, and for T - 1 entries if these
+        may also be one for each token of `loss_mask`, the first included, which is never scored.
+        """
+        tokens, count = len(self.input_ids), int(self.scored.sum())
+        place = f"sample {self.number}: {printable(name)}"
+        if value.dim() > 1:
+            raise ValueError(f"{place} is {tuple(value.shape)}; give a number, or one axis of tokens.")
         if value.dim() == 0:
             return value.expand(count)
-        if len(value) == len(self.input_ids):
+        if len(value) == tokens:
             return value[self.scored.to(value.device)]
-        if len(value) == len(self.input_ids) - 1:
+        if len(value) == tokens - 1:
+            mask = self.sample.get("loss_mask")
+            if count == tokens - 2 and mask is not None and mask[0]:
+                raise ValueError(
+                    f"{place} has {tokens - 1} entries, and loss_mask as many tokens: they may be those of "
+                    f"the mask, or all but the first; give {tokens}, one for each token."
+                )
             return value[self.scored[1:].to(value.device)]
         if len(value) == count:
             return value
         raise ValueError(
-            f"sample {self.number}: {printable(name)} has {len(value)} entries for {len(self.input_ids)} "
-            f"tokens, {count} of them scored; give a number, or one entry for each token, for each but the "
-            "first, or for each scored one."
+            f"{place} has {len(value)} entries for {tokens} tokens, {count} of them scored; give a number, "
+            "or one entry for each token, for each but the first, or for each scored one."
         )
 
 

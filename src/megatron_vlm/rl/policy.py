@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.alarm import alarm
 from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import output_scores
 from megatron_vlm.models.hf import Source, open_source
-from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
 from megatron_vlm.parallel import setup
@@ -26,10 +28,16 @@ from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
-from megatron_vlm.rl.outputs import whole
+from megatron_vlm.rl.outputs import Difference, by_sample, differences, whole
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
+from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.gradients import data_parallel, empty_gradients, finalize_gradients
+from megatron_vlm.training.gradients import (
+    data_parallel,
+    empty_gradients,
+    finalize_gradients,
+    step_if_finite,
+)
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import forward_backward
 
@@ -49,17 +57,6 @@ class Scores:
     routes: list[Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of absolute differences of log-probabilities: how many, and which sample has the largest (None: no
-    token)."""
-
-    tokens: int
-    mean: float
-    max: float
-    worst_sample: int | None
-
-
 class Policy:
     """A model that scores samples and takes gradients from them, under any layout.
 
@@ -67,7 +64,7 @@ class Policy:
     not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
     sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
     gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
-    collective of all ranks.
+    collective of all ranks: what one raises alone, in the middle of a pass, ends the others (`job.alarm`).
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
@@ -96,7 +93,7 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        config = _joined(config)
+        config = begun(_joined(config))
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         if config.adapter.used:
@@ -120,26 +117,15 @@ class Policy:
         self.memory.need("logprobs", MODEL)
         score = partial(_score, _reported, self._scores_head(temperature, entropy))
         rows = self._rows(samples)
-        with self._in_evaluation(), recorded(self.chunks) if routes else nullcontext({}) as chosen:
+        recording = recorded(self.chunks) if routes else nullcontext({})
+        with self._in_evaluation(), recording as chosen, alarm():
             reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
-        given = [each for row in rows for each in row.documents]
-        counts = [int(each.scored.sum()) for each in given]
-        found = torch.zeros(1 + entropy, sum(counts), device=setup.device())
-        if reports:
-            found = torch.cat([report["scores"] for report in reports], dim=1)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() > 1:
-            dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        placed: list[Tensor] = [torch.empty(0)] * len(given)
-        for each, part in zip(given, found.split(counts, dim=1), strict=True):
-            whole = torch.zeros(1 + entropy, len(each.input_ids) - 1, device=found.device)
-            whole[:, each.scored[1:].to(found.device)] = part
-            placed[each.number] = whole
-        return Scores(
-            [each[0] for each in placed],
-            [each[1] for each in placed] if entropy else None,
-            of_samples(chosen, rows, self.chunks) if routes else None,
-        )
+            placed = by_sample(reports, [each for row in rows for each in row.documents], 1 + entropy)
+            return Scores(
+                [each[0] for each in placed],
+                [each[1] for each in placed] if entropy else None,
+                of_samples(chosen, rows, self.chunks) if routes else None,
+            )
 
     def forward_backward(
         self,
@@ -179,7 +165,9 @@ class Policy:
             return total, none, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
         try:
-            reports = forward_backward(self.chunks, [row.batch for row in rows], partial(_score, loss, head))
+            with alarm():
+                streams = [row.batch for row in rows]
+                reports = forward_backward(self.chunks, streams, partial(_score, loss, head))
             return means(reports, rows, failed)
         except BaseException:
             self._empty()  # some rows' gradients are there, others are not
@@ -192,19 +180,17 @@ class Policy:
         rank if the norm is not finite; then the weights stay as they are, and the gradients are gone.
         """
         self.memory.need("step", *KINDS)
-        finalize_gradients(self.chunks)
-        self.optimizer.prepare_grads()
-        if not math.isfinite(norm := self.optimizer.get_grad_norm()):
+        with alarm():
+            finalize_gradients(self.chunks)
+            norm = step_if_finite(self.optimizer)
             self._empty()
+        if not math.isfinite(norm):
             raise ValueError(
                 f"step: the norm of the gradients is {norm}, so no step was taken and they are gone; lower "
                 "optimizer.lr, or leave out the samples of these calls of forward_backward."
             )
-        updated, norm, _ = self.optimizer.step()
-        if updated:
-            self.scheduler.step(increment=1)
-        self._empty()
-        return norm or 0.0
+        self.scheduler.step(increment=1)
+        return norm
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grads: bool = True) -> None:
         """With "cpu", copies what is named to host memory and releases the device's; with "cuda", brings it
@@ -228,7 +214,7 @@ class Policy:
         self.memory.need("hf_weights", MODEL)
         chunks = [chunk.module for chunk in self.chunks]
         value = with_adapters(chunks) if self.config.adapter.used else torch.detach
-        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
+        return _to_the_end(hf_weights(chunks, self.source.folder, self.source.weight_map, value))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(peft's name, tensor) of the adapters, and of what is trained whole beside them, for an engine that
@@ -236,7 +222,8 @@ class Policy:
         self.memory.need("adapter_weights", MODEL)
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
-        return from_every_stage(adapter_tensors([chunk.module for chunk in self.chunks]), setup.device())
+        own = adapter_tensors([chunk.module for chunk in self.chunks])
+        return _to_the_end(from_every_stage(own, setup.device()))
 
     def compare(
         self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
@@ -253,22 +240,7 @@ class Policy:
             raise ValueError(
                 f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
             )
-        found = []
-        for document, ours in zip(documents, scores, strict=True):
-            wanted = document.scored[1:]
-            theirs = torch.as_tensor(rollout[document.number]).cpu().float()
-            theirs = theirs[wanted] if len(theirs) == len(wanted) else theirs
-            if len(theirs) != int(wanted.sum()):
-                raise ValueError(
-                    f"sample {document.number}: {len(theirs)} log-probabilities for {int(wanted.sum())} "
-                    "wanted tokens; give one for each of them, or for each token but the first."
-                )
-            seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
-            found.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
-        return {
-            name: _difference([(number, off[seen == after]) for number, off, seen in found])
-            for name, after in (("text", False), ("after image", True))
-        }
+        return differences(documents, scores, rollout, kinds)
 
     def _empty(self) -> None:
         for chunk in self.chunks:
@@ -298,8 +270,13 @@ class Policy:
         try:
             if not 0 < normalizer < math.inf:
                 raise ValueError(f"normalizer is {normalizer}; give a number above 0, the same on all ranks.")
+            if isinstance(fields, str):
+                raise ValueError(f"fields is {fields!r}; give a list of names.")
             documents = documents_of(samples, needs)
             check_tokens(documents, self.source)
+            most = get_model_config(self.chunks[0]).most_positions
+            for each in documents:
+                check_positions(int(each.position_ids.max()), most, f"sample {each.number}")
             rows = micro_batches(documents, self.max_tokens)
             add_routes(rows, self.chunks)
             for row in rows:
@@ -313,13 +290,9 @@ class Policy:
         return rows + [blank(needs, self.source.family.visual_kinds(self.source.hf_config))] * missing
 
 
-def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
-    every = torch.cat([off for _, off in parts]) if parts else torch.empty(0)
-    if not len(every):
-        return Difference(0, 0.0, 0.0, None)
-    largest = torch.stack([off.max() for _, off in parts if len(off)])
-    worst = [number for number, off in parts if len(off)][int(largest.argmax())]  # NaN is above all
-    return Difference(len(every), every.mean().item(), largest.max().item(), worst)
+def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    with alarm():
+        yield from tensors
 
 
 def _joined(config: RunConfig) -> RunConfig:
@@ -340,6 +313,7 @@ def _joined(config: RunConfig) -> RunConfig:
 
 def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):
     """Megatron's forward step: scores in place of losses."""
+    watchdog.beat()
     stream = next(streams)
     return model(stream, head), partial(loss, stream)
 

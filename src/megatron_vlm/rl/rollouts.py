@@ -15,9 +15,11 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
+from megatron_vlm.data.chatml import cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.hf import Source
+from megatron_vlm.rl.containers import TensorBatch
 from megatron_vlm.rl.memory import MODEL
 from megatron_vlm.rl.policy import Policy
 
@@ -35,7 +37,9 @@ class RolloutPrompt:
 
     @classmethod
     def of(cls, source: Source, messages: list[dict], images: Sequence[bytes] = ()) -> RolloutPrompt:
-        """Encoded by the checkpoint's processor; see `data.chatml.cook_chatml_sample` for messages."""
+        """Encoded by the checkpoint's processor. `data.chatml` says what messages may look like, and raises
+        BadSample for others, and for more or fewer images than places for them."""
+        messages = place_media(cook_chatml_sample(messages)[0], len(images))
         return cls(messages, [*images], encode_prompt(source.processor, messages, [*images], source.needs))
 
 
@@ -134,10 +138,11 @@ def reply(policy: Policy, sample: Sample) -> str:
     return policy.source.processor.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def own_share(samples: Sequence[Sample]) -> list[Sample]:
+def own_share(samples: Sequence[Sample] | TensorBatch) -> list[Sample]:
     """Those of this data-parallel rank: each sample goes to one, and their numbers differ by at most one."""
     rank, size = (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
     )
+    samples = samples.samples() if isinstance(samples, TensorBatch) else samples
     return [*samples[rank::size]]

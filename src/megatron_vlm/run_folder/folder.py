@@ -207,16 +207,16 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
     folder, final = partial.parent, partial.with_suffix("")
     with naming(partial):
         _write_synced(partial / STATE, state_text(state))
-        _sync_folder(partial)
+        sync_folder(partial)
         if os.path.lexists(final):
             os.rename(final, final.with_suffix(".deleted"))
         # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
         _write_synced(folder / "latest.tmp", final.name + "\n")
-        _sync_folder(folder)
+        sync_folder(folder)
         os.rename(partial, final)
-        _sync_folder(folder)
+        sync_folder(folder)
         os.replace(folder / "latest.tmp", folder / "latest")
-        _sync_folder(folder)
+        sync_folder(folder)
     return final
 
 
@@ -254,7 +254,7 @@ def tidy(run_dir: str | Path) -> None:
     with naming(folder):
         if _named(folder / "latest.tmp") in complete_checkpoints(run_dir):
             os.replace(folder / "latest.tmp", folder / "latest")
-            _sync_folder(folder)
+            sync_folder(folder)
         (folder / "latest.tmp").unlink(missing_ok=True)
         _remove_leftovers(folder)
 
@@ -289,7 +289,7 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,6 +3,7 @@ each rank's share of the optimizer has changed, gathered while the next step beg
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,20 @@ def step_in_flight(
     finally:
         settings.overlap_param_gather = False
     return done
+
+
+@torch.no_grad()
+def step_if_finite(optimizer: MegatronOptimizer) -> float:
+    """The norm of the reduced gradients, after Megatron's step with them; if it is not finite, nothing has
+    changed but the gradients. `optimizer.step()` (0.19) takes the norm too late to refuse."""
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        for part in optimizer.chained_optimizers:
+            if part.config.clip_grad > 0 and (params := part.get_parameters()):
+                clip_grads.clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm)
+        optimizer.step_with_ready_grads()
+    return norm
 
 
 def _first_uses(chunk: DistributedDataParallel) -> list[tuple[nn.Module, list[Buckets]]]:

@@ -26,6 +26,7 @@ class TrainLoader(ABC):
     """
 
     sources: Sequence[str] = ()
+    words: Sequence[str] = ()  # what a user should know of the data
 
     def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
         self._drops, self.fingerprint = drops, fingerprint

@@ -35,6 +35,7 @@ from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
+from megatron_vlm.data.records.unread import unread_media
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -88,28 +89,20 @@ class HFProvider:
         order = self._order(rows, micro_batch_size, rank, world_size, seed)
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
-    def train_rows(self, encoder) -> EncodedRows:
-        """All rows of the training paths but those that are held out."""
-        rows = self._rows_of_training(encoder)
-        if share := self._data.validation_share:
-            rows.table = divided(rows.table, share, held_out=False)
-        return rows
-
-    def _rows_of_training(self, encoder) -> EncodedRows:
+    def train_rows(self, encoder, held_out: bool = False) -> EncodedRows:
+        """All rows of the training paths but those that are held out; or these."""
+        share = self._data.validation_share
         sources = sources_of(self._data.train_data_path, self._data.repetitions)
-        for source in sources if self._data.validation_share else ():
+        splits = [source_splits(source.path, source.subset) for source in sources]
+        for source in sources if share else ():
             if split := _validation_split(source):
                 raise ValueError(
                     f"data.validation_share: {source.path} has a validation split already, {split!r}; drop "
                     "the setting to validate on it."
                 )
-        splits = [source_splits(source.path, source.subset) for source in sources]
         found = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
-        return self._rows(found, encoder, self._data.datasets)
-
-    def _held_out_rows(self, encoder) -> EncodedRows:
-        rows = self._rows_of_training(encoder)
-        rows.table = divided(rows.table, self._data.validation_share, held_out=True)
+        rows = self._rows(found, encoder, self._data.datasets)
+        rows.table = divided(rows.table, share, held_out) if share else rows.table
         return rows
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
@@ -144,7 +137,7 @@ class HFProvider:
             return None
         share_of_ranks = rank, world_size, micro_batch_size, data.num_workers
         if data.validation_share:
-            return HFValidLoader(self._held_out_rows(encoder), *share_of_ranks)
+            return HFValidLoader(self.train_rows(encoder, held_out=True), *share_of_ranks)
         sources = sources_of(data.valid_data_path or data.train_data_path)
         found = [(one, _validation_split(one)) for one in sources]
         if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
@@ -211,7 +204,7 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self.sources = sources_of_keys(rows.table)
+        self.sources, self.words = sources_of_keys(rows.table), list(unread_media(rows.table))
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -59,7 +59,8 @@ class Whole(Numbered):
 
 @dataclass
 class Blend(Numbered):
-    """Several tables, each with the number of its rows in an epoch.
+    """Several tables, each with the number of its rows in an epoch; `exact` are those of which the user gave
+    it, as `#n`.
 
     A table is passed over without end, each pass in a random order; an epoch takes the next rows of these
     passes. So whatever the share, every row comes as often as any other, plus or minus one.
@@ -67,6 +68,7 @@ class Blend(Numbered):
 
     tables: Mapping[str, Table]
     counts: Mapping[str, int]  # rows in an epoch
+    exact: Collection[str] = ()
 
     _starts: ndarray = field(init=False)
 
@@ -122,12 +124,17 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
     return np.concatenate(orders)[begin - passes.start * rows :][:count]
 
 
-def blend_tables(tables: Mapping[str, Table], rows_in_an_epoch: Sequence[Callable[[int], int]]) -> Blend:
-    """One table of several. `rows_in_an_epoch` say how many rows an epoch has of a table with so many.
+def blend_tables(
+    tables: Mapping[str, Table],
+    rows_in_an_epoch: Sequence[Callable[[int], int]],
+    exact: Collection[str] = (),
+) -> Blend:
+    """One table of several. `rows_in_an_epoch` say how many rows an epoch has of a table with so many; of
+    those in `exact`, that does not depend on their rows.
 
     Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
     """
-    parts, counts = {}, {}
+    parts, counts, counted = {}, {}, set()
     for (name, table), wanted_of in zip(tables.items(), rows_in_an_epoch, strict=True):
         inner, rows = {name: table}, {name: len(table)}
         if isinstance(table, Blend):
@@ -143,8 +150,9 @@ def blend_tables(tables: Mapping[str, Table], rows_in_an_epoch: Sequence[Callabl
                 f"{MOST_ROWS:,}; make all epochs shorter in the same proportion."
             )
         parts |= inner
+        counted |= inner.keys() if name in exact else set()
         counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}
-    return Blend(parts, counts)
+    return Blend(parts, counts, counted)
 
 
 def path_names(paths: Sequence[str]) -> list[str]:

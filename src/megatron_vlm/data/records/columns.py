@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.records.preferences import PAIR_COLUMNS, REJECTED_TURNS, with_pair
-from megatron_vlm.data.turns import DOCUMENT
+from megatron_vlm.data.turns import DOCUMENT, sole
 from megatron_vlm.messages import suggestion
 
 TURNS = ("conversations", "messages")
@@ -70,6 +70,8 @@ class RecordLayout:
         if not isinstance(record, dict):
             raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
         record = self._renamed(record) if self.columns else record
+        for names in (IMAGES, VIDEOS):
+            sole(record, names)
         record = with_pair(record, TURNS, PROMPTS, QUERIES)
         turns = next((name for name in TURNS if record.get(name)), None)
         if turns is None:
@@ -136,7 +138,8 @@ def _plain_turns(record: dict) -> list[dict]:
 
 
 def _first(record: dict, names: tuple[str, ...]) -> Any:
-    return next((record[name] for name in names if name in record), None)
+    empty = next((name for name in names if record.get(name) is not None), None)
+    return record.get(sole(record, names) or empty)
 
 
 def _exchange(prompt: Any, reply: Any) -> list[dict]:

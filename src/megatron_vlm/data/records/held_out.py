@@ -23,7 +23,8 @@ def is_held_out(key: str, share: float) -> bool:
 
 
 def divided(table: Table, share: float, held_out: bool) -> Table:
-    """The rows that are held out, each once in an epoch; or all others, as often as in `table`.
+    """The rows that are held out, each once in an epoch; or all others, as often as in `table`, where it
+    does not say how many rows an epoch has.
 
     Raises ValueError if no row is held out, or all rows of one of the sources are.
     """
@@ -49,7 +50,10 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
         held = {name: part for name, part in parts.items() if len(part)}
         return Blend(held, {name: len(part) for name, part in held.items()})
     counts = {
-        name: max(1, round(table.counts[name] * len(part) / len(tables[name]))) for name, part in rest.items()
+        name: table.counts[name]
+        if name in table.exact
+        else max(1, round(table.counts[name] * len(part) / len(tables[name])))
+        for name, part in rest.items()
     }
     return Blend(rest, counts)
 

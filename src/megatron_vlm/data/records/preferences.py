@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.turns import sole
 
 CHOSEN, REJECTED = "chosen", "rejected"
 REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
@@ -30,7 +31,11 @@ def with_pair(
     for name in ("chosen_images", "rejected_images"):
         if record.get(name):
             raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
+    sole(record, PAIR_COLUMNS[1], "bad_preference")
+    sole(record, turns, same=_same_turns)
     named = next((name for name in turns if isinstance(record.get(name), list) and record[name]), None)
+    if named and not _has(record, REJECTED) and sole(record, PAIR_COLUMNS[1]):
+        sole(record, (CHOSEN, named), "bad_preference", same=_same_turns)
     if isinstance(record.get(CHOSEN), str | dict | list) and (named is None or _has(record, REJECTED)):
         prompt = _turns(record[named], "user") if named else _prompt(record, prompts, queries)
         others = {name: value for name, value in record.items() if name not in (CHOSEN, REJECTED, *prompts)}
@@ -45,12 +50,20 @@ def with_pair(
     return record
 
 
+def _same_turns(one: Any, other: Any) -> bool:
+    """Whether two lists of turns are one conversation, in two forms."""
+    try:
+        return cook_chatml_sample(one) == cook_chatml_sample(other)
+    except BadSample:
+        return False
+
+
 def _has(record: dict, name: str) -> bool:
     return record.get(name) is not None
 
 
 def _prompt(record: dict, prompts: tuple[str, ...], queries: tuple[str, ...]) -> list:
-    prompt, query = (next((record[n] for n in names if record.get(n)), None) for names in (prompts, queries))
+    prompt, query = (record.get(sole(record, names, "bad_preference")) for names in (prompts, queries))
     if isinstance(prompt, str) and isinstance(query, str):
         prompt = f"{prompt}\n{query}"
     return [] if prompt is None else _turns(prompt, "user")

@@ -20,6 +20,7 @@ from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media_limits import limits_beside, named_limits
 from megatron_vlm.data.records.columns import IMAGES, TURNS, VIDEOS
 from megatron_vlm.data.records.preferences import REJECTED_TURNS
+from megatron_vlm.data.turns import sole
 
 IMAGE_PARTS = ("image", "image_url")
 IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
@@ -77,7 +78,7 @@ def images_of(record: Any, root: Path) -> list[bytes]:
         return []
     images = next((record[name] for name in IMAGES if record.get(name)), None)
     if images is None:
-        images = list(_images_of_parts(record))
+        images = list(images_of_parts(record))
     return [_file_bytes(image, root) for image in (images if isinstance(images, list) else [images])]
 
 
@@ -99,14 +100,14 @@ def _video(video: Any, root: Path) -> bytes | dict:
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
 
 
-def _images_of_parts(record: dict) -> Iterator[Any]:
+def images_of_parts(record: dict) -> Iterator[Any]:
     """The images that OpenAI's and Qwen's parts name: {"type": "image_url", "image_url": {"url": ...}}."""
     turns = next((record[name] for name in TURNS if record.get(name)), ())
     for turn in turns if isinstance(turns, list) else ():
         parts = turn.get("content") if isinstance(turn, dict) else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-                named = next((part[name] for name in IMAGE_PART_KEYS if part.get(name)), None)
+                named = part.get(sole(part, IMAGE_PART_KEYS))
                 if named is not None:
                     yield named.get("url", named) if isinstance(named, dict) else named
 

@@ -93,7 +93,9 @@ def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any)
     if len(tables) == 1 and sources[0].whole:
         return tables[0]
     names = path_names([one.path + (f":{one.subset}" if one.subset else "") for one in sources])
-    return blend_tables(dict(zip(names, tables, strict=True)), [one.rows_in_an_epoch for one in sources])
+    exact = [name for name, one in zip(names, sources, strict=True) if one.rows]
+    in_an_epoch = [one.rows_in_an_epoch for one in sources]
+    return blend_tables(dict(zip(names, tables, strict=True)), in_an_epoch, exact)
 
 
 def kind_of(path: str | Path) -> str:

@@ -39,7 +39,7 @@ def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> No
         return
     if saved is None or now is None:
         held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
-        why = f"holds {held}, and this run trains {wanted}; set adapter.r as it was, or give another run_dir."
+        why = f"holds {held}, and this run trains {wanted}; set adapter.* as it was, or give another run_dir."
     elif saved[0] != now[0]:
         why = (
             f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "

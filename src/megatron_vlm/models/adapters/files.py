@@ -29,6 +29,7 @@ from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, pef
 from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
+from megatron_vlm.run_folder.adapter_start import keep, of_run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
@@ -76,14 +77,18 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     return _checked(place, settings)
 
 
-def words_of_start(adapter: AdapterConfig, base: str) -> Iterator[str]:
-    """What a user should know of the adapter in `adapter.start`: whether it is of a base of another name."""
-    if adapter.start is None:
+def words_of_start(config: RunConfig) -> Iterator[str]:
+    """What a user should know of the adapter in `adapter.start`: whether it is the run's own copy, and
+    whether it is of a base of another name."""
+    start, base = config.adapter.start, config.model.hf_path
+    if start is None:
         return
-    named = json.loads(read_file(Path(adapter.start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
+    if Path(start) == of_run(config.run_dir):
+        yield f"adapter.start: the run has its own copy, {printable(start)}, and reads no other folder"
+    named = json.loads(read_file(Path(start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
     if named and Path(str(named)).name != Path(base).name:
         yield (
-            f"adapter.start: {printable(adapter.start)} says that it was trained on {printable(named)}; here "
+            f"adapter.start: {printable(start)} says that it was trained on {printable(named)}; here "
             f"it adapts {printable(base)}"
         )
 
@@ -100,8 +105,11 @@ def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
     return run.adapter
 
 
-def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -> None:
+def load_adapters(
+    chunks: list[MegatronModule], base: Path, start: str | None, run_dir: str | None = None
+) -> None:
     """Notes which checkpoint the adapters adapt, and fills them from the folder `start`, if there is one.
+    The run of `run_dir` keeps a copy of that.
 
     Collective. Raises ConfigError, with keys and shapes, if the folder holds anything but these adapters.
     """
@@ -128,6 +136,8 @@ def load_adapters(chunks: list[MegatronModule], base: Path, start: str | None) -
                 fill_saved(chunk, stored)
             except ValueError as error:
                 raise ConfigError(f"adapter.start: {printable(file)}: {error}.") from error
+    if run_dir is not None:
+        on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
 
 
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:

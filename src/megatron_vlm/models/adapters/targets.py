@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from copy import deepcopy
@@ -62,8 +63,9 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, found)
         found = [name for name in found if not fits(adapter.exclude_modules, name)]
-    for name in found:
-        _check_module(name, modules[name], placed.get(name), fits(weight_map.peft_experts, name))
+    without = [name for name in found if placed.get(name) is None or fits(weight_map.peft_experts, name)]
+    for name in without:
+        _refuse(name, modules[name], fits(weight_map.peft_experts, name), _all_but(without, found))
     if not (found or experts):
         raise ConfigError("adapter.exclude_modules: leaves no module with an adapter; exclude less.")
     all_found = [*found, *experts]
@@ -154,8 +156,9 @@ def _check_names(key: str, names: str | list[str], modules: Iterable[str], linea
                     f"{key}: {printable(name)} is read as a regex, which fits no whole name of a module; "
                     f"give ends of names as a list: {key}=[{printable(name)}]."
                 )
-            known = suggestion(name, [*_endings(linears), *linears] if "." in name else _endings(linears))
-            example = f" a regex fits whole names, such as {linears[0]}." if isinstance(names, str) else ""
+            known = [*_endings(linears), *linears] if "." in name else _endings(linears)
+            known = suggestion(name, known + [ALL_LINEAR] * isinstance(names, str))
+            example = f" A regex fits whole names, such as {linears[0]}." if isinstance(names, str) else ""
             raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{example}")
 
 
@@ -164,9 +167,20 @@ def _endings(modules: Iterable[str]) -> list[str]:
     return sorted({last for name in modules if not (last := name.rpartition(".")[2]).isdigit()})
 
 
-def _check_module(name: str, kind: type[nn.Module], placed: tuple | None, as_expert: bool) -> None:
-    if placed is not None and not as_expert:
-        return
+def _all_but(without: list[str], found: list[str]) -> str | None:
+    """What to set `exclude_modules` to, so that it fits all modules `without` adapters and none of the
+    others; None if neither ends of their names nor their common path do."""
+    parts, others = [name.split(".") for name in without], set(found) - set(without)
+    ends = sorted({".".join(part[-2:]) for part in parts})
+    path = re.escape(".".join(os.path.commonprefix(parts))) + r"(\..*)?"
+    for names, written in ((ends, f"[{','.join(ends)}]"), (path, f"'{path}'")):
+        if others and not any(fits(names, name) for name in others):
+            return written
+    return None
+
+
+def _refuse(name: str, kind: type[nn.Module], as_expert: bool, excluded: str | None) -> None:
+    """Says why a module cannot have an adapter; `excluded` leaves out all such modules."""
     if as_expert:
         why = "is a router, or has a name that peft takes for experts, so it could not be loaded again"
     elif name == "lm_head":
@@ -175,4 +189,5 @@ def _check_module(name: str, kind: type[nn.Module], placed: tuple | None, as_exp
         why = f"is a {kind.__name__}; adapters are for linears"
     else:
         why = "is not a part of the model that is trained"
-    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or add it to exclude_modules.")
+    rest = f"set adapter.exclude_modules={excluded}" if excluded else "add it to exclude_modules"
+    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or {rest}.")

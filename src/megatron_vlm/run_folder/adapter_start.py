@@ -1,0 +1,52 @@
+"""The adapter that a run began with: the run keeps a copy of `adapter.start` and goes on from that.
+
+<run_dir>/checkpoints/adapter_start/   what it was when the run began, with its settings; see `begun`
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, naming, remove, sync_folder
+
+NAME = "adapter_start"
+
+
+def begun(config: RunConfig) -> RunConfig:
+    """The configuration with the run's own copy as `adapter.start`, if it has a checkpoint and a copy.
+
+    So the folder that a run began with may then be moved, changed or removed.
+    """
+    kept = of_run(config.run_dir)
+    if config.adapter.start is None or not kept.is_dir() or latest_checkpoint(config.run_dir) is None:
+        return config
+    return replace(config, adapter=replace(config.adapter, start=str(kept)))
+
+
+def of_run(run_dir: str | Path) -> Path:
+    """Where the copy of a run lies."""
+    return checkpoints(run_dir) / NAME
+
+
+def keep(run_dir: str | Path, files: list[Path]) -> None:
+    """Copies the files of the adapter that a run begins with. A copy of an earlier beginning is replaced."""
+    kept = of_run(run_dir)
+    if files[0].parent == kept:
+        return
+    unfinished = kept.with_suffix(".tmp")
+    with naming(unfinished):
+        remove(unfinished)
+        unfinished.mkdir(parents=True)
+        for file in files:
+            with open(file, "rb") as given, open(unfinished / file.name, "wb") as copy:
+                shutil.copyfileobj(given, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+        sync_folder(unfinished)
+        remove(kept)
+        os.rename(unfinished, kept)
+        sync_folder(kept.parent)

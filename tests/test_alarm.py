@@ -1,0 +1,60 @@
+"""A rank that fails alone, in the middle of a pass, ends the others within seconds, with its words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import alarm_cells
+import policy_cells
+import pytest
+import torch
+
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+TESTS = Path(__file__).parent
+SECONDS = 250  # with all imports, on a machine that is busy; gloo would wait for 1800
+WORDS = f"OutOfMemoryError: {alarm_cells.OUT_OF_MEMORY}"
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("alarm")
+    path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
+    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
+    return str(path), str(folder / "held.pt")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", alarm_cells.CASES)
+def test_an_error_of_one_rank_in_a_pass_ends_the_others(given, tmp_path, case):
+    heard = tmp_path / "heard"
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 failed") as raised:
+        run_distributed(2, alarm_cells.fails, case, *given, str(heard), timeout=SECONDS)
+    assert f"rank 1 has failed: {WORDS}" in str(raised.value).strip().splitlines()[-1]
+    first, again, training = heard.read_text().splitlines()
+    assert first == WORDS and training == "True"
+    assert again.startswith(f"AnotherRankFailed: rank 1 has failed: {WORDS}; start again")
+
+
+def test_a_rank_that_waits_for_anything_else_is_ended_too():
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 failed") as raised:
+        run_distributed(2, alarm_cells.stuck, timeout=SECONDS)
+    assert str(raised.value).strip().endswith(r"rank 1 has failed: MemoryError: no more\x1b[31m")
+
+
+@pytest.mark.parametrize(
+    "catches", [pytest.param("no", marks=pytest.mark.long), pytest.param("yes", marks=pytest.mark.soak)]
+)
+def test_a_loop_of_a_users_own_ends_with_the_reason(given, tmp_path, catches):
+    """As torchrun starts it, whether or not the caller catches the error."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [*launcher, "-m", "own_loop", *given, tmp_path / "run", catches]
+    places = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1
+    assert alarm_cells.OUT_OF_MEMORY in "".join(done.stderr.splitlines()[-4:]), done.stderr
