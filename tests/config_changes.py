@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from odd_configs import REMOVED
@@ -32,7 +33,7 @@ PARTNERS: dict[str, list[dict[str, Any]]] = {
     T + "hidden_size": [{T + "hidden_size": 96, V + "out_hidden_size": 96}],
     T + "rms_norm_eps": [{T + "rms_norm_eps": 0.1}],
     T + "num_attention_heads": [{T + "num_attention_heads": 8}],
-    T + "num_key_value_heads": [{T + "num_key_value_heads": 1}, {T + "num_key_value_heads": 4}],
+    T + "num_key_value_heads": [{T + "num_key_value_heads": n} for n in (1, 4, 3)],
     T + "head_dim": [{T + "head_dim": 64}, {T + "head_dim": 16}],
     T + "num_hidden_layers": [{T + "num_hidden_layers": n, T + "layer_types": REMOVED} for n in (0, 1, 3, 6)],
     T + "hidden_act": [{T + "hidden_act": name} for name in ("relu", "gelu", "prelu", "nothing")],
@@ -69,7 +70,7 @@ PARTNERS: dict[str, list[dict[str, Any]]] = {
     V + "window_size": [{V + "window_size": 28}],
     V + "layer_norm_eps": [{V + "layer_norm_eps": 0.1}],
     V + "rms_norm_eps": [{V + "rms_norm_eps": 0.1}],
-    "vision_feature_layer": [{"vision_feature_layer": layer} for layer in ([-1], -2, [0], [-2, -1])],
+    "vision_feature_layer": [{"vision_feature_layer": layer} for layer in ([-1], -2, [0], 0, 7, [-2, -1])],
     "mm_tokens_per_image": [{"mm_tokens_per_image": n} for n in (15, 64)],
     **{key: [{key: 500}] for key in ("image_token_id", "image_token_index", "video_token_id")},
     **{key: [{key: 501}] for key in ("video_start_token_id", "video_end_token_id")},
@@ -106,7 +107,7 @@ LLAVA = {
 ONEVISION = LLAVA | {
     "vision_feature_select_strategy": [{"vision_feature_select_strategy": "default"}],
     "vision_aspect_ratio": [
-        {"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_7")
+        {"vision_aspect_ratio": ratio} for ratio in ("pad", "anyres_max_", "anyres_max_0", "anyres_max_7")
     ],
     "video_token_id": [{"video_token_id": 500, "video_token_index": 500}],
     "image_grid_pinpoints": [{"image_grid_pinpoints": each} for each in ([], [[44, 50]], [[0, 44]], [[88]])],
@@ -223,6 +224,7 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {"vision_aspect_ratio": REMOVED},
         {V + "vision_use_head": True},
         {T + "attention_bias": True, T + "use_sliding_window": False},
+        *({T + "head_dim": width} for width in (None, 16, 15)),  # no field of Qwen2's, and read
     ],
     "internvl": [
         {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
@@ -336,6 +338,14 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
                 found[path] = partners.get(path, generic)
     found[T + "rope_parameters"] = rope_changes(family, config)
     return {path: [_possible(change, config) for change in changes] for path, changes in found.items()}
+
+
+def together(changes: dict[str, list[dict[str, Any]]], number: int) -> list[dict[str, Any]]:
+    """So many unions of changes of two to four keys, always the same."""
+    draw = random.Random(0)
+    pool = [each for each in changes.values() if each]
+    drawn = (draw.sample(pool, draw.choice((2, 2, 3, 4))) for _ in range(number))
+    return [{key: value for each in some for key, value in draw.choice(each).items()} for some in drawn]
 
 
 def _possible(change: dict[str, Any], config: dict) -> dict[str, Any]:

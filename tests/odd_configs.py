@@ -70,7 +70,8 @@ def changed(config: dict, change: dict[str, Any]) -> dict:
 
 
 def verdicts(source: str, work: str, cells: list[Cell], layouts: list[ParallelConfig]) -> list[dict]:
-    """Of every cell: refused, equal (in all layouts), wrong, crash (ours) or fails (Transformers'), and why.
+    """Of every cell: refused, equal (in all layouts), wrong, crash (ours) or fails (Transformers', of what we
+    do not refuse), and why.
 
     `effect` is how far the change moves Transformers' logits, infinity where shapes differ.
     """
@@ -84,7 +85,7 @@ def verdicts(source: str, work: str, cells: list[Cell], layouts: list[ParallelCo
         shutil.copytree(source, work)
     torch.distributed.barrier()
     tried = _Tried(Path(source), Path(work), AutoProcessor.from_pretrained(source), layouts)
-    return [{"name": cell.name} | tried.verdict(cell) for cell in cells]
+    return [{"name": cell.name, "keys": list(cell.change)} | tried.verdict(cell) for cell in cells]
 
 
 class _Tried:
@@ -102,7 +103,7 @@ class _Tried:
         config = changed(self.config, cell.change)
         hf_config = self._load(config)
         if isinstance(hf_config, Exception):
-            return {"verdict": "fails", "why": repr(hf_config)}
+            return {"verdict": "refused", "why": repr(hf_config)}  # by its class, so by us: `hf.as_hf_config`
         try:
             family_for(hf_config)
         except ValueError as error:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -655,6 +656,22 @@ def test_a_disk_that_is_too_small_is_refused(parts, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
     with pytest.raises(ConfigError, match=r"takes 0\.9 MB, and 0\.1 MB are free on its disk; make room"):
         composing.write(plan, tmp_path / "start")
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITS = {"config.json": 500, "the tokenizer, by its library": 6_000, "the weights": 500_000}  # of a file
+
+
+@pytest.mark.parametrize("at", LIMITS)
+def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_path, at):
+    """Here files may not be larger than that, which fails where a full disk would."""
+    plan, limit = planned(parts("siglip2"), parts("llama")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[at], limit[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"start cannot be written \(.*File too large.*another disk\.$"):
+            composing.write(plan, tmp_path / "new" / "start")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert list(tmp_path.iterdir()) == []
 
 

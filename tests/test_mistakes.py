@@ -626,6 +626,11 @@ MISTAKES = [
         r"--min-image-tokens 300 is more than --max-image-tokens 256; give both",
         "--min-image-tokens=300",
     ),
+    compose(
+        "tokens of an image that small oblong ones cannot have",
+        r"with min_image_tokens 256 a small image, scaled up, has up to 288 tokens, .* raise max_image_tok",
+        "--min-image-tokens=256",
+    ),
     train(
         "a name that a terminal would obey",
         r"model.hf_path: \./\\x1b\[31mred\\n\\u202e does not exist; give",

@@ -23,6 +23,7 @@ LAYOUTS = ["TP2+SP", "PP2", "DP2 dist. optimizer", "CP2"]
 ADAPTED = ["TP2+SP, adapter", "PP2, adapter"]
 INPUTS = {name: parity.INPUTS[name] for name in ("text", "0, 1 and 3 images")}
 PACKED = {name: parity.PACKED[name] for name in ("packed: short documents", "packed: images in one document")}
+OF_EXPERTS = {("gemma4", "six experts"): (["EP2"], ["EP2, adapter"])}  # besides
 CUT = ("TP2", "PP2")  # layouts of test_weights
 
 
@@ -38,7 +39,9 @@ def of_variants(tmp_path_factory) -> dict[tuple[str, str], dict]:
         cases |= {name: parity.packed(reference.case(rows)) for name, rows in PACKED.items()}
         torch.save(cases, work / "cases.pt")
         torch.save(adapter_parity.cases(family, path, ["adapter"]), work / "adapter.pt")
-        jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt")))
+        further, adapted = OF_EXPERTS.get((family, name), ([], []))
+        layouts = LAYOUTS + further, ADAPTED + adapted
+        jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt"), *layouts))
         trips += [(layout, str(path), str(work / layout)) for layout in CUT]
     measured = run_distributed(2, measure, jobs, trips, timeout=1200)[0]
     return {
@@ -47,18 +50,21 @@ def of_variants(tmp_path_factory) -> dict[tuple[str, str], dict]:
     }
 
 
-def measure(jobs: list[tuple[str, str, str]], trips: list[tuple[str, str, str]]) -> list[list[dict]]:
+def measure(jobs: list[tuple], trips: list[tuple[str, str, str]]) -> list[list[dict]]:
     found = []
-    for path, cases, adapter_cases in jobs:
-        rows = parity.measure(LAYOUTS, path, cases)
-        found.append(rows + adapter_parity.measure(ADAPTED, path, adapter_cases))
+    for path, cases, adapter_cases, layouts, adapted in jobs:
+        rows = parity.measure(layouts, path, cases)
+        found.append(rows + adapter_parity.measure(adapted, path, adapter_cases))
     round_trips(trips)
     return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS + ADAPTED)
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@pytest.mark.parametrize(
+    ("family", "variant", "layout"),
+    [(*variant, layout) for variant in VARIANTS for layout in LAYOUTS + ADAPTED]
+    + [(*variant, layout) for variant, both in OF_EXPERTS.items() for layout in sum(both, [])],
+)
 def test_equals_transformers_and_peft(of_variants, family, variant, layout):
     mine = [row for row in of_variants[family, variant]["rows"] if row["layout"] == layout]
     assert len(mine) == 4

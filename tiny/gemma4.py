@@ -141,6 +141,10 @@ FAMILY = TinyFamily(
             | {"attention_bias": True, "attention_k_eq_v": False, "final_logit_softcapping": None},
             "vision": {"standardize": False},
         },
+        "six experts": {  # of which a token takes three
+            "text": {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40}
+            | {"attention_bias": True, "num_key_value_heads": 2, "attention_k_eq_v": False},
+        },
     },
     # Attention scores are not divided by sqrt(head_dim); with norms of 1 they are so large that fp32 has only
     # four digits of a gradient right.

@@ -83,13 +83,13 @@ def processor(
     vocab_size: int = 512,
     splitting: bool = False,
 ) -> Lfm2VlProcessor:
-    """An image has 4 to `image_tokens` tokens of 2 x 2 patches, in about its own aspect ratio; with
+    """An image has up to `image_tokens` tokens of 2 x 2 patches, in about its own aspect ratio; with
     `splitting` a large one is cut into tiles of 4 x 4 patches, and the whole follows."""
     images = Lfm2VlImageProcessor(
         do_image_splitting=splitting,
         use_thumbnail=splitting,
         do_convert_rgb=True,
-        min_image_tokens=min(4, image_tokens),
+        min_image_tokens=min(4, image_tokens // 2),
         max_image_tokens=image_tokens,
         max_tiles=4,
         tile_size=4 * patch_size,

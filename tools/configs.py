@@ -69,11 +69,14 @@ def _section(name: str, section: Section) -> str:
     rule = {f"rope_parameters.{key}": values for key, values in section.rope.items()}
     reads = {key: values for key, values in (section.reads | rule).items() if key not in ASKED_FOR}
     plain = sorted(key for key, values in reads.items() if values == ANY)
-    limited = sorted((key, values.words) for key, values in reads.items() if values != ANY)
+    limited: dict[str, list[str]] = {}
+    for key, values in sorted(reads.items()):
+        if values != ANY:
+            limited.setdefault(values.words, []).append(key)
     default = CONFIG_MAPPING[section.model_types[0]]()
     lines = [f"\n### {name or 'top level'}: {' or '.join(section.model_types)}\n"]
     lines.append(f"- read: {_keys(plain)}")
-    lines += [f"- `{key}`: {words}" for key, words in limited]
+    lines += [f"- {_keys(keys)}: {words}" for words, keys in limited.items()]
     if section.no_effect:
         lines.append(f"- no effect: {_keys(sorted(section.no_effect))}")
     fixed = [f"`{key}` {shown(value)}" for key, value in sorted(section.fixed(default).items())]

@@ -69,7 +69,7 @@ def main() -> None:
 def composed(folder: Path) -> list[str]:
     """The words of `megatron-vlm compose`: an image of a digit gets four tokens, as in the other demos."""
     parts = [f"--tower={folder / 'siglip2'}", f"--language-model={folder / 'llama'}"]
-    sizes = ["--min-image-tokens=4", "--max-image-tokens=4", "--projector-width=64"]
+    sizes = ["--min-image-tokens=2", "--max-image-tokens=4", "--projector-width=64"]
     return [*parts, *sizes, str(folder / "start")]
 
 

@@ -220,6 +220,7 @@ class DataNeeds:
     images_or_videos  whether a sample must not hold both
     of_processor      makes them of the processor's outputs if those have another form; else changes nothing
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens those of images
+    misfit            says why the model cannot take a document (ids, visual inputs); None if it can
 
     Raises ValueError for an unknown visual key.
     """
@@ -229,6 +230,7 @@ class DataNeeds:
     images_or_videos: bool = False
     of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     frames_as_images: bool = False
+    misfit: Callable[[Any, GenericVisualInputs | None], str | None] = lambda ids, visual: None
 
     def __post_init__(self) -> None:
         GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))

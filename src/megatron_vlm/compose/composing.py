@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,8 @@ from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import CONFIG_FILE
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAKE_ROOM = "make room, or give a folder on another disk."
 GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
@@ -155,23 +160,37 @@ def write(plan: Plan, output: Path) -> None:
     too full, and leaves nothing behind if anything goes wrong."""
     output = output.resolve()
     aside = output.with_name(output.name + ".partial")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(output.parent).free
-    if free < plan.writer.nbytes:
-        raise ConfigError(
-            f"{printable(output)} takes {readable_size(plan.writer.nbytes)}, and {readable_size(free)} are "
-            "free on its disk; make room, or give a folder on another disk."
-        )
+    new = [folder for folder in output.parents if not folder.exists()]
     shutil.rmtree(aside, ignore_errors=True)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(output.parent).free
+        if free < plan.writer.nbytes:
+            raise ConfigError(
+                f"{printable(output)} takes {readable_size(plan.writer.nbytes)}, and {readable_size(free)} "
+                f"are free on its disk; {MAKE_ROOM}"
+            )
         aside.mkdir()
         _write_config(plan, aside)
         _write_words(plan, aside)
         plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
         aside.rename(output)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for folder in new:
+                folder.rmdir()
+        if is_full(error):
+            reason = f"{printable(output)} cannot be written ({printable(error)}), and nothing is left of it"
+            raise ConfigError(f"{reason}; {MAKE_ROOM}") from error
         raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk or a quota is used up, by Python's errors or those of the tokenizers library, which are
+    plain ones."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return (int(number[1]) if number else getattr(error, "errno", None)) in FULL
 
 
 def _write_config(plan: Plan, folder: Path) -> None:

@@ -41,6 +41,8 @@ REASONS = {
     "image_aspect": "crop the images: one side is over 200 times the other",
     "template_error": "the chat template refuses the conversation; its message says why",
     "processor_error": "the Hugging Face processor refuses the sample; its message says why",
+    "model_refuses": "the model cannot take what the processor makes of the images or videos; its message "
+    "says why: replace them, or put config.json and the processor of one model into the checkpoint's folder",
     "over_length": 'raise data.seq_length, lower data.max_pixels, or set data.over_length="truncate"',
     "over_patches": "raise data.max_patches, or lower data.max_pixels",
     "no_trained_tokens": "the conversation has no assistant reply with content left to train on",

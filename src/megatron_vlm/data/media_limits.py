@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.turns import BadSample
 
 # Qwen's words for a part that is an image or a video, and for an entry of `images` or `videos`
@@ -89,6 +90,25 @@ def fixed_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     """(height, width) of an image that is resized or cut to one size for all images, as for Gemma3."""
     size = one_size(processor.image_processor)
     return size["height"], size["width"]
+
+
+def refuse_narrow(least: int, most: int) -> None:
+    """Raises ConfigError if the fewest and the most tokens of an image in its own size are so close that
+    images up to 1:3, scaled up to the fewest, can have more than the most: Transformers fails on these."""
+    if (needed := most_when_scaled_up(least)) > most:
+        raise ConfigError(
+            f"image processor: with min_image_tokens {least} a small image, scaled up, has up to {needed} "
+            f"tokens, and max_image_tokens is {most}: such images would be lost; raise max_image_tokens to "
+            f"{needed}, or lower min_image_tokens."
+        )
+
+
+def most_when_scaled_up(least: int, aspect: int = 3) -> int:
+    """The most tokens of an image up to 1:`aspect` that LFM2-VL's processor scales up to `least`: it rounds
+    both sides up to whole tokens."""
+    shortest, longest = math.ceil(math.sqrt(least)), math.ceil(math.sqrt(aspect * least))
+    # just over n - 1 tokens wide become n
+    return max(n * math.ceil(least / max(n - 1, math.sqrt(least))) for n in range(shortest, longest + 1))
 
 
 def pixels_within(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import eq
 from typing import Any
 
@@ -35,6 +36,21 @@ class BadSample(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+# What processors raise on images and videos that they cannot take: beside ValueErrors of their own, those of
+# arithmetic with sizes that become 0, and torch's
+_REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def refused_by_processor() -> Iterator[None]:
+    """Turns what a processor raises on a sample's media into BadSample."""
+    try:
+        yield
+    except _REFUSALS as error:
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise BadSample("processor_error", said) from error
 
 
 def sole(

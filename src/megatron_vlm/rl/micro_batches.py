@@ -145,6 +145,7 @@ def check_tokens(documents: list[Document], source: Source) -> None:
     """Raises ValueError for a sample that holds padding or tokens that the model does not have, or whose
     placeholders are not as many as the features of its images and videos."""
     size, kinds = source.hf_config.get_text_config().vocab_size, source.family.visual_kinds(source.hf_config)
+    needs = source.needs
     for document in documents:
         place, ids = f"sample {document.number}:", document.input_ids
         visual = torch.as_tensor(kinds(ids)) != 0
@@ -157,14 +158,9 @@ def check_tokens(documents: list[Document], source: Source) -> None:
             raise ValueError(
                 f"{place} attention_mask has {padding} zeros; give its tokens and fields without padding."
             )
-        made = 0
-        if document.visual is not None:
-            shapes = GenericVisualInputs(**document.visual.normalized_for_model())
-            made = sum(source.family.visual_tokens(source.hf_config, shapes))
-        if made != (placeholders := int(visual.sum())):
+        if why := needs.misfit(ids, document.visual):
             raise ValueError(
-                f"{place} {placeholders} placeholders for {made} features of its images and videos; give all "
-                "that the processor made of them, and input_ids that are not cut."
+                f"{place} {why}; give all that the processor made of them, and input_ids that are not cut."
             )
 
 

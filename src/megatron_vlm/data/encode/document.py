@@ -104,6 +104,8 @@ class DocumentEncoder:
         videos = [self._in_time(decode_video, *video) for video in self._videos(sample, limits)]
         text, outputs = self.processing(prompt, images, videos, measured and measured.text)
         visual = self._visual_inputs(outputs)
+        if why := self._needs.misfit(text.input_ids, visual):
+            raise BadSample("model_refuses", why)
         length, *kept = self._kept(text)
         if length < len(text):
             token = getattr(self._processor, "image_token_id", None)

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
@@ -28,6 +27,7 @@ from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.patches import RESAMPLE, Grid, resized
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size
+from megatron_vlm.data.turns import refused_by_processor
 
 NEEDED = ("do_resize", "do_rescale", "do_normalize")
 # images are RGB already and padded in any case; frames of videos are chosen before
@@ -91,24 +91,20 @@ class KnownProcessor:
         visual = GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
         return text, visual.as_model_kwargs() if visual else {}
 
+    @refused_by_processor()
     def _of_image(self, image: ImageArray, alone: bool) -> dict[str, Tensor]:
         if self._known.target is None:
             return self._known.tensors(self._processor, image, alone)
-        size = self._target(*image.shape[:2])
+        size = self._known.target(self._processor, *image.shape[:2])
         resample = self._processor.image_processor.resample
         return self._known.tensors(self._processor, resized(image, size, resample))
 
-    def _target(self, height: int, width: int) -> tuple[int, int]:
-        try:
-            return self._known.target(self._processor, height, width)
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
-
+    @refused_by_processor()
     def _image_tokens(self, size: tuple[int, int], alone: bool) -> ImageTokens:
         if self._known.image_ids is None:
             return self.sizes.counted(size, alone)
         width, height = size
-        height, width = self._target(height, width)
+        height, width = self._known.target(self._processor, height, width)
         patches = (height // self.sizes.patch_size) * (width // self.sizes.patch_size)
         return self._known.image_ids(self._processor, height, width), patches
 

@@ -16,9 +16,10 @@ from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
-from megatron_vlm.data.media import naflex
+from megatron_vlm.data.media import anyres, naflex, tiles
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media_limits import refuse_narrow
 
 
 class Processor(Protocol):
@@ -53,19 +54,30 @@ class HFProcessor:
 
     def __init__(self, processor: ProcessorMixin, text: TextEncoder):
         self._processor, self._text = processor, text
+        if naflex.is_naflex(processor):
+            images = processor.image_processor
+            refuse_narrow(images.min_image_tokens, images.max_image_tokens)
 
     @functools.cached_property
     def sizes(self) -> SizeEncoder:
-        return SizeEncoder(self._processor, self._text)
+        try:
+            return SizeEncoder(self._processor, self._text)
+        except BadSample as bad:
+            raise ValueError(
+                f"{type(self._processor).__name__}: a question about an image is refused ({bad}), and "
+                "packing needs its tokens; correct processor or chat template, or use data.packing=none."
+            ) from bad
 
     def measure(self, prompt, sizes, plans) -> EncodedText:
         return self.sizes(prompt, [self.sizes.counted(size, len(sizes) == 1) for size in sizes], plans)
 
     def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
         images = list(images)
-        if naflex.is_naflex(self._processor):
-            for image in images:
+        for image in images:
+            if naflex.is_naflex(self._processor):
                 naflex.resized(self._processor, image.height, image.width)
+            if anyres.is_anyres(self._processor) and len(images) > 1:
+                tiles.square_of(image.height, image.width)
         encoded, outputs = self._text(prompt, images, videos)
         return encoded, naflex.without_padding(outputs)
 
@@ -81,7 +93,7 @@ def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[Process
         expected, _ = text(prompt, [Image.new("RGB", PROBE_SIZE)])
         found, _ = ours(prompt, [np.zeros((*PROBE_SIZE[::-1], 3), np.uint8)], [])
     except BadSample as bad:
-        return theirs, f"the chat template refuses a question about an image: {bad}"
+        return theirs, f"a question about an image is refused: {bad}"
     except ValueError as error:
         return theirs, str(error)
     if not np.array_equal(found.input_ids, expected.input_ids):

@@ -16,7 +16,6 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_options
@@ -24,6 +23,7 @@ from megatron_vlm.data.media import anyres, naflex, tiles
 from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
+from megatron_vlm.data.turns import refused_by_processor
 
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [
@@ -146,13 +146,12 @@ class SizeEncoder:
         width, height = plan.size
         frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
         options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}
-        try:
+        with refused_by_processor():
             outputs = self._processor.video_processor([frames], return_tensors="pt", **options)
-            text = self._processor.replace_video_token(outputs, 0)
-        except NotImplementedError:  # Transformers up to 5.12
-            text = tiles.video_text(self._processor, len(frames))
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
+            try:
+                text = self._processor.replace_video_token(outputs, 0)
+            except NotImplementedError:  # Transformers up to 5.12
+                text = tiles.video_text(self._processor, len(frames))
         runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
         text = self._video_runs.sub(lambda run: run[run.lastindex], text)
         if "video_grid_thw" in outputs:
@@ -174,6 +173,7 @@ class SizeEncoder:
         repeats[np.isin(short_ids, ids)] = runs
         return np.repeat(short_ids, repeats)
 
+    @refused_by_processor()
     def _count(self, size: tuple[int, int], alone: bool = True) -> tuple[int, int]:
         """The number of tokens, by the processor's own count, and of raw patches."""
         width, height = size
@@ -185,10 +185,7 @@ class SizeEncoder:
         has_grids, pooled = hasattr(images, "merge_size"), getattr(images, "pooling_kernel_size", None)
         if not (has_grids or pooled or self._one_size) and height in (1, 3):
             height = 4  # Pixtral's takes 1 or 3 rows for channels; 4 rows are one row of patches, too
-        try:
-            told = count_tokens(self._processor, (height, width))
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
+        told = count_tokens(self._processor, (height, width))
         tokens, of_one = told["num_image_tokens"][0], 1  # patch, or those of a tile, or of the whole image
         if not has_grids:
             of_one = tokens * pooled**2 if pooled else self._patches(width, height)

@@ -22,12 +22,12 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
 from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.patches import Grid
 from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.turns import refused_by_processor
 
 
 @dataclass
@@ -83,7 +83,7 @@ class TextEncoder:
         if videos:
             options |= {"videos": [frames for frames, _ in videos]}
             options |= {"videos_kwargs": video_options([plan for _, plan in videos])}
-        try:
+        with refused_by_processor():
             outputs = self._processor(
                 text=[with_marks(prompt)],
                 images=arranged(self._processor, images) or None,  # an empty list is an error
@@ -91,8 +91,6 @@ class TextEncoder:
                 add_special_tokens=prompt.add_special_tokens,
                 **options,
             )
-        except ValueError as error:
-            raise BadSample("processor_error", str(error)) from error
         outputs = dict(outputs)
         input_ids = outputs.pop("input_ids")[0].numpy()
         processed = replace(self.marked_tokenizer.prompt, weights=prompt.weights)

@@ -63,9 +63,7 @@ def onevision(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tenso
         inside = resized(image, get_patch_output_size(image, canvas, LAST), images.resample)
         whole, tiles = image, [_cut(_centred(inside, canvas, 0), tile)]
     else:
-        square, colour = (max(size), max(size)), [int(255 * mean) for mean in images.image_mean]
-        if math.prod(square) > MOST_OF_SQUARE:
-            raise BadSample("image_too_large", f"{size[1]}x{size[0]} is padded to a square by its processor")
+        square, colour = square_of(*size), [int(255 * mean) for mean in images.image_mean]
         whole, tiles = _centred(image, square, colour), []
     pixels = np.concatenate([resized(whole, tile, images.resample)[None], *tiles])
     return {
@@ -73,6 +71,15 @@ def onevision(processor: Any, image: np.ndarray, alone: bool) -> dict[str, Tenso
         "image_sizes": torch.tensor([size]),
         "image_tiles": torch.tensor([len(pixels)]),
     }
+
+
+def square_of(height: int, width: int) -> tuple[int, int]:
+    """The square to which LLaVA-OneVision's processor pads an image among others. Raises BadSample if it is
+    too large."""
+    side = max(height, width)
+    if side**2 > MOST_OF_SQUARE:
+        raise BadSample("image_too_large", f"{width}x{height} is padded to a square by its processor")
+    return side, side
 
 
 def frames_as_images(processor: Any, frames: np.ndarray, *_: Any) -> dict[str, Tensor]:

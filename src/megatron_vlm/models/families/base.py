@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, PositionIds, count_up
+from megatron_vlm.models.family_parts import towers
 from megatron_vlm.models.family_parts.keys import Sections
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import Kinds, kinds_by_token
@@ -24,6 +26,7 @@ class Family:
     where the further n are added to the hidden states after each of the first n layers (`deepstack_layers`).
     `blank_image(hf_config, pixels)` gives its arguments for a black image of about that area (0: smallest).
     `visual_tokens(hf_config, visual_inputs)` gives the number of features of each item, images before videos.
+    It raises ValueError for pixels that the tower cannot take; data workers drop such a sample.
     `tower_pairs(hf_config, visual_inputs)` gives the number of pairs of patches that see each other in the
     tower's attention, over all items and layers, or over one layer if all are alike.
     """
@@ -72,8 +75,9 @@ class Family:
     peft_experts: tuple[str, ...] = ()
 
     def data_needs(self, hf_config: Any) -> DataNeeds:
-        positions, made = self.position_ids(hf_config), self.of_processor(hf_config)
-        return DataNeeds(self.visual_keys, positions, self.images_or_videos, made, self.frames_as_images)
+        misfit = partial(towers.misfit, self.visual_kinds(hf_config), partial(self.visual_tokens, hf_config))
+        of_videos = self.images_or_videos, self.of_processor(hf_config), self.frames_as_images
+        return DataNeeds(self.visual_keys, self.position_ids(hf_config), *of_videos, misfit)
 
     def weight_map(self, hf_config: Any) -> WeightMap:
         return WeightMap(

@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.family_parts import keys, llama, llava_keys
+from megatron_vlm.models.family_parts import keys, llama, llava_keys, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule
 
@@ -27,7 +27,7 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma3",),
         keys.TOP
-        | keys.any_of("image_token_index", "image_token_id")
+        | keys.IMAGE_TOKEN
         | {"mm_tokens_per_image": keys.Values("what the projector makes of an image", _tokens_fit)},
         no_effect=("boi_token_index", "eoi_token_index"),
     ),
@@ -43,8 +43,8 @@ SECTIONS = keys.sections(
     keys.Section(
         ("siglip_vision_model",),
         keys.VISION
-        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "layer_norm_eps")
-        | keys.any_of("vision_use_head"),
+        | keys.any_of("num_hidden_layers", "layer_norm_eps", "vision_use_head")
+        | {"num_channels": keys.COLOURS},
     ),
 )
 
@@ -96,6 +96,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
+    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
     return [hf_config.mm_tokens_per_image] * len(visual.pixel_values)
 
 

@@ -6,6 +6,7 @@ Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,12 @@ FULL = "full_attention"
 
 
 def _chosen(count: Any, text: Any) -> bool:
-    return not text.enable_moe_block or (count is not None and 2 <= count <= text.num_experts)
+    return not text.enable_moe_block or (count is not None and 2 <= count <= (text.num_experts or 0))
+
+
+def _stands_for_media(token: Any, text: Any) -> bool:
+    """Transformers embeds it in the place of images, also where there are none."""
+    return token is not None and 0 <= token < text.vocab_size
 
 
 def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
@@ -39,7 +45,8 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma4",),
         keys.TOP
-        | keys.any_of("image_token_id", "video_token_id", "audio_token_id")
+        | keys.any_of("video_token_id", "audio_token_id")
+        | {"image_token_id": keys.TOKEN}
         | {"audio_config": keys.Values("null (audio is not trained)", lambda audio, whole: audio is None)},
         no_effect=("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
     ),
@@ -47,12 +54,14 @@ SECTIONS = keys.sections(
         ("gemma4_text",),
         keys.text("hidden_activation")
         | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v", "enable_moe_block")
-        | keys.any_of("num_experts", "moe_intermediate_size", "global_head_dim", "num_global_key_value_heads")
+        | keys.any_of("num_experts", "global_head_dim", "num_global_key_value_heads")
         # what Transformers makes of other keys, and how it may be asked for them
         | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
         | keys.any_of("serialize_explicit_per_layer_config", "output_router_logits")
         | {
             "layer_types": keys.LAYER_TYPES,
+            "moe_intermediate_size": keys.OF_EXPERTS,
+            "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
             "use_bidirectional_attention": keys.only("vision"),
             "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
             "top_k_experts": keys.Values("2 to num_experts", _chosen),
@@ -77,7 +86,8 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma4_vision",),
         keys.VISION
-        | keys.any_of("num_hidden_layers", "num_key_value_heads", "hidden_activation", "rms_norm_eps")
+        | keys.any_of("num_hidden_layers", "rms_norm_eps")
+        | {"num_key_value_heads": keys.GROUPS, "hidden_activation": keys.NAMED}
         | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims"),
         no_effect=("attention_bias", "max_position_embeddings"),
     ),
@@ -208,7 +218,12 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    return (visual.image_grid_thw.prod(-1) // hf_config.vision_config.pooling_kernel_size**2).tolist()
+    vision = hf_config.vision_config
+    towers.refuse_other_patches(visual.pixel_values, 3 * vision.patch_size**2)
+    if (most := int(visual.image_grid_thw.max())) > vision.position_embedding_size:
+        places = vision.position_embedding_size
+        raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
+    return (visual.image_grid_thw.prod(-1) // vision.pooling_kernel_size**2).tolist()
 
 
 def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
@@ -218,12 +233,12 @@ def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
 def visual_kinds(hf_config: Any) -> Kinds:
     """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with one
     is refused, where Transformers embeds padding."""
-    others = torch.tensor([hf_config.video_token_id, hf_config.audio_token_id], device="cpu")
+    ids = hf_config.image_token_id, hf_config.video_token_id, hf_config.audio_token_id
+    return partial(_kinds_of_tokens, *ids)
 
-    def kinds(input_ids: Tensor) -> Tensor:
-        return (input_ids == hf_config.image_token_id) * IMAGE + torch.isin(input_ids, others) * VIDEO
 
-    return kinds
+def _kinds_of_tokens(image: int, video: int, audio: int, input_ids: Any) -> Any:
+    return (input_ids == image) * IMAGE + ((input_ids == video) | (input_ids == audio)) * VIDEO
 
 
 MODEL = "model.language_model."

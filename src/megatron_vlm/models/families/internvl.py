@@ -39,12 +39,13 @@ SECTIONS = keys.sections(
     keys.Section(
         ("internvl",),
         keys.TOP
-        | keys.any_of("image_token_id", "projector_hidden_act")
         | {
+            "image_token_id": keys.TOKEN,
+            "projector_hidden_act": keys.NAMED,
             "downsample_ratio": keys.Values(
                 "1 / n for a power of 2 that divides the patches of a side", _shuffles
             ),
-            "vision_feature_layer": keys.Values("a layer of the tower", _one_layer),
+            "vision_feature_layer": keys.Values("a layer of the tower, and not 0", _one_layer),
             "vision_feature_select_strategy": keys.only("default"),
         },
         no_effect=("image_seq_length",),
@@ -98,6 +99,7 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Those of each tile."""
+    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
     return [round(_patches_a_side(hf_config) * hf_config.downsample_ratio) ** 2] * len(visual.pixel_values)
 
 

@@ -26,15 +26,16 @@ SECTIONS = keys.sections(
     keys.Section(
         ("lfm2_vl",),
         keys.TOP
-        | keys.any_of("image_token_id", "downsample_factor", "projector_hidden_act")
-        | keys.any_of("projector_hidden_size", "projector_bias", "projector_use_layernorm"),
+        | keys.any_of("downsample_factor", "projector_bias", "projector_use_layernorm")
+        | keys.sizes("projector_hidden_size")
+        | {"image_token_id": keys.TOKEN, "projector_hidden_act": keys.NAMED},
     ),
     texts.sections(SUPPORTED["lfm2_vl"].text_types),
     keys.Section(
         ("siglip2_vision_model",),
         keys.VISION
-        | keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "layer_norm_eps")
-        | keys.any_of("num_patches")
+        | keys.any_of("num_hidden_layers", "layer_norm_eps", "num_patches")
+        | {"num_channels": keys.COLOURS}
         | {"vision_use_head": keys.only(False)},  # its weights would be in the checkpoint and have no effect
     ),
 )
@@ -101,6 +102,8 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """The number of merged patches of each item."""
+    vision = hf_config.vision_config
+    towers.refuse_other_patches(visual.pixel_values, vision.num_channels * vision.patch_size**2)
     return (visual.image_grid_thw.prod(-1) // hf_config.downsample_factor**2).tolist()
 
 

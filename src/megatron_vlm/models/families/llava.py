@@ -31,10 +31,11 @@ SECTIONS = keys.sections(
     keys.Section(
         ("llava",),
         keys.TOP
-        | keys.any_of("image_token_index", "image_token_id", "projector_hidden_act")
+        | keys.IMAGE_TOKEN
         | keys.any_of("multimodal_projector_bias")
         | {
-            "vision_feature_layer": keys.Values("layers of the tower", towers.layers_exist),
+            "projector_hidden_act": keys.NAMED,
+            "vision_feature_layer": keys.Values(towers.LAYERS, towers.layers_exist),
             "vision_feature_select_strategy": keys.Values(
                 '"full", or "default" if the tower is not Pixtral\'s', _strategy_fits
             ),
@@ -48,7 +49,7 @@ SECTIONS = keys.sections(
             ("siglip_vision_model",),
             towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
         ),
-        keys.Section((PIXTRAL,), towers.TOWER),
+        towers.PIXTRAL,
     ],
 )
 
@@ -96,6 +97,8 @@ def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
     if _any_size(hf_config):
         return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
+    vision = hf_config.vision_config
+    towers.refuse_other_sizes(visual.pixel_values, vision, exactly=vision.model_type == CLIP)
     tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
     return [tokens] * len(visual.pixel_values)
 

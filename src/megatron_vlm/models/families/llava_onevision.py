@@ -29,23 +29,27 @@ from megatron_vlm.supported import SUPPORTED
 
 def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
     side = hf_config.vision_config.image_size
-    return bool(pinpoints) and all(len(p) == 2 and min(p) > 0 == max(n % side for n in p) for p in pinpoints)
+    pairs = pinpoints and all(isinstance(each, list | tuple) and len(each) == 2 for each in pinpoints)
+    return bool(pairs) and all(min(p) > 0 == max(n % side for n in p) for p in pinpoints)
 
 
 def _at_most(ratio: Any, hf_config: Any) -> bool:
-    return ratio.startswith("anyres_max_") and ratio.removeprefix("anyres_max_").isdecimal()
+    most = ratio.removeprefix("anyres_max_")
+    return most != ratio and most.isdecimal() and int(most) > 0
 
 
 SECTIONS = keys.sections(
     keys.Section(
         ("llava_onevision",),
         keys.TOP
-        | keys.any_of("image_token_index", "image_token_id", "video_token_index", "video_token_id")
-        | keys.any_of("projector_hidden_act", "multimodal_projector_bias")
+        | keys.IMAGE_TOKEN
+        | dict.fromkeys(("video_token_index", "video_token_id"), keys.TOKEN)
+        | keys.any_of("multimodal_projector_bias")
         | {
+            "projector_hidden_act": keys.NAMED,
             "image_grid_pinpoints": keys.Values("pairs of multiples of the tower's image_size", _whole_tiles),
-            "vision_aspect_ratio": keys.Values('"anyres_max_" and a number', _at_most),
-            "vision_feature_layer": keys.Values("layers of the tower", towers.layers_exist),
+            "vision_aspect_ratio": keys.Values('"anyres_max_" and a number above 0', _at_most),
+            "vision_feature_layer": keys.Values(towers.LAYERS, towers.layers_exist),
             "vision_feature_select_strategy": keys.only("full"),
         },
     ),
@@ -171,10 +175,17 @@ class _Shape:
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """Those of each image, then of each video."""
     side, counts = _side(hf_config), []
+    for pixels in (visual.pixel_values, visual.pixel_values_videos):
+        if pixels is not None:
+            towers.refuse_other_sizes(pixels, hf_config.vision_config)
     if visual.image_tiles is not None:
         tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
         newline = torch.empty(1, device="meta")
-        counts = [len(each) for each in packed(_Shape(hf_config), tiles, visual.image_sizes, newline)]
+        try:
+            counts = [len(each) for each in packed(_Shape(hf_config), tiles, visual.image_sizes, newline)]
+        except (ArithmeticError, RuntimeError) as error:  # resized to none, or tiles of other canvases
+            sizes = ", ".join(f"{width} x {height}" for height, width in visual.image_sizes.tolist())
+            raise ValueError(f"images of {sizes} pixels, whose tiles give no features: {error}") from error
     frames = [] if visual.video_frames is None else visual.video_frames.tolist()
     return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
 

@@ -24,7 +24,7 @@ from megatron_vlm.supported import SUPPORTED
 
 def _one_layer(layer: Any, hf_config: Any) -> bool:
     """Whether it names one layer: the projector's norm is as wide as one layer, also in Transformers."""
-    return isinstance(layer, int) or len(layer) == 1
+    return towers.layers_exist(layer, hf_config) and (isinstance(layer, int) or len(layer) == 1)
 
 
 TEXT_TYPES = SUPPORTED["mistral3"].text_types
@@ -32,12 +32,13 @@ SECTIONS = keys.sections(
     keys.Section(
         ("mistral3",),
         keys.TOP
-        | keys.any_of("image_token_index", "image_token_id", "projector_hidden_act")
+        | keys.IMAGE_TOKEN
         | keys.any_of("multimodal_projector_bias", "spatial_merge_size")
-        | {"vision_feature_layer": keys.Values("one layer, alone or in a list", _one_layer)},
+        | {"projector_hidden_act": keys.NAMED}
+        | {"vision_feature_layer": keys.Values("one of the " + towers.LAYERS, _one_layer)},
     ),
     texts.sections(TEXT_TYPES),
-    keys.Section(("pixtral",), towers.TOWER),
+    towers.PIXTRAL,
 )
 
 

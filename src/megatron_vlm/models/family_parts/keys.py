@@ -152,6 +152,13 @@ ANY = Values("any", lambda value, section: True)
 NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
 
 
+SIZE = Values("above 0", lambda size, section: size is None or size > 0)  # null: what follows from others
+
+
+def sizes(*keys: str) -> dict[str, Values]:
+    return dict.fromkeys(keys, SIZE)
+
+
 def only(*values: Any) -> Values:
     return Values(" or ".join(map(shown, values)), lambda value, section: value in values)
 
@@ -176,6 +183,10 @@ def _in_vocabulary(token: Any, text: Any) -> bool:
     return token is None or -text.vocab_size <= token < text.vocab_size
 
 
+def _is_token(token: Any, whole: Any) -> bool:
+    return isinstance(token, int) and 0 <= token < whole.text_config.vocab_size
+
+
 def _whole_head(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor in (None, 1) or rule_and_text[0].get("rope_type") == "default"
 
@@ -184,9 +195,24 @@ def _whole_heads(head_dim: Any, text: Any) -> bool:
     return head_dim in (None, text.hidden_size // text.num_attention_heads)
 
 
+def _grouped(size: Any, text: Any) -> bool:
+    return not size or (size > 0 == size % 8 == text.hidden_size % 8)
+
+
+def _divides_heads(groups: Any, text: Any) -> bool:
+    return groups is None or (groups > 0 == text.num_attention_heads % groups)
+
+
 ACTIVATION = Values("the names of Transformers' activations that have no weights", _without_weights)
 # of models whose rotary embedding reads `head_dim` in Transformers, and whose attention does not
 WHOLE_HEADS = Values("hidden_size / num_attention_heads", _whole_heads)
+NAMED = Values("the names of Transformers' activations", lambda name, section: name in ACT2FN)
+TOKEN = Values("a token of the vocabulary", _is_token)  # of the whole model's section
+COLOURS = only(3)  # of pixels
+# torch's grouped products want rows of 16 bytes, also in 16 bits
+OF_EXPERTS = Values("a multiple of 8, as must be hidden_size", _grouped)
+EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)
+GROUPS = Values("a divisor of num_attention_heads, or null", _divides_heads)
 FULL_ATTENTION = Values('null, or "full_attention" in every layer', _full_attention)
 LAYER_TYPES = Values('"full_attention", and "sliding_attention" where sliding_window is set', _with_window)
 
@@ -212,16 +238,16 @@ ASKED_FOR = {
     **any_of("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),  # in rope_parameters
     **any_of("num_heads", "vision_feature_layer"),  # compared, or looked for and not used
 }
+IMAGE_TOKEN = dict.fromkeys(("image_token_index", "image_token_id"), TOKEN)  # two names of one key
 TOP = any_of("tie_word_embeddings", "head_dim", "layer_types", "rope_parameters")
 
 
 def text(activation: str = "hidden_act") -> dict[str, Values]:
     """The keys that every language model reads; `activation` is the key of the activation function."""
     return {
-        **any_of("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"),
-        "num_hidden_layers": Values("at least 1", lambda layers, section: layers >= 1),
-        **any_of("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        **any_of("tie_word_embeddings", "rope_parameters"),
+        **sizes("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads"),
+        **{"num_key_value_heads": GROUPS, "head_dim": EVEN},
+        **any_of("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters"),
         "pad_token_id": Values("null, or a token of the vocabulary", _in_vocabulary),
         activation: ACTIVATION,
         "layer_types": FULL_ATTENTION,
@@ -231,8 +257,9 @@ def text(activation: str = "hidden_act") -> dict[str, Values]:
 
 # The towers are Transformers' own modules, which read their keys themselves
 VISION = {
-    **any_of("hidden_size", "intermediate_size", "hidden_act", "head_dim", "rope_parameters"),
-    **any_of("num_attention_heads", "tie_word_embeddings", "vocab_size", "output_router_logits"),
+    **sizes("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    **any_of("rope_parameters", "tie_word_embeddings", "vocab_size", "output_router_logits"),
+    "hidden_act": NAMED,
     **dict.fromkeys(("text_config", "layer_types"), only(None)),
     **dict.fromkeys(("image_size", "patch_size"), NUMBER),
 }

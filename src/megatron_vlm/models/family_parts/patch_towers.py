@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama
+from megatron_vlm.models.family_parts import keys, llama, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-TOP = keys.TOP | keys.any_of("image_token_id", "video_token_id")
+TOP = keys.TOP | dict.fromkeys(("image_token_id", "video_token_id"), keys.TOKEN)
 VISION = keys.VISION | {
-    **keys.any_of("depth", "num_heads", "in_channels", "out_hidden_size", "spatial_merge_size"),
+    **keys.sizes("depth", "num_heads", "out_hidden_size", "spatial_merge_size"),
+    "in_channels": keys.COLOURS,
+    "head_dim": keys.only(None),  # rotary embeddings alone read it
     **keys.any_of("rope_parameters"),
     "temporal_patch_size": keys.NUMBER,
 }
@@ -108,6 +110,11 @@ def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
 
 def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
     """The number of merged patches of each item."""
+    vision = hf_config.vision_config
+    width = vision.in_channels * vision.patch_size**2
+    for pixels in (visual.pixel_values, visual.pixel_values_videos):
+        if pixels is not None:
+            towers.refuse_other_patches(pixels, width, width * vision.temporal_patch_size)
     grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
     return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
 

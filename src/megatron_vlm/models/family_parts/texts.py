@@ -78,6 +78,12 @@ def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
     return 1 + beta * torch.log(1 + torch.floor(position_ids / period))
 
 
+# no field of Qwen2's, which Transformers reads if it is there
+_GIVEN = {
+    "head_dim": keys.Values(
+        "even and above 0", lambda width, text: width is not None and width > 0 == width % 2
+    )
+}
 _QWEN = keys.text() | {"layer_types": keys.LAYER_TYPES}
 _QWEN |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
 _MISTRAL = keys.text() | keys.any_of("sliding_window")
@@ -102,7 +108,7 @@ TEXTS = {
         query_scale=_query_scale,
     ),
     "qwen2": Text(
-        keys.Section(("qwen2",), _QWEN, rope=_RULES),
+        keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),
         architecture=lambda text: {"add_qkv_bias": True, "layer_windows": llama.layer_windows(text)},
         norms_and_biases=lambda text: {"qkv_bias": True},
     ),

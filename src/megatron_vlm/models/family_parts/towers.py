@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -9,17 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.positions import TEXT, Kinds
 
 TOWER = keys.VISION | {
-    **keys.any_of("num_hidden_layers", "num_attention_heads", "num_channels", "tie_last_hidden_states"),
+    **keys.any_of("num_hidden_layers", "tie_last_hidden_states"),
+    "num_channels": keys.COLOURS,
 }
+PIXTRAL = keys.Section(("pixtral",), TOWER | {"head_dim": keys.WHOLE_HEADS})  # of rotary alone
+
+LAYERS = "layers of the tower; what goes into the first is [0]"
 
 
 def layers_exist(layers: Any, hf_config: Any) -> bool:
     """Whether the tower has these hidden states, one or several: what goes into its layers, and what comes
-    out of the last."""
+    out of the last. Transformers takes a bare 0 for "no states"."""
+    if layers == 0:
+        return False
     count = hf_config.vision_config.num_hidden_layers + 1
     layers = [layers] if isinstance(layers, int) else layers
     return len(layers) > 0 and all(-count <= layer < count for layer in layers)
@@ -53,6 +61,41 @@ class _Backward(nn.Module):
 
     def forward(self, **inputs: Any) -> None:
         self.vision(**inputs).sum().backward()
+
+
+def misfit(
+    kinds: Kinds,
+    visual_tokens: Callable[[GenericVisualInputs], list[int]],
+    input_ids_T: Any,
+    visual: GenericVisualInputs | None,
+) -> str | None:
+    """Why a document is none that the model can take: its tower refuses the media, or they have other numbers
+    of features than placeholders, as where config.json and the processor are not of one model."""
+    placeholders = int((kinds(input_ids_T) != TEXT).sum())
+    try:
+        alike = visual and GenericVisualInputs(**visual.normalized_for_model())
+        features = sum(visual_tokens(alike)) if alike else 0
+    except ValueError as error:
+        return str(error)
+    if features == placeholders:
+        return None
+    return f"{placeholders} placeholders for {features} features of its images and videos"
+
+
+def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:
+    """Raises ValueError unless images, tiles or frames are squares of as many whole patches as the tower's,
+    or of its size exactly; `vision` is its config."""
+    sizes = vision.image_size, 1 if exactly else vision.patch_size
+    side, patch = (size if isinstance(size, int) else size[0] for size in sizes)
+    height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
+    if {height // patch, width // patch} != {side // patch}:
+        raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
+
+
+def refuse_other_patches(pixels: Tensor, *widths: int) -> None:
+    """Raises ValueError unless patches have as many numbers as the tower's, of one moment or of several."""
+    if pixels.shape[-1] not in widths:
+        raise ValueError(f"patches of {pixels.shape[-1]} numbers, and the tower takes {widths[-1]}")
 
 
 def pixtral_sizes(image_sizes: Tensor, patch_size: int) -> dict[str, Any]:

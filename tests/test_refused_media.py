@@ -1,0 +1,168 @@
+"""Images that a processor or a tower cannot take are dropped with the reason, however they are encoded."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from megatron.energon.errors import SkipSample
+from PIL import Image
+from transformers import AutoModelForImageTextToText, PretrainedConfig, ProcessorMixin
+from transformers.image_utils import SizeDict
+
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.media_limits import most_when_scaled_up
+from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+
+WAYS = {
+    "known": (HFEncoderVLMTaskEncoder, True),
+    "by the processor": (HFEncoderVLMTaskEncoder, False),
+    "measured first": (PackingVLMTaskEncoder, True),
+    "measured first, by the processor": (PackingVLMTaskEncoder, False),
+}
+# of a picture that any processor takes, and of the longest that data takes at all, in both directions
+PLAIN, EXTREME = (90, 60), [(1, 1), (1, 200), (200, 1), (3000, 15), (15, 3000), (2000, 40), (55, 2700)]
+
+
+def sample(*sizes: tuple[int, int]) -> ChatMLSample:
+    files = []
+    for width, height in sizes:
+        pixels = np.random.default_rng(width + height).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+        files.append(file.getvalue())
+    turns = [{"role": "user", "content": "<image>" * len(sizes) + "Which?"}]
+    turns.append({"role": "assistant", "content": "7"})
+    return ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(turns), imgs=files)
+
+
+def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorMixin, PretrainedConfig]:
+    """The tiny processor and config of a family; `settings` then change the image processor."""
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(100), parts.template, **sizes)
+    config = parts.config(processor, {}, {})
+    for name, value in (settings or {}).items():
+        setattr(processor.image_processor, name, value)
+    return processor, config
+
+
+def outcome(way: str, processor: ProcessorMixin, config: PretrainedConfig, given: ChatMLSample):
+    """The encoded sample; or the reason why it was dropped, with its detail."""
+    kind, fast = WAYS[way]
+    needs = load(config.model_type).data_needs(config)
+    encoder = kind(processor, DataConfig(seq_length=100_000), needs, fast=fast)
+    try:
+        return (
+            encoder.encode_document(given) if kind is PackingVLMTaskEncoder else encoder.encode_sample(given)
+        )
+    except SkipSample:
+        (drop,) = encoder.drops.examples()
+        assert drop["key"] == "a"
+        return drop["reason"], drop["detail"]
+
+
+# ---- odd but legal settings -------------------------------------------------------------------------------
+
+TILES = {"image_size": 27, "patch_size": 9, "most_a_side": 5, "most_tiles": 1}
+SMALL = {"size": SizeDict(shortest_edge=1, longest_edge=4 * 28**2)}
+ODD = {
+    "features of many tiles resized to those of one": ("llava_onevision", {}, TILES),
+    "a longest edge that leaves no pixel of the other": ("mistral3", {}, {"image_size": 28}),
+    "that edge of LLaVA's Pixtral": ("llava", {}, {"tower": "pixtral", "image_size": 28}),
+    "few pixels": ("qwen2_vl", SMALL, {}),
+    "few pixels of GLM": ("glm4v", SMALL, {}),
+    "pooled patches": ("gemma4", {}, {"pooled": 3, "patch_size": 16}),
+    "few more tokens than the fewest": ("lfm2_vl", {}, {"image_tokens": 8}),
+    "tiles of long images": ("lfm2_vl", {}, {"image_tokens": 8, "splitting": True}),
+    "many tiles at least": ("internvl", {"min_patches": 3}, {}),
+    "crops wider than the image": ("llava", {"size": SizeDict(shortest_edge=20)}, {}),
+}
+NEVER_DROPS = ("few pixels", "few pixels of GLM", "pooled patches", "many tiles at least")
+NEVER_DROPS += ("crops wider than the image",)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_every_way_takes_the_same_images(name):
+    family, settings, sizes = ODD[name]
+    processor, config = made(family, settings, **sizes)
+    dropped = 0
+    for size in (PLAIN, *EXTREME):
+        found = {}
+        for way in WAYS:
+            if sizes.get("splitting") and "measured" in way:  # refused as a whole: see test_lfm2_vl.py
+                continue
+            found[way] = outcome(way, processor, config, sample(size))
+        reasons = {each[0] for each in found.values() if isinstance(each, tuple)}
+        assert reasons <= {"processor_error", "model_refuses"}, (size, found)
+        if reasons:
+            assert all(isinstance(each, tuple) for each in found.values()) and size != PLAIN, (size, found)
+        else:
+            ids = [each.input_ids for each in found.values()]
+            assert all(each.equal(ids[0]) for each in ids), size
+        dropped += bool(reasons)
+    assert (dropped == 0) == (name in NEVER_DROPS)
+
+
+def test_what_the_model_refuses_fails_in_transformers_too():
+    processor, config = made("llava_onevision", **TILES)
+    reason, detail = outcome("known", processor, config, sample((2000, 40)))
+    assert reason == "model_refuses" and detail.startswith("images of 2000 x 40 pixels, whose tiles give no")
+    inputs = processor(text=["<image>"], images=[Image.new("RGB", (2000, 40))], return_tensors="pt")
+    model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(RuntimeError, match="output sizes should be greater than 0|sizes"):
+        model(**inputs)
+
+
+# ---- a processor of another model -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_processor_of_another_tower_is_named(family):
+    processor, config = made(family)
+    assert not isinstance(outcome("known", processor, config, sample(PLAIN)), tuple)
+    for key in ("image_size", "patch_size"):
+        if (side := getattr(config.vision_config, key, None)) is not None:
+            larger = [2 * n for n in side] if isinstance(side, list | tuple) else 2 * side
+            setattr(config.vision_config, key, larger)
+    for way in WAYS:
+        reason, detail = outcome(way, processor, config, sample(PLAIN))
+        assert reason == "model_refuses", detail
+        assert "and the tower takes" in detail or "placeholders for" in detail
+    text = sample()
+    assert not isinstance(outcome("known", processor, config, text), tuple)
+
+
+# ---- images in their own size -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", [2, 3, 5, 7, 16, 64, 100])
+def test_the_most_tokens_of_an_image_that_is_scaled_up_are_told(least):
+    """By trying: no image up to 1:3 has more, and some has as many."""
+    processor, _ = made("lfm2_vl")
+    images, most = processor.image_processor, most_when_scaled_up(least)
+    tokens = set()
+    for height in (7, 31, 97, 211, 1009):
+        for width in range(height, 3 * height + 1, max(1, height // 200)):
+            new = images.smart_resize(height, width, 2, least, 10**6, 14)
+            if height * width < least * 28**2:
+                tokens.add(new[0] * new[1] // 28**2)
+    assert max(tokens) == most
+
+
+@pytest.mark.parametrize(("least", "most", "needed"), [(24, 24, 32), (64, 64, 80), (64, 79, 80)])
+def test_as_few_tokens_at_most_as_at_least_are_refused(least, most, needed):
+    """Transformers fails on images that these settings do not fit."""
+    settings = {"min_image_tokens": least, "max_image_tokens": most, "max_num_patches": 4 * needed}
+    processor, config = made("lfm2_vl", settings)
+    for way in WAYS:
+        with pytest.raises(ConfigError, match=f"raise max_image_tokens to {needed}, or lower min_image_tok"):
+            outcome(way, processor, config, sample(PLAIN))
+    processor, config = made("lfm2_vl", settings | {"max_image_tokens": needed})
+    assert not isinstance(outcome("known", processor, config, sample((90, 30))), tuple)
