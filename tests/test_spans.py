@@ -103,7 +103,7 @@ def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
     turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
     said = [{"role": role, "content": text} for role, text in turns]
     plain = processed(family_spans, cook_chatml_sample(said)[0])[0]
-    weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 7}, {"loss": None}]
+    weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 2.5}, {"loss": None}]
     for turn, weight in zip(said[1::2], weights, strict=True):
         turn |= weight
     messages = cook_chatml_sample(said)[0]
