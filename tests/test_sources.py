@@ -474,6 +474,8 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     parts = [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "What?"}]
     question = {"messages": [{"role": "user", "content": parts}, turns["messages"][1]]}
     assert told("f", [question | {"thumbnail": "a.jpg"}]) == []
+    twice = {"messages": [{"role": "user", "content": [parts[0] | {"path": "b.jpg"}]}, turns["messages"][1]]}
+    assert told("g", [twice | {"thumbnail": "a.jpg"}]) == []  # what is wrong with it is said when it is read
     rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     two = blend_tables({n: open_table(tmp_path / n) for n in ("a.jsonl", "rows.parquet")}, [int, int])
