@@ -96,6 +96,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
 
 def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
     """Under tensor parallelism: how far the scores of samples in other forms are, and what else is said."""
+    from megatron_vlm.generation.generate import generate
     from megatron_vlm.rl.containers import TensorBatch
     from megatron_vlm.rl.losses import Loss
     from megatron_vlm.rl.rollouts import OwnEngine
@@ -143,6 +144,10 @@ def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
     rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] = math.nan
     found["compare"] = policy.compare(samples, rollout)["after image"].max
     found["compared"] = policy.compare(samples, rollout)["after image"].worst_sample
+    ids = samples[1]["input_ids"]
+    prompt = {"input_ids": ids, "position_ids": torch.arange(len(ids)), "visual_inputs": None}
+    found["prompt"] = said(lambda: generate(policy.chunks, [prompt], 2))
+    found["goes on"] = all(map(torch.equal, policy.logprobs(samples).log_probs, before))
     policy.to("cpu")
     found["engine"] = said(lambda: OwnEngine(1, 1)(policy, []))
     return found

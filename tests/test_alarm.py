@@ -46,6 +46,20 @@ def test_a_rank_that_waits_for_anything_else_is_ended_too():
     assert str(raised.value).strip().endswith(r"rank 1 has failed: MemoryError: no more\x1b[31m")
 
 
+WAITS = """
+import threading, time
+from megatron_vlm.job.failures import end_after
+threading.Thread(target=end_after, args=("rank 1 has failed: X",), daemon=True).start()
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_also_where_its_words_cannot_be_written(tmp_path):
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "none" / "error.json")}
+    done = subprocess.run([sys.executable, "-c", WAITS], env=environment, timeout=50)
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize(
     "catches", [pytest.param("no", marks=pytest.mark.long), pytest.param("yes", marks=pytest.mark.soak)]
 )

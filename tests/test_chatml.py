@@ -66,6 +66,18 @@ def test_a_field_with_two_values_is_refused(name):
     assert bad.value.reason == "bad_conversation"
 
 
+def test_a_name_and_a_number_are_no_role_and_no_content():
+    turns = [
+        {"role": "user", "from": "Bob", "content": "x"},
+        {"role": "assistant", "content": "y", "value": 0.7},
+    ]
+    messages, _ = cook_chatml_sample(turns)
+    assert [(message["role"], message["content"][0]["text"]) for message in messages] == [
+        ("user", "x"),
+        ("assistant", "y"),
+    ]
+
+
 def test_a_field_under_two_names_may_have_one_value():
     both = [turn | {"role": turn["from"].upper(), "content": turn["value"]} for turn in SHAREGPT]
     both[1] |= {"role": "assistant", "loss": True, "weight": 1.0}

@@ -187,6 +187,14 @@ def test_compare_hides_no_number_that_is_none(found):
 
 
 @long
+def test_a_prompt_that_the_model_cannot_take_is_an_error_of_all_ranks_that_ends_nothing(found):
+    for of_rank in found:
+        said = of_rank["kinds"]["prompt"]
+        assert said.startswith("ValueError: prompt 0: ") and "placeholders for 0 features" in said
+        assert of_rank["kinds"]["goes on"]
+
+
+@long
 def test_an_engine_needs_the_weights(found):
     assert "OwnEngine: the policy is offloaded (model); first call" in found[0]["kinds"]["engine"]
 

@@ -25,7 +25,7 @@ from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
-from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of
+from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import unread_media
 from megatron_vlm.models.families import load
@@ -474,6 +474,8 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     parts = [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "What?"}]
     question = {"messages": [{"role": "user", "content": parts}, turns["messages"][1]]}
     assert told("f", [question | {"thumbnail": "a.jpg"}]) == []
+    twice = {"messages": [{"role": "user", "content": [parts[0] | {"path": "b.jpg"}]}, turns["messages"][1]]}
+    assert told("g", [twice | {"thumbnail": "a.jpg"}]) == []  # what is wrong with it is said when it is read
     rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     two = blend_tables({n: open_table(tmp_path / n) for n in ("a.jsonl", "rows.parquet")}, [int, int])
@@ -540,6 +542,27 @@ def test_a_part_names_one_image(tmp_path):
         images_of({"messages": [{"role": "user", "content": [part]}]}, tmp_path)
 
 
+def test_parts_name_videos_as_qwen_writes_them(tmp_path):
+    files = {"a.mp4": b"film", "1.jpg": b"one", "2.jpg": b"two"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    question = {"type": "text", "text": "What?"}
+    parts = [
+        {"type": "video", "video": "a.mp4", "max_frames": 4, "fps": 1.0},
+        {"type": "video", "video": ["1.jpg", "2.jpg"], "fps": 2},
+        {"type": "video_url", "video_url": {"url": "a.mp4"}},
+    ]
+    turns = [{"role": "user", "content": [*parts, question]}, {"role": "assistant", "content": "A cat."}]
+    for given in ({"messages": turns}, turns):
+        found = videos_of(given, tmp_path)
+        assert found == [b"film", {"frames": [b"one", b"two"], "fps": 2}, b"film"]
+        assert images_of(given, tmp_path) == []
+        limits = {"max_frames": 4, "fps": 1.0}
+        places = [{"type": "video"} | limits, {"type": "video"}, {"type": "video_url"}, question]
+        assert conversation_of(given)["messages"][0]["content"] == places
+    assert videos_of({"messages": turns, "videos": ["1.jpg"]}, tmp_path) == [b"one"]
+
+
 def random_value(rng, depth=0):
     """JSON of any shape, made of the words that records are made of."""
     kind = rng.integers(9 if depth < 3 else 5)
@@ -547,7 +570,19 @@ def random_value(rng, depth=0):
         return [None, 7, "text", "../a.jpg", "images.lmdb::a"][kind]
     if kind < 7:
         return [random_value(rng, depth + 1) for _ in range(rng.integers(3))]
-    words = [*COLUMNS, "role", "from", "content", "value", "type", "image_url", "url", "user", "assistant"]
+    words = [
+        *COLUMNS,
+        "role",
+        "from",
+        "content",
+        "value",
+        "type",
+        "image_url",
+        "video",
+        "url",
+        "user",
+        "assistant",
+    ]
     return {str(rng.choice(words)): random_value(rng, depth + 1) for _ in range(rng.integers(4))}
 
 
@@ -560,7 +595,7 @@ def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
         try:
             record = (tagged if number % 2 else RecordLayout())(record)
             conversation_json(conversation_of(record))
-            images_of(record, tmp_path)
+            images_of(record, tmp_path), videos_of(record, tmp_path)
             outcomes["read"] += 1
         except BadSample as bad:
             outcomes[bad.reason] += 1

@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+from parity import OF_DATA
 from PIL import Image
 from transformers import AutoProcessor, Gemma3Processor
 
@@ -26,11 +27,15 @@ def spans(request, processor):
     return TextEncoder(processor, chat_template=TEMPLATES[request.param])
 
 
-@pytest.fixture(scope="module", params=[(f, t) for f in TINY_FAMILIES for t in (True, False)], ids=str)
-def family_spans(request):
+@pytest.fixture(scope="module", params=[True, False], ids=["tags", "no tags"])
+def tags(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=OF_DATA)
+def family_spans(request, tags):
     """Of every family, with and without marked replies."""
-    family, tags = request.param
-    parts = TINY_FAMILIES[family]
+    parts = TINY_FAMILIES[request.param]
     template = parts.template if tags else without_generation_tags(parts.template)
     return TextEncoder(parts.processor(default_corpus(), template), template)
 
@@ -103,7 +108,7 @@ def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
     turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
     said = [{"role": role, "content": text} for role, text in turns]
     plain = processed(family_spans, cook_chatml_sample(said)[0])[0]
-    weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 7}, {"loss": None}]
+    weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 2.5}, {"loss": None}]
     for turn, weight in zip(said[1::2], weights, strict=True):
         turn |= weight
     messages = cook_chatml_sample(said)[0]
@@ -291,7 +296,7 @@ def by_the_call(tokenizer, text, add_special_tokens):
     return encoding["input_ids"], encoding["offset_mapping"]
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", OF_DATA)
 def test_a_prompt_becomes_the_ids_that_a_call_of_the_tokenizer_gives(family, monkeypatch):
     """Also after calls that left the Rust tokenizer padding, cutting, or splitting control tokens."""
     processor = TINY_FAMILIES[family].processor(default_corpus(100), TINY_FAMILIES[family].template)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import OF_DATA
 from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.families import FAMILIES, family_for, load
+from megatron_vlm.models.families import family_for, load
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.vision_parallel import balanced_shares
@@ -81,7 +82,7 @@ def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs)
 
 # images or tiles of one size, so a batch of them needs no segments
 ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl")
-SEGMENTED = [name for name in FAMILIES if name not in ONE_SIZE]
+SEGMENTED = [family for family in OF_DATA if family.values[0] not in ONE_SIZE]
 
 
 @pytest.mark.parametrize("name", SEGMENTED)
@@ -116,7 +117,7 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
             assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OF_DATA)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_path):
     """Nothing can be read from a meta tensor: whatever the host asked of the device would raise."""

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from parity import RENAMED
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from megatron_vlm.models.weights import Vocabulary
+from megatron_vlm.models.weights.files import Dequantised
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -277,6 +280,22 @@ def exports(request, sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
         jobs = [(layout, str(sources[kind]), str(folder / f"{layout}-{kind}")) for layout, kind in keys]
         run_distributed(processes, round_trips, jobs)
     return {(layout, kind): folder / f"{layout}-{kind}" for layout, kind in wanted}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ranks_read_their_rows_of_a_vocabulary(tmp_path, ranks):
+    """Also of blocks with scales, and where ranks have no row."""
+    values, scale = torch.randn(10, 4).to(torch.float8_e4m3fn), torch.rand(5, 2)
+    save_file({"plain": values.float(), "fp8": values}, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        fp8 = Dequantised(file.get_slice("fp8"), scale)
+        for source, whole in ((file.get_slice("plain"), values.float()), (fp8, fp8[...])):
+            parts = [Vocabulary(10).part(source, [10, 4], rank, ranks) for rank in range(ranks)]
+            assert {len(part) for part in parts} == {-(-10 // ranks)}
+            rows, padding = torch.cat(parts).tensor_split([10])
+            assert torch.equal(rows, whole) and not padding.any()
+            [joined] = Vocabulary(10).join(parts)
+            assert torch.equal(joined, whole)
 
 
 def loaded_by_transformers(folder: Path, **kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,9 @@ FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
 FEW_PATHS = 3  # fewer missing files may come from broken records, which a run counts and leaves out
 PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
 MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
+DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
 MEDIA_COLUMNS = ("images", "image", "videos", "video")
 REAL_MEDIA_FOLDERS = 200  # the most folders to search for one that holds a missing file
 NO_PATHS = ("data:", "://", "::")  # these mark media that are not paths: base64, addresses, keys of an LMDB
@@ -139,9 +143,15 @@ def _holds_only_media(folder: Path) -> bool:
 
 
 def _file_beside_media(folder: Path) -> Path | None:
-    """The first file of records in a folder that `datasets` would take for one of media alone."""
-    records = [child for child in folder.glob("*.json*") if child.suffix in ROWS and child.stem != "metadata"]
-    files = islice(folder.rglob("*"), FIRST_FILES)
+    """The first file of records in a folder that `datasets` would take for one of media alone: unless a
+    README.md, tables or names of splits tell it what to read, it takes what there is most of."""
+    records = [
+        child for child in folder.glob("*.json*") if child.suffix in ROWS and child.name not in DESCRIBE
+    ]
+    files = list(islice(folder.rglob("*"), FIRST_FILES))
+    told = any(child.name == "README.md" or child.suffix in TABLES for child in files)
+    if told or any(_SPLIT.search(child.name) for child in records):
+        return None
     media = sum(child.suffix.lower() in MEDIA_FILES for child in files)
     return min(records) if 0 < len(records) < media else None
 

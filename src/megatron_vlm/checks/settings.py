@@ -113,7 +113,9 @@ def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
     needed = config.adapter.used or not resumes or config.train.objective == "dpo"
     load_weights = config.model.load_weights and needed
     yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
-    if config.adapter.start is not None and not resumes:  # else it has a copy
+    if config.adapter.start is not None and not (
+        resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir()
+    ):
         yield from start_problems(config.adapter.start)
     if needs_data:
         data = config.data

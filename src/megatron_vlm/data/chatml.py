@@ -177,7 +177,7 @@ def _message(turn: Any, index: int) -> dict:
     if role is None:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
-    content = turn.get(sole(turn, ("content", "value"), place=place))
+    content = turn.get(sole(turn, ("content", "value"), place=place, same=_no_content))
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
     if wrong := mistake(others):
         raise BadSample("bad_conversation", f"turn {index} has {wrong}")
@@ -187,8 +187,15 @@ def _message(turn: Any, index: int) -> dict:
     return others | {"role": role, "content": parts}
 
 
-def _same_role(one: Any, other: Any) -> bool:
-    return ROLES.get(str(one).lower(), one) == ROLES.get(str(other).lower(), other)
+def _same_role(role: Any, sender: Any) -> bool:
+    """Also if `from` is no role, but someone's name."""
+    sender = ROLES.get(str(sender).lower())
+    return sender is None or sender == ROLES.get(str(role).lower())
+
+
+def _no_content(content: Any, value: Any) -> bool:
+    """Whether `value` is something else, such as a critic's."""
+    return not isinstance(value, str | list)
 
 
 def _parts(content: Any, role: str, index: int) -> list[dict]:

@@ -83,7 +83,7 @@ def generate(
         return []
     request = Request(prompts, max_new_tokens, Sampling(temperature, top_p, seed), sorted(set(stop)))
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
-    request.check(inner.config)
+    request.check(inner)
     numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
     with alarm(), _in_evaluation(model):
         for lanes in _waves(request, answers, inner, cache_bytes):

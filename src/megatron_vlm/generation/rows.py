@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
-from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
@@ -47,11 +46,19 @@ class Request:
         """The most tokens of a row that are kept; nothing follows the last, so it is not."""
         return max(len(prompt["input_ids"]) for prompt in self.prompts) + self.max_new_tokens - 1
 
-    def check(self, config: LanguageModelConfig) -> None:
-        """Raises ValueError, as every rank does, for tokens or places that the model does not have."""
-        check_tokens(max(int(prompt["input_ids"].max()) for prompt in self.prompts), config.vocab_size)
+    def check(self, model: VLMModel) -> None:
+        """Raises ValueError, as every rank does, for tokens, places or media that the model does not take."""
+        largest = max(int(prompt["input_ids"].max()) for prompt in self.prompts)
+        check_tokens(largest, model.config.vocab_size)
         last = max(prompt["position_ids"].max().item() for prompt in self.prompts)
-        check_positions(last + self.max_new_tokens - 1, config.most_positions, "a prompt with its answer")
+        most = model.config.most_positions
+        check_positions(last + self.max_new_tokens - 1, most, "a prompt with its answer")
+        for number, prompt in enumerate(self.prompts):
+            if why := model.misfit(prompt["input_ids"], prompt["visual_inputs"]):
+                raise ValueError(
+                    f"prompt {number}: {why}; give all that the model's processor makes, and input_ids that "
+                    "are not cut."
+                )
 
 
 class Rows:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_vlm.job.failures import end_after, without_traceback
+from megatron_vlm.job.failures import end_after, is_anothers_end, without_traceback
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.messages import printable
 
@@ -34,13 +34,15 @@ def alarm() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    store, left = _clone(distributed_c10d._get_default_store()), threading.Event()
+    store, left = own_connection(distributed_c10d._get_default_store()), threading.Event()
     if store.check([_KEY]):
         raise AnotherRankFailed(f"{_said(store)}; start again, as the ranks have lost each other.")
     threading.Thread(target=_listen, args=(store, left), name="alarm", daemon=True).start()
     try:
         yield
     except Exception as error:
+        if is_anothers_end(error) and not store.check([_KEY]):
+            raise  # it does not know why; who does may still say so
         text = printable(f"{type(error).__name__}: {without_traceback(str(error))}"[:LONGEST])
         own = f"rank {dist.get_rank()} has failed: {text}"
         if (first := store.compare_set(_KEY, "", own).decode()) != own:
@@ -58,8 +60,9 @@ def _listen(store: dist.Store, left: threading.Event) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _clone(store: dist.Store) -> dist.Store:
-    """A connection of its own, as one that waits for a key blocks all others who use it."""
+def own_connection(store: dist.Store) -> dist.Store:
+    """A connection of its own, as one that waits for a key blocks all others who use it. `setup.shutdown`
+    forgets it."""
     return store.clone()
 
 

@@ -200,9 +200,11 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
 
 def end_after(said: str) -> NoReturn:
     """Ends this process, from any of its threads: it waits for a rank that has failed, and that said this."""
-    with contextlib.suppress(SystemExit):
-        _end("cause", BUG_CODE, said, ranks.AnotherRankFailed(said))
-    watchdog.end_now(BUG_CODE)
+    try:
+        with contextlib.suppress(SystemExit):
+            _end("cause", BUG_CODE, said, ranks.AnotherRankFailed(said))
+    finally:  # also where the words cannot be written
+        watchdog.end_now(BUG_CODE)
 
 
 def _end_after_others(name: str, error: BaseException, file: Path) -> NoReturn:

@@ -51,6 +51,7 @@ class VLMModel(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules read it
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
         self.visual_kinds = family.visual_kinds(hf_config)
+        self.misfit = family.data_needs(hf_config).misfit  # see `DataNeeds`
         self.bidirectional_images = family.bidirectional_images
         if pre_process:
             self.vision = family.build_vision(hf_config)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_vlm.checks.settings import check_gpus, layout_problems
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.job import watchdog
+from megatron_vlm.job.alarm import own_connection
 from megatron_vlm.parallel import cpu
 
 cpu.install()
@@ -69,6 +70,7 @@ def shutdown() -> None:
     """Leave all process groups. Every process calls it when its work is done."""
     _destroy_groups()
     dist.destroy_process_group()
+    own_connection.cache_clear()  # or the store would live on, with what was said in it
 
 
 def collective_timeout() -> timedelta:

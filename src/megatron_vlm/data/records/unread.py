@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.columns import IMAGES, VIDEOS
-from megatron_vlm.data.records.records import images_of_parts
+from megatron_vlm.data.records.parts import MEDIA, media_of_parts
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
@@ -30,7 +30,7 @@ def unread_media(table: Table | StreamedRows) -> Iterator[str]:
         records = list(_first_records(part))
         if any(record.get(name) for record in records for name in (*IMAGES, *VIDEOS)):
             continue
-        if any(True for record in records for _ in images_of_parts(record)):
+        if any(map(_names_media, records)):
             continue
         for ours, ends in (("images", PICTURES), ("videos", FILMS)):
             found = (key for record in records for key, value in record.items() if _is(value, ends))
@@ -40,6 +40,14 @@ def unread_media(table: Table | StreamedRows) -> Iterator[str]:
                     f"{printable(theirs)}, which looks like them, is not read; data.columns.{ours}="
                     f"{printable(theirs)} reads it"
                 )
+
+
+def _names_media(record: dict) -> bool:
+    """Whether parts of turns name media, be it in a way that is none."""
+    try:
+        return any(True for kind in MEDIA for _ in media_of_parts(record, kind))
+    except BadSample:
+        return True
 
 
 def _first_records(table: Table) -> Iterator[dict]:

@@ -97,7 +97,7 @@ class Cut(Operation):
 class Vocabulary(Operation):
     """Embedding, output layer, or both in one, which a checkpoint may store under two `keys`.
 
-    Where tensor parallelism does not divide its `entries`, the parameters end in rows of zeros.
+    Where tensor parallelism does not divide its `entries`, the parameters end in rows that count for nothing.
     """
 
     entries: int
@@ -115,7 +115,8 @@ class Vocabulary(Operation):
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
         held = -(-self.entries // size)
-        rows = source[rank * held : min((rank + 1) * held, self.entries)]
+        start, stop = (min(edge * held, self.entries) for edge in (rank, rank + 1))
+        rows = source[(slice(start, stop),)]
         return torch.cat([rows, rows.new_zeros(held - len(rows), *shape[1:])]) if len(rows) < held else rows
 
 
