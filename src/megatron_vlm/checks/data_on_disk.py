@@ -12,13 +12,12 @@ from typing import Any
 
 from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths
-from megatron_vlm.data.paths import items_of, paths_of, unread_end
+from megatron_vlm.data.paths import FILMS, PICTURES, items_of, paths_of, unread_end
 from megatron_vlm.messages import printable
 
 FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
 FEW_PATHS = 3  # fewer missing files may come from broken records, which a run counts and leaves out
-PICTURES, VIDEOS = ".jpg .jpeg .png .webp .gif .bmp .tif .tiff", ".mp4 .mkv .webm .avi"
-MEDIA_FILES = set(f"{PICTURES} {VIDEOS}".split())
+MEDIA_FILES = {*PICTURES, *FILMS}
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
 DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names

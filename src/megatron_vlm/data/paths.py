@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 COUNT, SHARE = r"#(\d{1,18})", r"\*(\d{1,9}|\d{0,9}\.\d+)"  # after a path
 END = re.compile(r"[#*][^/]*\Z")  # what looks like one of these
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # how names of files end
+FILMS = (".mp4", ".mkv", ".webm", ".avi")
+
 
 @dataclass(frozen=True)
 class DataSource:

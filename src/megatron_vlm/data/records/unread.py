@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.columns import IMAGES, VIDEOS
 from megatron_vlm.data.records.parts import MEDIA, media_of_parts
@@ -14,8 +15,6 @@ from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
 LOOKED_AT = 20  # records of each source
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-FILMS = (".mp4", ".mkv", ".webm", ".avi")
 
 
 def unread_media(table: Table | StreamedRows) -> Iterator[str]:
