@@ -11,7 +11,7 @@ import torch
 
 from megatron_vlm.config import AdapterConfig, ParallelConfig
 from megatron_vlm.models.adapters import find_targets
-from megatron_vlm.models.adapters.targets import fits, hf_modules
+from megatron_vlm.models.adapters.targets import fitting, hf_modules
 
 # name of the adapter -> peft's LoraConfig. All of the model; and few layers, so that embeddings, a stage and
 # whole layers have nothing that is trained.
@@ -139,9 +139,7 @@ def named_for_peft(settings: dict[str, Any], hf_config: Any, family: Any) -> dic
     wanted = AdapterConfig(**settings)
     if settings["target_modules"] == "all-linear":
         modules = hf_modules(hf_config)
-        wanted.exclude_modules = [
-            name for name in family.peft_experts[:3] if any(fits([name], module) for module in modules)
-        ]
+        wanted.exclude_modules = [name for name in family.peft_experts[:3] if fitting([name], modules)]
     targets = find_targets(wanted, hf_config, family.weight_map(hf_config))
     return settings | {"target_modules": [target.module for target in targets if not target.experts]}
 

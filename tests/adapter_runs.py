@@ -335,6 +335,7 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
         "more": weights | {"base_model.foreign": torch.zeros(2)},
         "shape": weights | {first: torch.zeros(3, 3)},
         "nan": weights | {first: weights[first] * torch.nan},
+        "fp8": weights | {first: weights[first].to(torch.float8_e4m3fn)},
     }
     for how in ("pickle", "cut", *changes):
         copy = folder / f"spoilt {how}"

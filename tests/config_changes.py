@@ -198,8 +198,10 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "per_layer_config": {"1": {"head_dim": 64}}},  # layers of a type differ
         {T + "per_layer_config": {"0": {"num_key_value_heads": 2}, "2": {"num_key_value_heads": 2}}},
         {T + "hidden_size_per_layer_input": None},
+        {T + "top_k_experts": 1, T + "moe_intermediate_size": 42},  # torch's products take multiples of 8
+        {T + "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 100.0}}},
     ],
-    "mistral3": [{T + "layer_types": ["full_attention"] * 4}],
+    "mistral3": [{T + "layer_types": ["full_attention"] * 4}, {T + "model_type": REMOVED}],
     "lfm2_vl": [
         {"tie_embedding": True, "tie_word_embeddings": REMOVED},
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0},
@@ -218,10 +220,12 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
         {T + "attention_bias": True, "tie_word_embeddings": True},
         {T + "mlp_bias": True},
+        {T + "model_type": REMOVED},
     ],
     "llava_onevision": [
         {"image_token_index": REMOVED, "image_token_id": 500},
         {"vision_aspect_ratio": REMOVED},
+        {T + "model_type": REMOVED},
         {V + "vision_use_head": True},
         {T + "attention_bias": True, T + "use_sliding_window": False},
         *({T + "head_dim": width} for width in (None, 16, 15)),  # no field of Qwen2's, and read
@@ -230,10 +234,19 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
         {V + "image_size": 56, V + "patch_size": 14},
         {V + "image_size": [56, 28]},
+        {T + "model_type": REMOVED},
         {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
         | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
     ],
-    "glm4v_moe": [{ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5}],
+    "glm4v_moe": [
+        {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
+        {
+            T + "num_experts_per_tok": 1,
+            T + "n_group": 1,
+            T + "topk_group": 1,
+            T + "routed_scaling_factor": 3.0,
+        },
+    ],
     "qwen2_vl": [
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
         {T + "use_sliding_window": True, T + "sliding_window": 5, T + "layer_types": REMOVED}
@@ -256,6 +269,7 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_vl_moe": [
         {T + "num_experts": REMOVED, T + "num_local_experts": 4},
+        {T + "num_experts_per_tok": 1, T + "moe_intermediate_size": 42},
         {T + "sliding_window": 5},
         {T + "mlp_only_layers": [0, 1, 2, 3]},
     ],

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -114,3 +117,45 @@ def serving(answer) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+TRICKS = {  # what is sent first, and then again and again
+    "silence": (b"", b""),
+    "bytes of a status": (b"HTTP/1.1 ", b"2"),
+    "bytes of a header": (OK + b"X: ", b"y"),
+    "header lines": (OK, b"X: y\r\n"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "103 with headers": (b"", b"HTTP/1.1 103 Early Hints\r\n" + b"X: y\r\n" * 50 + b"\r\n"),
+    "bytes of a body": (OK + b"Content-Length: 1000000000000\r\n\r\n", b"["),
+    "a body of no length": (OK + b"\r\n", b"[],"),
+    "bytes of a chunk's size": (CHUNKED, b"0"),
+    "bytes of a chunk's extension": (CHUNKED + b"1;", b"x"),
+    "chunks": (CHUNKED, b"1\r\n[\r\n"),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X: y\r\n"),
+    "the body of an error": (b"HTTP/1.1 500 No\r\nContent-Length: 1000000000000\r\n\r\n", b"x"),
+    "the body of a redirect": (b"HTTP/1.1 302 No\r\nLocation: /\r\nContent-Length: 100000\r\n\r\n", b"x"),
+}
+
+
+@contextlib.contextmanager
+def hostile(trick: str, pause: float, at_once: int) -> Iterator[str]:
+    """The URL of a server that never comes to an end: it sends `at_once` repetitions, and waits `pause`."""
+
+    def send(connection: socket.socket) -> None:
+        first, again = TRICKS[trick]
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1 << 16)
+            connection.sendall(first)
+            for _ in itertools.count():
+                connection.sendall(again * at_once)
+                time.sleep(pause)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=send, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"

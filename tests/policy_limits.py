@@ -75,6 +75,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
         "normalizers": lambda: learn(normalizer=5 + second),
         "normalizer": lambda: learn(normalizer=0),
         "no number": lambda: learn(normalizer=math.nan),
+        "none": lambda: learn(normalizer=None),
         "fields": lambda: policy.forward_backward(samples, loss, 5, fields="advantage" if second else FIELDS),
         "tensor": lambda: learn(function=(lambda x, *_: x.sum()) if second else loss),
         "axis": lambda: learn(function=turned(lambda x: x.sum()[None])),
@@ -89,7 +90,9 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
     learn(function=turned(lambda x: (x.sum() * 0).sqrt()))  # 0, and its gradient is infinite times 0
     found["step"] = said(policy.step)
     found["same weights"] = all(map(torch.equal, weights, policy.chunks[0].parameters()))
-    found["temperatures"] = [said(lambda t=t: policy.logprobs(samples, t)) for t in (0, -1, 1e-40, math.inf)]
+    found["temperatures"] = [
+        said(lambda t=t: policy.logprobs(samples, t)) for t in (0, -1, 1e-40, math.inf, "1")
+    ]
     found["again"] = learn() == first
     return found
 

@@ -9,9 +9,12 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tiny.distributed import IMPORTED_ONCE
@@ -21,18 +24,30 @@ COMMAND = ROOT / "src/megatron_vlm/cli.py"
 
 
 def run_program(
-    path: Path, *arguments: object, timeout: float = 300, cwd: Path | str = ".", **environment: str
+    path: Path,
+    *arguments: object,
+    timeout: float = 300,
+    cwd: Path | str = ".",
+    until: Callable[[], bool] | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """`python PATH ARGUMENTS...` in the folder `cwd`, with these changes to the environment."""
+    """`python PATH ARGUMENTS...` in the folder `cwd`, with these changes to the environment. As soon as
+    `until` is true, it is killed with all its children."""
     words = [str(path), *map(str, arguments)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="program_") as folder:
         process = context.Process(
-            target=_main, args=(folder, words, os.path.abspath(cwd), os.environ | environment)
+            target=_main,
+            args=(folder, words, os.path.abspath(cwd), os.environ | environment, until is not None),
         )
         process.start()
-        process.join(timeout)
+        ends = time.monotonic() + timeout
+        while until and process.is_alive() and time.monotonic() < ends:
+            if until():
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join(0.005)
+        process.join(max(0.0, ends - time.monotonic()))
         in_time = process.exitcode is not None
         process.kill()
         process.join()
@@ -49,7 +64,9 @@ def run_anew(
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
 
 
-def _main(folder: str, words: list[str], cwd: str, environment: dict[str, str]) -> None:
+def _main(folder: str, words: list[str], cwd: str, environment: dict[str, str], own_group: bool) -> None:
+    if own_group:
+        os.setpgrp()
     for name, descriptor in {"out": 1, "err": 2}.items():
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)

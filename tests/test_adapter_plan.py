@@ -12,7 +12,8 @@ from megatron_vlm.config import fewest_processes
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import RESERVE, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
-from megatron_vlm.recipes import DEMO, RECIPES, compose
+from megatron_vlm.recipes import compose
+from megatron_vlm.recipes.published import SIZES
 
 WORST = 0.1  # between the planned and the rehearsed
 ROOT = Path(__file__).parent.parent
@@ -90,8 +91,8 @@ def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
 def test_each_family_has_a_file_of_adapters_that_fits_gpus_of_80_gb():
     rows = json.loads((ROOT / "reports/rehearsal_lora.json").read_text(encoding="utf-8"))
     files = {file.stem.removesuffix("_lora"): file for file in (ROOT / "recipes").glob("*_lora.yaml")}
-    families = {module for name, module in RECIPES.items() if DEMO not in name}
-    assert {RECIPES[name] for name in files} == families
+    family_of = {size.name: family for family, sizes in SIZES.items() for size in sizes}
+    assert {family_of[name] for name in files} == {*SIZES}
     for name, file in files.items():
         run = compose(file=file, arguments={"train_data_path": "none://"})
         alone = fewest_processes(run.parallel) == 1

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import adapter_parity
 import adapter_runs
 import parity
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.checks import patterns
 from megatron_vlm.checks.settings import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
-from megatron_vlm.models.adapters.targets import _all_but
+from megatron_vlm.models.adapters.files import _config_for_peft
+from megatron_vlm.models.adapters.targets import _all_but, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -73,7 +78,7 @@ def test_a_token_without_an_embedding_is_refused(story):
 
 def test_adapters_that_do_not_fit_on_the_disk_say_so_on_every_rank(story):
     for found in story[0]:
-        assert "could not be written" in found["too large"] and "make room" in found["too large"]
+        assert found["too large"].endswith("too large: File too large; give another path.")
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
@@ -278,9 +283,18 @@ def source(parts):
         ),
         ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
         (
+            {"target_modules": ["o_proj"], "layers_to_transform": [1, 99]},
+            "layers_to_transform: 99 is the layer of no module in target_modules; known are 0, 1",
+        ),
+        (
             {"modules_to_save": ["lm_haed"]},
             r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
         ),
+        (
+            {"r": 65, "target_modules": ["o_proj"]},
+            "adapter.r: a rank of 65 is more than .*, at most 64; give a",
+        ),
+        ({"rank_pattern": {"0.self_attn.q_proj": 10**9}}, "adapter.r: a rank of 1000000000 is more than"),
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
         ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
         (
@@ -298,8 +312,61 @@ def source(parts):
 )
 def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
     with pytest.raises(ConfigError, match=said):
-        named = AdapterConfig(r=4, **settings), source.hf_config, source.weight_map
+        named = AdapterConfig(**{"r": 4} | settings), source.hf_config, source.weight_map
         find_targets(*named), find_whole(*named)
+
+
+SLOW = r"(?:.|\w|l)*[XZ]"  # each name is tried in more ways than there is time
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *[{"target_modules": SLOW}, {"exclude_modules": SLOW}, {"modules_to_save": [SLOW]}],
+        *[{"rank_pattern": {SLOW: 8}}, {"alpha_pattern": {SLOW: 8}}],
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": [SLOW]},
+    ],
+)
+def test_a_pattern_that_never_ends_is_refused_by_name(source, monkeypatch, settings):
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    began = time.process_time()
+    with pytest.raises(
+        ConfigError, match=r"the pattern .*\(\?:\.\|.* was not done with .* after 0.1 s; write it"
+    ):
+        find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layers_to_transform": [1], "target_modules": ["q_proj", "fc1"]},
+        {"layers_to_transform": 0, "target_modules": ["q_proj"], "lora_alpha": 0.5},
+        {
+            "layers_to_transform": [0, 2],
+            "layers_pattern": "language_model.layers",
+            "target_modules": ["v_proj"],
+        },
+        {
+            "layers_to_transform": [1],
+            "layers_pattern": ["h", r"enc\w+\.layers"],
+            "target_modules": ["v_proj"],
+        },
+    ],
+)
+def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings):
+    """So are scales that are no whole numbers; and peft reads what is written of them."""
+    theirs = adapter_parity.peft_model(parts[0], {"r": 4} | settings)
+    theirs.save_pretrained(tmp_path)
+    adapter = settled(AdapterConfig(start=str(tmp_path)))
+    ours = find_targets(adapter, source.hf_config, source.weight_map)
+    found = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert found.keys() == {f"base_model.model.{target.module}" for target in ours}
+    assert 0 < len(ours) < 12
+    assert {m.scaling["default"] for m in found.values()} == {target.scale for target in ours}
+    written = LoraConfig(**_config_for_peft(adapter, [], "base"))
+    again = [name for name in hf_modules(source.hf_config) if check_target_module_exists(written, name)]
+    assert again == [target.module for target in ours]
 
 
 def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
@@ -335,10 +402,16 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
         ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
         ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
-        ({"layers_to_transform": [1]}, "layers_to_transform .* is not supported"),
-        ({"bias": "all"}, "bias all is not supported"),
+        ({"bias": "lora_only"}, "bias lora_only is not supported"),
+        (
+            {"layers_to_transform": [1], "target_modules": ".*q_proj"},
+            r"layers_to_transform: \[1\] with the re",
+        ),
+        ({"layers_pattern": "layers"}, "layers_pattern: is set without adapter.layers_to_transform"),
+        ({"target_modules": "(" * 5000}, r"\(\(.* is no regular expression \(maximum recursion"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
-        ({"r": 0}, "adapter.r: is missing"),
+        ({"r": 0}, "r 0 is no rank; give the folder of another adapter.$"),
+        ({"lora_alpha": 0}, "lora_alpha: 0 makes adapters that change nothing"),
         ({"r": "many"}, "adapter.r: 'many' does not fit"),
         ({"rank_pattern": [4]}, "adapter.rank_pattern: .* does not fit"),
         ({"target_modules": [["q_proj"]]}, "adapter.target_modules: .* does not fit"),
@@ -406,4 +479,5 @@ def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
     assert "lacks 1 tensors, such as base_model" in said["lacks"]
     assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
     assert "and must be floats of shape [4," in said["shape"]
+    assert "of F8_E4M3 and must be floats of shape [4," in said["fp8"]
     assert "holds values that are not finite" in said["nan"]

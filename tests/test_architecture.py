@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
-ONE_FILE_EACH = {SOURCE / "models" / "families", SOURCE / "recipes"}  # one file per HF model type
-LINES = 32_310
-CORE_LINES = 6_500  # of what one reads to understand a run
+ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
+LINES = 33_230
+CORE_LINES = 6_570  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.ledger import LostSample
-from megatron_vlm.data.load.base import close_loader
+from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 
 COUNT = 5 * PLACES

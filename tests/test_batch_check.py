@@ -30,6 +30,7 @@ def test_a_right_batch_comes_back():
     batch = good()
     assert check(batch) is batch
     batch["position_ids"] = batch["position_ids"].expand(3, 2, 5)
+    batch["__restore_key__"] = [("Webdataset", 3, "a.tar"), [[0, 17]], None]
     check(batch)
 
 
@@ -56,6 +57,8 @@ def set_at(key: str, row: int, token: int, value: int):
             "trained to predict the next; row 0, token 1",
         ),
         (lambda batch: batch["__key__"].pop(), "__key__ has 1 lists for 2 rows"),
+        (lambda batch: batch["__restore_key__"].append([{"images": b""}]), "__restore_key__ holds a dict"),
+        (lambda batch: batch["__restore_key__"].append((7, b"JFIF")), "__restore_key__ holds a bytes"),
         (
             lambda batch: setattr(batch["visual_inputs"], "image_grid_thw", torch.tensor([[1, 2, 2]])),
             "pixel_values has 8 patches, image_grid_thw 4",

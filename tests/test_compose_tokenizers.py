@@ -201,7 +201,7 @@ def test_padding_that_begins_texts_is_refused(towers, tmp_path):
             "{{ messages[0].content[0].text }}",
             "it writes 0 times <image> for one image; correct it, or leave",
         ),
-        (b"\xff\xfe", r"template\.jinja: no text, but a binary file; give a jinja file\."),
+        (b"\xff\xfe", r"template\.jinja is no text, but a binary file; give a text in UTF-8\."),
     ],
     ids=["damaged", "without images", "binary"],
 )
@@ -209,7 +209,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(towers, tmp_path, templa
     language, file = with_tokens(tmp_path / "language"), tmp_path / "template.jinja"
     file.write_bytes(template if isinstance(template, bytes) else template.encode())
     options = {"chat_template": file, "dry_run": True}
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ValueError, match=words):
         command(tmp_path / "out", str(towers["siglip2"]), str(language), **options)
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import ROOT, run_anew, run_program
+from PIL import Image
+from programs import COMMAND, ROOT, run_anew, run_program
 from safetensors.torch import load_file, save_file
 
+from megatron_vlm.commands.arguments import config_of_model
+from megatron_vlm.commands.verify import worst_tensors
 from tiny.checkpoints import build_tiny_checkpoint
 
 CONVERT = ROOT / "tools" / "convert_checkpoint.py"
@@ -37,6 +40,8 @@ def converted(tmp_path_factory) -> Path:
     settings = [f"hf_path={folder}/source", f"run_dir={folder}/run", "tp=1"]
     imported = convert("import", "--recipe", "qwen3_vl_2b", *settings)
     assert imported.returncode == 0, imported.stderr
+    (folder / "export.partial").mkdir()
+    (folder / "export.partial/thesis.txt").write_text("somebody's")
     exported = convert("export", folder / "run", folder / "export")
     assert exported.returncode == 0, exported.stderr
     return folder
@@ -54,10 +59,44 @@ def test_an_export_of_an_import_has_the_logits_of_the_source(converted):
     assert differences(answer) == [0, 0, 100]
 
 
+def test_an_export_leaves_what_others_have_beside_it_alone(converted):
+    assert (converted / "export.partial/thesis.txt").read_text() == "somebody's"
+    assert {path.name for path in converted.iterdir()} >= {"source", "run", "export", "export.partial"}
+    assert not list(converted.glob(".export*"))
+
+
 def test_a_run_has_the_logits_of_its_export(converted):
     answer = run_anew(CONVERT, "verify", converted / "run", converted / "export")
     assert answer.returncode == 0, answer.stderr
     assert differences(answer)[0] < 1e-4  # another implementation
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("checked", "most"), [("export", 1e-4), ("run", 0)])
+def test_a_run_may_be_what_is_compared_with(converted, checked, most):
+    answer = convert("verify", converted / checked, converted / "run")
+    assert answer.returncode == 0, answer.stderr
+    assert differences(answer)[0] <= most
+
+
+def test_a_checkpoint_is_asked_as_its_run_is(converted, tmp_path):
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (64, 48), "red").save(picture)
+    question = ["<image> What?", "--image", picture, "--max-new-tokens", "8"]
+    said = [
+        run_program(COMMAND, "generate", converted / of, *question, HF_HUB_OFFLINE="1")
+        for of in ("run", "source")
+    ]
+    assert [one.returncode for one in said] == [0, 0] and said[0].stdout == said[1].stdout != "\n"
+
+
+@pytest.mark.parametrize("command", ["verify", "generate"])
+def test_an_image_that_is_none_is_named(converted, tmp_path, command):
+    (tmp_path / "notes.txt").write_text("remember the milk")
+    words = [converted / "source", converted / "source" if command == "verify" else "<image> What?"]
+    answer = run_program(COMMAND, command, *words, "--image", tmp_path / "notes.txt")
+    assert answer.returncode == 2
+    assert f"--image: {tmp_path}/notes.txt: it is text; replace it" in answer.stderr.splitlines()[-1]
 
 
 @pytest.mark.long
@@ -82,18 +121,34 @@ def without_processor(converted: Path, folder: Path) -> Path:
 
 
 @pytest.mark.long
+def test_what_is_compared_needs_no_processor_of_its_own(converted, tmp_path):
+    bare = without_processor(converted, tmp_path / "bare")
+    assert differences(convert("verify", bare, converted / "source")) == [0, 0, 100]
+
+
+@pytest.mark.long
 def test_mistakes_are_short_messages(converted, tmp_path):
     bare = without_processor(converted, tmp_path / "bare")
     empty = tmp_path / "empty"
     empty.mkdir()
     for arguments, message in [
         (["/no", converted / "source"], "/no does not exist"),
-        ([converted / "export", "/no"], "checkpoint /no: no such folder"),
-        ([converted / "export", "no-such-name"], "checkpoint no-such-name: no such folder, and not"),
-        ([converted / "export", empty], "neither config.json of a checkpoint nor config.yaml of a run"),
-        ([converted / "export", bare], f"{bare}: no processor"),
+        ([converted / "export", "/no"], "/no does not exist; give a checkpoint folder or"),
+        ([converted / "export", "no-such-name"], "no-such-name does not exist here, nor in the hub's cache"),
+        ([converted / "export", empty], f"{empty} is a folder without config.json; give"),
+        ([converted / "export", bare], f"{bare} has no tokenizer"),
         ([converted / "export", converted / "source", "--image", "/no.png"], "/no.png does not exist"),
     ]:
         answer = convert("verify", *arguments)
         assert answer.returncode == 2, arguments
         assert message in answer.stderr and "Traceback" not in answer.stderr, answer.stderr
+
+
+def test_names_of_tensors_reach_no_terminal_raw(tiny_gemma3, tmp_path):
+    copy = Path(shutil.copytree(tiny_gemma3, tmp_path / "copy"))
+    save_file(
+        {**load_file(copy / "model.safetensors"), "a\x1b]0;pwn\x07": torch.ones(1)},
+        copy / "model.safetensors",
+    )
+    configs = [config_of_model(str(folder)) for folder in (copy, tiny_gemma3)]
+    assert worst_tensors(*configs) == [r"a\x1b]0;pwn\x07: only in one of them"]

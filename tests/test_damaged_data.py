@@ -15,6 +15,7 @@ from transformers import AutoProcessor
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.energon_safety import check_dataset
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
@@ -88,6 +89,7 @@ def missing(file):
 
 STILL_A_DATASET = [
     ("data.jsonl", cut),
+    ("dataset_info.json", of_wrong_values),  # one record, without turns
     ("parquet/b.parquet", missing),
     ("parquet/b.parquet", a_folder),
     ("saved/state.json", missing),
@@ -210,3 +212,51 @@ def test_a_metadataset_that_contains_itself_is_named(whole, encoder, tmp_path, b
         (copy / name).write_text(text.replace("path: shards", f"path: {inner}"))
     with pytest.raises(ValueError, match="meta.yaml: contains itself"):
         open_and_read(copy / "meta.yaml", encoder, "energon")
+
+
+MANY = "train-{00000..99999999999}.tar"
+
+
+@pytest.mark.parametrize(
+    "split, said",
+    [
+        ({"split_parts": {"train": [MANY]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["train-00000.tar"], "val": [MANY]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["train-00000.tar" + "{,}" * 40]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["{" + "{a,b}" * 40 + ",c}"]}}, "braces in braces"),
+        ({"split_parts": {"train": ["{1.." + "9" * 5000 + "}"]}}, "Exceeds the limit"),
+        (
+            {"split_parts": {"train": ["train-00000.tar"]}, "exclude": [f"train-00000.tar/{MANY}"]},
+            "more than",
+        ),
+        ({"split_parts": {"train": ["../shards/train-00000.tar"]}}, "leads out of the dataset"),
+        ({"split_parts": {"train": ["/etc/x.tar"]}}, "leads out of the dataset"),
+        ({"split_parts": {"train": ["train-00009.tar"]}}, "train-00009.tar, which .info.json does not count"),
+    ],
+)
+@pytest.mark.parametrize("name", ["split.yaml", "other.yaml"])
+def test_a_split_names_what_the_dataset_has(whole, encoder, tmp_path, name, split, said):
+    copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
+    (copy / ".nv-meta" / name).write_text(json.dumps(split))
+    with pytest.raises(ValueError, match=f"{name}: names .*{said}"):
+        check_dataset(copy)
+
+
+def test_braces_name_shards_and_excluded_samples(whole, encoder, tmp_path):
+    copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
+    split = {
+        "split_parts": {"train": ["train-{00000..00001}.tar"]},
+        "exclude": ["train-00000.tar/train-00000000{0..1}"],
+    }
+    (copy / ".nv-meta/split.yaml").write_text(json.dumps(split))
+    assert len({*open_and_read(copy, encoder, "energon")}) == ROWS - 2
+
+
+def test_metadatasets_that_name_each_other_twice_are_not_all_walked(whole, tmp_path):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    text = (copy / "meta.yaml").read_text()
+    for number in range(40):
+        inner = f"{{path: {number - 1}.yaml}}" if number else "{path: shards}"
+        (copy / f"{number}.yaml").write_text(text.replace("{path: shards}", f"{inner}\n      - {inner}"))
+    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets; take references out"):
+        check_dataset(copy / "39.yaml")

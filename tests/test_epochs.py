@@ -24,11 +24,11 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.held_out import is_held_out
-from megatron_vlm.milestones import Epochs, milestones, validation_words
+from megatron_vlm.files import read_rows
+from megatron_vlm.job.milestones import Epochs, milestones, validation_words
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from megatron_vlm.run_folder.batch_log import read_step
-from megatron_vlm.run_folder.run_log import read_metrics
 from tiny.distributed import run_distributed
 
 ROWS = 25
@@ -282,7 +282,7 @@ def test_a_run_of_three_ranks_ends_with_its_epochs_and_goes_on_for_another(run_d
     for epochs in (2, 3):
         counts = sum(seen[: steps_of(epochs)], Counter())
         assert set(counts.values()) <= {epochs, epochs + 1} and len(counts) == TRAINED
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
     assert [row["epoch"] for row in rows if "loss" in row] == pytest.approx([6 * s / TRAINED for s in steps])
     config = from_yaml((run_dir / "config.yaml").read_text())
     assert (config.train.steps, config.train.epochs) == (None, 3)
@@ -296,7 +296,7 @@ def test_a_run_writes_down_what_it_held_out_and_never_trains_it(run_dir):
 
 
 def test_the_best_checkpoint_is_kept_besides_the_last(run_dir):
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
     losses = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
     assert list(losses) == [steps_of(1), steps_of(2), steps_of(3)]
     best = f"step_{min(losses, key=losses.get):08d}"
@@ -347,7 +347,7 @@ def test_an_export_of_any_layout_is_that_of_its_checkpoint(folder, tiny_gemma3, 
     assert ended.returncode == 0, ended.stderr[-3000:]
     ours, theirs = (tensors_of(path) for path in (tmp_path / "run/exports/step_00000005", tmp_path / "last"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
+    rows = [row for row in list(read_rows(tmp_path / "run/metrics.jsonl")) if "loss" in row]
     assert [row["lr_projector"] / row["lr"] for row in rows] == pytest.approx([3e-3 / 2e-3] * 5)
     assert [row["epoch"] for row in rows] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
@@ -360,7 +360,7 @@ def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
     from megatron_vlm import exports
     from megatron_vlm.models.hf import open_source
 
-    monkeypatch.setattr(exports, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr("megatron_vlm.files.free_bytes", lambda path: 1000)
     with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):
         needed = exports._bytes_of(RunConfig(), open_source(tiny_gemma3))
         exports._make_room(tmp_path / "exports/step_00000007", needed)

@@ -19,6 +19,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.limits import workers_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from tiny.distributed import run_distributed
 
@@ -155,6 +156,22 @@ def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
     assert time.monotonic() - began < 60
     # torch's own words, when the signal arrives before the loader is asked again
     assert "DataLoader worker" in text and ("memory" in text or "killed by signal" in text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_worker_that_died_gives_no_state_and_its_signal_is_named(datasets, processor, number):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    loader = train_loader(datasets["energon"], encoder, num_workers=2)
+    next(loader)
+    worker = workers_of(loader._loader)[1]
+    os.kill(worker.pid, number)
+    worker.join()
+    with pytest.raises(
+        RuntimeError, match=rf"worker \(pid {worker.pid}\) was ended by signal {number:d} \({number.name}\): "
+    ) as ended:
+        loader.state_dict()
+    loader.close()
+    assert ("fewer data workers" in str(ended.value)) == (number == signal.SIGKILL)
 
 
 # -- checkpoints

@@ -1,19 +1,27 @@
-"""Whatever a path leads to: regular files are read, all else is refused at once and named."""
+"""Whatever a path leads to: regular files are read and written, all else is refused at once and named."""
 
+import ast
 import os
+import re
+import resource
 import socket
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from programs import COMMAND, run_program
 from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file
+from megatron_vlm.models.weights.exporting import copy_side_files
 from megatron_vlm.overrides import apply_overrides, to_yaml
+from megatron_vlm.supported import any_config
 
 
 @pytest.fixture
@@ -90,14 +98,14 @@ def test_a_database_that_is_no_file_is_missing(kinds, inside, tmp_path):
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet", ".arrow", ""])
 @pytest.mark.parametrize("kind", ["pipe", "link", "socket", "device"])
 def test_a_dataset_that_is_no_file_is_refused(kinds, kind, ending):
-    with pytest.raises(ValueError, match=r"is a .*, expected a file"):
+    with pytest.raises(ValueError, match=r"is a .*, not a file"):
         open_table(kinds(kind, ending))
 
 
 def test_a_pipe_within_a_dataset_folder_is_refused(tmp_path):
     (tmp_path / "data/inner").mkdir(parents=True)
     os.mkfifo(tmp_path / "data/inner/part.parquet")
-    with pytest.raises(ValueError, match=r"inner/part.parquet: is a pipe, expected a file"):
+    with pytest.raises(ValueError, match=r"inner/part.parquet is a pipe, not a file"):
         open_table(tmp_path / "data")
 
 
@@ -127,3 +135,205 @@ def test_commands_that_take_an_image_refuse_a_pipe(kinds, tmp_path):
     (run_dir / "checkpoints/latest").write_text("step_00000001")
     with pytest.raises(NotAFile):
         cli.generate(run_dir, "What?", [pipe], 1)
+
+
+# ---- written ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_through_a_link_or_into_a_pipe(kinds, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "to_mine").symlink_to("mine.txt")
+    (tmp_path / "to_nothing").symlink_to("nothing")
+    for name in ("to_mine", "to_nothing"):
+        for mode in ({}, {"append": True}, {"keep": True}):
+            with pytest.raises(NotAFile, match=f"{name} is a link, and nothing is written through links"):
+                files.open_to_write(tmp_path / name, **mode)
+    with pytest.raises(NotAFile, match="is a pipe, not a file"):
+        files.open_to_write(kinds("pipe"))
+    files.write_whole(tmp_path / "to_mine", "new")  # replaces the link
+    assert (tmp_path / "mine.txt").read_text() == "mine" and (tmp_path / "to_mine").read_text() == "new"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_file_is_emptied_continued_or_written_over(tmp_path):
+    for mode, content in [({}, b"ab"), ({"append": True}, b"abab"), ({"keep": True}, b"cbab"), ({}, b"d")]:
+        with files.open_to_write(tmp_path / "file", **mode) as file:
+            file.write({b"cbab": b"c", b"d": b"d"}.get(content, b"ab"))
+        assert (tmp_path / "file").read_bytes() == content
+    with pytest.raises(FileExistsError):
+        files.open_to_write(tmp_path / "file", new=True)
+
+
+def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):
+    def lines():
+        yield b"first\n"
+        raise ValueError("the source is bad")
+
+    files.write_whole(tmp_path / "file", "old")
+    with pytest.raises(ValueError, match="the source is bad"):
+        files.write_whole(tmp_path / "file", lines())
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@contextmanager
+def small_files(limit: int):
+    """Larger files fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "no"), RuntimeError("I/O error: full (os error 28)")])
+def test_an_error_of_the_disk_has_the_path_the_free_bytes_and_the_remedy(tmp_path, error):
+    """Of Python, and of a library in Rust."""
+    with pytest.raises(OSError) as caught, files.folder_aside(tmp_path / "new/out"):
+        raise error
+    said = r".*/new/out: No space left on device; \S+ [GM]B are free there; make room and start again\."
+    assert re.fullmatch(said, str(caught.value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_on_a_full_disk_is_named(tmp_path):
+    """As `preview` writes it."""
+    with small_files(1000), pytest.raises(OSError, match=r"page.html: File too large; give another path\.$"):
+        files.write_whole(tmp_path / "page.html", "a" * 2000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["out", "/proc/new"])
+def test_preparing_where_there_is_no_room_names_the_output(tmp_path, output):
+    source, out = write_sharegpt(tmp_path / "source", 4), tmp_path / output
+    with small_files(3000), pytest.raises(OSError) as caught:
+        prepare_energon_dataset(source, out, workers=1, progress=False)
+    why = "No such file or directory" if output == "/proc/new" else "File too large"
+    assert str(caught.value) == f"{out}: {why}; give another path."
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_two_that_write_one_folder_leave_each_other_alone(tmp_path):
+    """The first that ends has it; the other says so. Nobody else's folder is touched."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out exists; give a new name or remove it\.$"):  # noqa: SIM117
+        with files.folder_aside(tmp_path / "out") as slow:
+            (slow / "a").write_text("slow")
+            with files.folder_aside(tmp_path / "out") as fast:
+                (fast / "a").write_text("fast")
+    assert (tmp_path / "out/a").read_text() == "fast"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
+
+
+# ---- side files of a checkpoint ---------------------------------------------------------------------------
+
+
+def as_folder(root):
+    names = root / "ck"
+    names.mkdir(parents=True)
+    (names / "config.json").write_text("{}")
+    (names / "notes.txt").write_text("notes")
+    return names
+
+
+def as_hub_cache(root):
+    blobs, snapshot = root / "models--a--b/blobs", root / "models--a--b/snapshots/0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for blob, name, content in (("b1", "config.json", "{}"), ("b2", "notes.txt", "notes")):
+        (blobs / blob).write_text(content)
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def as_links(root):
+    (root / "links").mkdir(parents=True)
+    for file in as_folder(root).iterdir():
+        (root / "links" / file.name).symlink_to(file)
+    return root / "links"
+
+
+@pytest.mark.parametrize("make", [as_folder, as_hub_cache, as_links])
+def test_side_files_are_copied_and_links_out_of_a_checkpoint_are_refused(make, tmp_path):
+    folder, (out, second) = make(tmp_path / "in"), [tmp_path / "out", tmp_path / "second"]
+    out.mkdir()
+    second.mkdir()
+    copy_side_files(folder, out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "config.json": "{}",
+        "notes.txt": "notes",
+    }
+    assert not any(path.is_symlink() for path in out.iterdir())
+    (tmp_path / "private").write_text("private")
+    (folder / "more.txt").symlink_to(tmp_path / "private")
+    with pytest.raises(ConfigError, match=r"more.txt leads out of its folder, to .*/private; put a copy of"):
+        copy_side_files(folder, second)
+    assert "private" not in {path.read_text() for path in second.iterdir()}
+
+
+def test_a_pipe_beside_the_weights_is_refused_at_once(tmp_path):
+    folder = as_folder(tmp_path / "in")
+    os.mkfifo(folder / "zz.json")
+    with pytest.raises(NotAFile, match=r"zz.json is a pipe, not a file"):
+        copy_side_files(folder, tmp_path)
+    with pytest.raises(NotAFile, match=r"zz.json is a pipe, not a file"):  # before Transformers reads it
+        any_config(folder)
+
+
+# ---- the only way -----------------------------------------------------------------------------------------
+
+PACKAGE = Path(files.__file__).parent
+OPENING = {"open", "fdopen", "read_bytes", "read_text", "write_bytes", "write_text", "copy2", "copyfile"}
+OPENING |= {"copyfileobj", "copytree", "rename", "replace", "shutil.move", "safe_open", "save_file"}
+OPENING |= {
+    f"{module}.{name}" for module in ("np", "json", "torch", "pickle") for name in ("load", "save", "dump")
+}
+OF_FILES = {"read_text"}  # so a function of `files` is called, too, without a dot
+# what else opens: the call as it is written, and why it may
+ALLOWED = {
+    "path.open": "an object store's, which Energon opens",
+    "Path(f'/proc/{pid}/stat').read_text": "the kernel's",
+    "counts.read_text": "the kernel's",
+    "Image.open": "bytes",
+    "av.open": "bytes",
+    "tarfile.open": "a file that `files` has opened",
+    "lmdb.open": "a file that `files` has checked",
+    "safe_open": "mapped; `weight_files` has checked it",
+    "save_file": "into a folder aside",
+    "archive.open": "of a file that `files` has opened",
+    "part.source.open": "a table",
+    "self.source.open": "a table, which opens through `files`",
+    "source.open": "a table",
+    "job.source.open": "a table",
+    "StreamedRows.open": "a table",
+    "os.rename": "the protocol of checkpoints, see `run_folder.folder`",
+    "os.replace": "the protocol of checkpoints",
+    "folder.rename": "an export that is replaced",
+    "(folder / file).rename": "within a folder aside",
+    "(folder / next(iter(files))).rename": "within a folder aside",
+    "file.replace": "somebody's recipe gets another name",
+}
+
+
+def test_no_room_opens_files_but_through_files():
+    met, wrong = set(), []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())) if path != PACKAGE / "files.py" else ():
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            last = called.rpartition(".")[2]
+            if not {called, last} & OPENING or called in OF_FILES or is_no_file(called, node):
+                continue
+            met.add(called)
+            wrong += [f"{path}:{node.lineno}: {called}"] if called not in ALLOWED else []
+    assert wrong == []
+    assert met == set(ALLOWED)
+
+
+def is_no_file(called: str, node: ast.Call) -> bool:
+    """`replace` of text and of dataclasses; a path's takes one argument."""
+    of_paths = called == "os.replace" or (len(node.args) == 1 and not node.keywords)
+    return called.endswith("replace") and not of_paths

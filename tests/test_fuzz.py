@@ -33,9 +33,9 @@ from megatron_vlm.data.drops import REASONS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.marks import RESERVED as MARKS
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.load.base import close_loader
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
+from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
 

@@ -1,6 +1,7 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +64,63 @@ def test_values_outside_any_range_are_stretched():
     assert (pixels.min(), pixels.max()) == (0, 255)
 
 
+def noisy(mode, width=96, height=64):
+    rng = np.random.default_rng(0)
+    if mode in ("I;16", "I", "I far", "F", "F far"):
+        values = rng.random((height, width)) * {"I;16": 65535, "I": 65535, "F": 1}.get(mode, 1e6)
+        return Image.fromarray(
+            values.astype({"I;16": np.uint16}.get(mode, np.int32 if "I" in mode else np.float32))
+        )
+    values = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return Image.fromarray(values, "CMYK" if mode == "CMYK" else "RGBA").convert(mode)
+
+
+def by_one_formula(mode, image):
+    """8 bits of a whole grey image at once."""
+    values = np.asarray(image, np.float64)
+    low, white = (values.min(), np.ptp(values)) if "far" in mode else (0, 1 if mode == "F" else 65535)
+    return np.rint((values - low) * (255 / white)).astype(np.uint8)[..., None].repeat(3, 2)
+
+
+MODES = ("I;16", "I", "I far", "F", "F far", "1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_image_is_the_same_in_bands(monkeypatch, mode):
+    image = noisy(mode)
+    data = encoded(image, "PNG" if mode in ("LA", "P", "RGBA", "I;16") else "TIFF")
+    whole = images.decode_pixels(data)
+    if mode[0] in "IF":
+        np.testing.assert_array_equal(whole, by_one_formula(mode, image))
+    monkeypatch.setattr(images, "BAND_PIXELS", 96 * 5)
+    np.testing.assert_array_equal(images.decode_pixels(data), whole)
+
+
+KINDS = {  # mode and format: the most bytes a pixel that decoding takes
+    **{("I;16", "PNG"): 8, ("RGBA", "PNG"): 8, ("RGB", "PNG"): 8, ("CMYK", "JPEG"): 8},
+    **{("RGB", "WEBP"): 20, ("RGB", "JPEG2000"): 20},
+}
+
+
+@pytest.mark.parametrize("mode, format", KINDS)
+def test_a_large_image_takes_a_few_bytes_a_pixel(mode, format):
+    side = 5000
+    image = Image.new("L", (side, side)) if mode == "I;16" else Image.new(mode, (side, side))
+    image = Image.fromarray(np.asarray(image, np.uint16)) if mode == "I;16" else image
+    data = encoded(image, format, **({"method": 0} if format == "WEBP" else {}))
+    del image
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    assert images.decode_pixels(data).shape == (side, side, 3)
+    taken = (memory("VmHWM") - before - 75_000_000) / side**2  # one band, and what the allocator keeps
+    assert taken < KINDS[mode, format], taken
+
+
+def memory(name):
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+
 def test_exif_rotation_is_applied():
     image = Image.new("RGB", (16, 8), "black")
     image.paste("red", (0, 0, 8, 8))  # left half; orientation 6 shows it on top
@@ -100,6 +158,16 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + header + struct.pack(">I", 1000) + b"IDAT"
 
 
+def tiff_of_a_large_tile():
+    """64 pixels wide, of which libtiff would decode a gigabyte."""
+    tags = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1, 322: 2**15, 323: 2**15, 324: 8, 325: 0}
+    data = zlib.compress(bytes(2**20))
+    tags[325] = len(data)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + directory
+
+
 def flipped_png():
     data = bytearray(encoded(Image.effect_noise((64, 64), 50)))
     data[60:90] = bytes(30)
@@ -122,9 +190,10 @@ NOISE_JPEG = encoded(Image.effect_noise((64, 64), 50), "JPEG")
         (png_header(9000, 9000), "image_too_large"),
         (png_header(12_000, 12_000), "image_too_large"),
         (png_header(60_000, 60_000), "image_too_large"),
+        (tiff_of_a_large_tile(), "image_too_large"),
         (encoded(Image.new("L", (1, 201))), "image_aspect"),
     ],
-    ids="empty text damaged eps nan truncated large warned bomb long".split(),
+    ids="empty text damaged eps nan truncated large warned bomb tile long".split(),
 )
 def test_a_bad_image_says_why(data, reason):
     with pytest.raises(BadSample) as bad:

@@ -121,7 +121,7 @@ def _kill_everywhere(root: str, every: int) -> dict:
     _in_fork(lambda: _train(str(folder / "whole"), folder / "progress", 0), whole)
     points = json.loads(whole.read_text())["points"]
     outcomes = []
-    for at in range(1, points + 1, every):
+    for at in sorted({*range(1, points, every), points}):  # the last one, too: all is saved, not all removed
         run_dir, progress, result = (folder / f"{at}{kind}" for kind in ("", ".progress", ".json"))
         progress.write_text("0")
         killed = _in_fork(lambda: _train(str(run_dir), progress, at, STEPS), folder / "killed.json")  # noqa: B023

@@ -16,8 +16,9 @@ import pytest
 from programs import run_program
 
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.job.failures import named
 from megatron_vlm.job.last_words import last_words
+from megatron_vlm.job.reasons import named
+from megatron_vlm.job.watchdog import describe
 
 TESTS = Path(__file__).parent
 AT_ONCE = 4
@@ -50,14 +51,14 @@ LONG_CASES = [
         "stop",
         2,
         3,
-        rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\) while training step 3\.",
+        rf"came further for {HANG} s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\) while training step 3\.",
         STACKS,
     ),
     (
         "os_exit",
         2,
         1,
-        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it\.",
+        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it: ",
         FROM_CHECKPOINT,
     ),
     ("exit", 1, 1, r"training step 3: it left with sys.exit\(0\) before the work was done; start again"),
@@ -71,15 +72,15 @@ LONG_CASES = [
         "hang",
         1,
         3,
-        rf"no rank came further for {HANG} s: rank 0 hangs while training step 3, in .*small_job.py:\d+",
+        rf"for {HANG} s: rank 0 \(pid \d+\) hangs while training step 3, in .*small_job.py:\d+",
         STACKS,
     ),
-    ("hang", 2, 3, r"rank 1 hangs while training step 3, in .*small_job.py:\d+", STACKS),
-    ("data", 2, 3, r"rank 1 hangs while waiting for the data of step 3, in select ", STACKS),
-    ("import", 2, 3, r"rank 1 hangs while importing a checkpoint, in .*small_job.py:\d+", STACKS),
-    ("save", 2, 3, r"rank 1 hangs while saving step 3, in .*small_job.py:\d+", STACKS),
-    ("before", 2, 3, r"rank 1 hangs while starting, in .*small_job.py:\d+", STACKS),
-    ("spin", 2, 3, r"rank 1 hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
+    ("hang", 2, 3, r"rank 1 \(pid \d+\) hangs while training step 3, in .*small_job.py:\d+", STACKS),
+    ("data", 2, 3, r"rank 1 \(pid \d+\) hangs while waiting for the data of step 3, in select ", STACKS),
+    ("import", 2, 3, r"rank 1 \(pid \d+\) hangs while importing a checkpoint, in .*small_job.py:\d+", STACKS),
+    ("save", 2, 3, r"rank 1 \(pid \d+\) hangs while saving step 3, in .*small_job.py:\d+", STACKS),
+    ("before", 2, 3, r"rank 1 \(pid \d+\) hangs while starting, in .*small_job.py:\d+", STACKS),
+    ("spin", 2, 3, r"rank 1 \(pid \d+\) hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
     (
         "crash",
         2,
@@ -148,7 +149,7 @@ def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
     ("fault", "reason"),
     [
         ("value", r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda>"),
-        ("stop", rf"no rank came further for {HANG} s: rank 1 pid \d+ is stopped \(SIGSTOP\)"),
+        ("stop", rf"no rank came further for {HANG} s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\)"),
     ],
 )
 def test_under_torchrun_itself_the_rank_that_failed_speaks(fault, reason, tmp_path):
@@ -176,6 +177,27 @@ def test_what_torchrun_does_to_the_other_ranks_is_not_the_reason(codes, code, sa
     """It ends them with SIGTERM."""
     ended, message = last_words({}, codes)
     assert ended == code and re.match(f"megatron-vlm: {said}", message)
+
+
+def test_a_rank_whose_interpreter_was_held_is_named():
+    """faulthandler's timer ends it with 1, and it says nothing."""
+    content = {"doing": "training step 3", "ended": None, "hang_seconds": 20.0, "looked": time.time() - 31}
+    ended, message = last_words({0: content | {"looked": time.time()}, 1: content}, {0: -15, 1: 1})
+    assert ended == 3
+    assert message.startswith("megatron-vlm: rank 1 let no other code run for 20 s while training step 3")
+
+
+def test_a_data_worker_that_is_stopped_is_no_reason_to_wait_longer():
+    where = "select (selectors.py:415); its data worker (pid 7) is stopped (SIGSTOP)"
+    content = {
+        "host": "another",
+        "pid": 5,
+        "doing": "saving step 6",
+        "hang": {"waits": False, "where": where},
+    }
+    said = describe({0: content}, 20, Path("run/errors"))
+    assert "its data worker (pid 7) is stopped (SIGSTOP)" in said and "raise train.hang_seconds" not in said
+    assert said.endswith("; start again to go on from the last checkpoint.")
 
 
 def still_running(run_dir: Path) -> list[str]:
@@ -223,6 +245,69 @@ def test_a_command_goes_on_in_a_folder_that_may_only_be_read():
         os.chmod(folder, 0o555)
         subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=60)
         assert not os.listdir(folder)
+
+
+# what a single process does in its third step -> exit code, and what it says; its last line is the remedy
+ALONE = {
+    "os.kill(os.getpid(), signal.SIGTERM)": (
+        143,
+        "stopped by SIGTERM after step 2; start again to go on from ",
+    ),
+    "os.kill(os.getpid(), signal.SIGHUP)": (
+        129,
+        "stopped by SIGHUP after step 2; start again to go on from ",
+    ),
+    "os.kill(os.getpid(), signal.SIGBUS)": (
+        -7,
+        "was ended by signal 7 (SIGBUS) while training step 3: a file ",
+    ),
+    "ctypes.string_at(0)": (
+        -11,
+        "was ended by signal 11 (SIGSEGV) while training step 3: it crashed in compiled",
+    ),
+    "re.fullmatch('(a?){40}b', 'a' * 40)": (
+        1,
+        "let no other code run for 1 s while training step 3, or was ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_a_process_that_nothing_waits_for_has_its_last_line_too(fault, tmp_path):
+    code, said = ALONE[fault]
+    program = (
+        "import ctypes, os, re, signal, sys; from megatron_vlm.job import failures, watchdog\n"
+        "watchdog.TIMER_AFTER = 1\n"
+        "with failures.LastWords('megatron-vlm'), watchdog.watching(sys.argv[1], 1):\n"
+        "    watchdog.beat('training step 3', step=2)\n"
+        f"    {fault}"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with (tmp_path / "screen").open("w+") as screen:  # a pipe would wait for all that may write into it
+        assert subprocess.run(command, stderr=screen, timeout=60).returncode == code
+        screen.seek(0)
+        printed = screen.read().splitlines()
+    assert printed[0].startswith("megatron-vlm: ") and said in printed[0]
+    assert printed[-1].endswith("to go on from the last checkpoint.") and len(printed) <= 2
+    if code < 128:
+        stacks = (tmp_path / "errors/rank0.txt").read_text()
+        assert 'File "<string>", line 5' in stacks
+
+
+def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+    program = (
+        "import os, signal, tempfile; from megatron_vlm.job import guard, ranks; guard._RANKS_END = 0.1\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    guard.start(ranks.RankFile(None), folder=folder); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+    said = subprocess.run([sys.executable, "-c", program], **options).stderr
+    assert "is no more while starting: something outside did it, most often for want of memory" in said
+    deadline = time.monotonic() + 30
+    while any(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():

@@ -9,19 +9,20 @@ import pytest
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
+from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.paths import DataSource, paths_of, sources_of, unread_end
+from megatron_vlm.data.paths import DataSource, paths_of, sources_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
+from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from megatron_vlm.run_folder.batch_log import read_step
-from megatron_vlm.run_folder.run_log import read_metrics
 from tiny.distributed import run_distributed
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0
@@ -77,6 +78,10 @@ def epochs_of(kind, paths, processor, count, world_size=1, **settings):
     return seen
 
 
+def repeated(paths, *ends):
+    return [f"{path}{end}" for path, end in zip(paths, ends, strict=True)]
+
+
 def rows(kind, name):
     return SIZES[name] - (2 if kind == "energon" else 0)
 
@@ -96,13 +101,13 @@ def test_an_epoch_has_each_sample_of_each_path_once(sources, processor, kind, nu
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_has_each_sample_as_often_as_its_path_is_repeated(sources, processor, kind, num_workers):
     a, b = rows(kind, "a"), rows(kind, "b")
-    settings = {"num_workers": num_workers, "repetitions": [1, 3]}
-    seen = epochs_of(kind, sources[kind], processor, 2 * (a + 3 * b), **settings)
+    paths = repeated(sources[kind], "", "*3")
+    seen = epochs_of(kind, paths, processor, 2 * (a + 3 * b), num_workers=num_workers)
     assert sorted(seen.values()) == [2] * a + [6] * b
 
 
 def test_a_part_of_a_path_is_another_one_in_each_epoch(sources, processor):
-    seen = epochs_of("hf", sources["hf"], processor, 2 * (12 + 4), repetitions=[1, 0.5], num_workers=0)
+    seen = epochs_of("hf", repeated(sources["hf"], "", "*0.5"), processor, 2 * (12 + 4), num_workers=0)
     assert sorted(seen.values()) == [1] * 8 + [2] * 12
 
 
@@ -116,7 +121,7 @@ def test_a_part_of_a_path_is_another_one_in_each_epoch(sources, processor):
     ],
 )
 def test_an_epoch_has_as_many_rows_as_the_path_says(sources, processor, counts, epochs, expected):
-    paths = [str(path) + count for path, count in zip(sources["hf"], counts, strict=True)]
+    paths = repeated(sources["hf"], *counts)
     total = sum(one.rows_in_an_epoch(rows) for one, rows in zip(sources_of(paths), (12, 8), strict=True))
     seen = epochs_of("hf", paths, processor, epochs * total, num_workers=0)
     assert Counter(seen.values()) == expected
@@ -141,16 +146,18 @@ def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
 ENDS = ["*x", "*", "*-1", "*nan", "*inf", "*1e-1", "*30%", "*.jsonl", f"*{10**9}", "#x", "#", "#-1", "#1.5"]
 
 
-@pytest.mark.parametrize("end", [*ENDS, "#5*0.3", "*0.3#5", "#5 ", "# 5", f"#{10**18}"])
+@pytest.mark.parametrize("end", [*ENDS, "#5*0.3", "*0.3#5", "#5 x", "# 5", f"#{10**18}"])
 def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
     """If the name of an existing file does not hold it."""
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
-    Path("a/b").touch()
-    assert unread_end(f"a/b{end}") == unread_end(f"c#d/no{end}") == end
-    Path(f"a/b{end}").touch()
-    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/no", "c#d/no", "s3://a/b*x"):
-        assert unread_end(good) is None
+    Path("a/b").write_text('{"question": "q", "answer": "a"}')
+    for kind in ("hf", "energon"):
+        [problem] = data_problems(DataConfig(dataset_type=kind), "path", f"a/b{end}")
+        assert problem.startswith("path: a/b") and "#5000, or a share, *0.3, and patterns" in problem
+    Path(f"a/b{end}").write_text('{"question": "q", "answer": "a"}')
+    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/b #5", " a/b", "a/b#5 ", "s3://a/b*x"):
+        assert not list(data_problems(DataConfig(dataset_type="hf"), "path", good)), good
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,6 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
     [
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
         ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
-        ("hf", ["a.jsonl*2", "b.jsonl"], {"repetitions": [1, 2]}, "give one of both"),
         ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
         ("energon", ["a#5", "b"], {}, "is read whole; drop what follows the path"),
         ("energon", ["a*0.5", "b"], {}, "give an integer after"),
@@ -191,24 +197,24 @@ def test_what_paths_say_is_checked(kind, paths, others, message):
 def test_a_list_resumes_exactly_and_its_samples_are_made_again(
     sources, processor, kind, settings, num_workers, tmp_path
 ):
-    settings = settings | {"num_workers": num_workers, "repetitions": [2, 1]}
+    paths, settings = repeated(sources[kind], "*2", ""), settings | {"num_workers": num_workers}
     settings |= {"lengths_cache": str(tmp_path)} if kind == "hf" else {}
 
     def content(batch):
         return keys(batch), batch["input_ids"].tolist(), batch["labels"].tolist()
 
-    loader = open_loader(kind, sources[kind], processor, **settings)
+    loader = open_loader(kind, paths, processor, **settings)
     for _ in range(3):
         last = next(loader)
     state = json.loads(json.dumps(loader.state_dict()))
     expected = [content(next(loader)) for _ in range(9)]
     loader.close()
-    resumed = open_loader(kind, sources[kind], processor, **settings)
+    resumed = open_loader(kind, paths, processor, **settings)
     resumed.load_state_dict(state)
     assert [content(next(resumed)) for _ in range(9)] == expected
     resumed.close()
     key = json.loads(json.dumps(last["__restore_key__"]))
-    again = open_loader(kind, sources[kind], processor, **settings)
+    again = open_loader(kind, paths, processor, **settings)
     assert content(again.replay(key)) == content(last)
     again.close()
 
@@ -242,7 +248,7 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
     for steps in (2, 4):
         run_distributed(1, train_list, steps, str(tmp_path), str(tiny_gemma3), sources["hf"])
     names, trained = path_names(sources["hf"]), Counter()
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     held = (tmp_path / "run" / "held_out.jsonl").read_text().splitlines()
     held = Counter(json.loads(line)["key"].rpartition("-")[0] for line in held)
     validations = [row for row in rows if "valid_loss" in row]
@@ -277,8 +283,8 @@ def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])
 def test_other_repetitions_are_refused_by_name(sources, processor, kind):
-    loader = open_loader(kind, sources[kind], processor, repetitions=[1, 2], num_workers=0)
-    with pytest.raises(ValueError, match=r"repetitions: saved \[1, 2\], now None"):
+    loader = open_loader(kind, repeated(sources[kind], "", "*2"), processor, num_workers=0)
+    with pytest.raises(ValueError, match=r"repetitions: saved \[None, 2.0\], now None"):
         open_loader(kind, sources[kind], processor, num_workers=0).load_state_dict(loader.state_dict())
 
 
@@ -333,7 +339,7 @@ def config(*overrides, **settings):
         (config(**{"data.train_data_path": ["/a", "/b"]}), ["/a", "/b"]),
         (config("data.train_data_path=[/a,/b]"), ["/a", "/b"]),
         (config("data.train_data_path=/a,b"), ["/a,b"]),
-        (from_yaml(to_yaml(config("data.train_data_path=[/a,'${run_dir}/b']"))), ["/a", "r/b"]),
+        (from_yaml(to_yaml(config("data.train_data_path=[/a,'r/b']"))), ["/a", "r/b"]),
     ],
 )
 def test_paths_are_text_or_a_list(found, paths):
@@ -349,9 +355,6 @@ def test_what_is_no_path_is_refused(value):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"repetitions": [1]}, "data.repetitions: 1 for 2 of data.train_data_path; give one for each"),
-        ({"repetitions": [1, 0]}, "each is more than 0"),
-        ({"repetitions": [1, 1.5]}, "an energon dataset is repeated whole; use integers"),
         ({"train_data_path": ["/a", "/a"]}, "data.train_data_path: /a is given twice"),
         ({"dataset_type": "hf", "streaming": True}, "data.streaming: is for a single data.train_data_path"),
         ({"dataset_type": "hf", "datasets": ["x"]}, "data.datasets: is for a single data.train_data_path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -40,4 +41,16 @@ def test_a_long_text_keeps_both_ends():
 
 def test_a_message_keeps_its_own_lines():
     assert printable_lines("one\ntwo \x1b[31m" + "y" * 500) == "one\ntwo \\x1b[31m" + "y" * 500
+    answer = "a\tb\u00a0:\u3000\u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f467\n"
+    assert printable_lines(answer + "\x1b]0;x\x07\r\u202e\x9b") == answer + r"\x1b]0;x\x07\r\u202e\x9b"
     assert printable(ValueError("a\nb")) == r"a\nb"
+
+
+def test_what_a_library_logs_reaches_no_terminal_raw(capfd):
+    code = (
+        "import logging; from megatron_vlm.messages import PrintableRecord\n"
+        "logging.setLogRecordFactory(PrintableRecord)\n"
+        "logging.getLogger('transformers.x').warning('\\x1b[1mkey\\x1b[0m %s\\nnext', 'a\\x1b]0;pwn\\x07')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err == "key a\\x1b]0;pwn\\x07\nnext\n"

@@ -4,9 +4,11 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from contact_sheet import contact_sheet
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml
-from megatron_vlm.run_folder.run_log import RunLogger, contact_sheet, draw_losses, read_metrics
+from megatron_vlm.run_folder.run_log import RunLogger, draw_losses
 
 
 def config(*overrides: str) -> RunConfig:
@@ -17,7 +19,7 @@ def log_steps(logger: RunLogger, first: int, last: int, loss: float = 1.0) -> No
     for step in range(first, last + 1):
         numbers = {"loss": loss / step, "lr": 0.1, "grad_norm": 2.0, "trained_tokens": 10, "seconds": 0.5}
         of_source = {"trained_tokens/a": 4, "loss/a": 2.0}
-        logger.log_step(step, **numbers, dropped=step - first + 1, figures=of_source)
+        logger.log_step(step, **numbers, dropped=step, figures=of_source)
 
 
 def test_a_step_is_a_row_with_its_numbers(tmp_path):
@@ -25,7 +27,7 @@ def test_a_step_is_a_row_with_its_numbers(tmp_path):
     logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, dropped=3)
     logger.log_step(2, float("nan"), 0.2, 2.0, 30, 0.5)
     logger.close()
-    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    first, second = list(read_rows(tmp_path / "metrics.jsonl"))
     assert first == {
         "step": 1,
         "loss": 3.0,
@@ -47,7 +49,7 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
     logger = RunLogger(tmp_path, config("logging.tensorboard=true"), total_steps=1)
     logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, figures=figures)
     logger.close()
-    assert figures.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items()
+    assert figures.items() <= list(read_rows(tmp_path / "metrics.jsonl"))[0].items()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("mfu")[0].value == pytest.approx(0.4127)
     shown = "MFU 41.3% · 9,876 tokens/s/device · 12.0 images/s/device · padding 26% · data 0.25 s · 61.2 GB"
@@ -61,10 +63,10 @@ def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
     first.log_eval(2, 0.7)
     first.log_eval(4, 0.6)
     first.close()
-    resumed = RunLogger(tmp_path, config(), total_steps=6, start_step=3)
+    resumed = RunLogger(tmp_path, config(), total_steps=6, start_step=3, totals={"trained_tokens": 20})
     log_steps(resumed, 3, 6, loss=2.0)
     resumed.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["valid_loss"] for row in rows if "valid_loss" in row] == [0.7]
     assert [row["trained_tokens"] for row in rows if "loss" in row] == [10, 20, 30, 40, 50, 60]
@@ -80,13 +82,10 @@ def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
     resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, totals=totals)
     log_steps(resumed, 6, 9)
     resumed.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
     assert [row["dropped_samples"] for row in rows] == [1, 3, 6, 9]
     assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36] and "rows" not in rows[-1]
-    again = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=7)
-    again.close()
-    assert again.totals == {"trained_tokens": 60, "dropped_samples": 6, "trained_tokens/a": 24}
 
 
 @pytest.mark.parametrize("line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n"])
@@ -101,13 +100,13 @@ def test_a_row_cut_short_by_a_kill_does_not_stop_a_resume(tmp_path):
     logger = RunLogger(tmp_path, config(), total_steps=2, start_step=2)
     log_steps(logger, 2, 2)
     logger.close()
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
     logger = RunLogger(tmp_path, config(), total_steps=9)
     log_steps(logger, 1, 1)
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
     logger.close()
 
 
@@ -115,7 +114,7 @@ def test_log_every_leaves_steps_out_but_not_their_tokens(tmp_path):
     logger = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=7)
     log_steps(logger, 1, 7)
     logger.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (7, 70)]
 
 
@@ -181,8 +180,3 @@ def test_contact_sheet_writes_right_in_green_and_wrong_in_red(tmp_path):
 def test_contact_sheet_shows_an_answer_that_looks_like_a_formula(tmp_path):
     contact_sheet([[Image.new("L", (8, 8))]], [r"What?\n$\nonsense{$"], [True], tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").exists()
-
-
-def test_contact_sheet_of_unequal_lists_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="1 samples of images, 2 captions and 1 verdicts"):
-        contact_sheet([[Image.new("L", (2, 2))]], ["a", "b"], [True], tmp_path / "sheet.png")

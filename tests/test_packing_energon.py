@@ -15,8 +15,8 @@ from transformers import AutoProcessor
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.load.base import close_loader
 from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 SEQ_LENGTH = 160

@@ -98,12 +98,12 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
     ]
     done = run_program(ROOT / "tools/precompute_tokens.py", "--recipe", "gemma3_tiny_digits", *settings)
     assert "40 of 40 samples fit; 0 will be dropped" in done.stdout, done.stderr
-    (measured,) = tmp_path.rglob("*.npy")
+    (measured,) = tmp_path.rglob("*.lengths")
     written = measured.stat().st_mtime_ns
     data = compose("gemma3_tiny_digits", settings=settings).data
     encoder = train_encoder(data, AutoProcessor.from_pretrained(tiny_gemma3), DataNeeds())
     HFProvider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
-    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")] == [written]
+    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.lengths")] == [written]
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -94,7 +95,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
         "loss_mask": torch.ones(rows, length),
         "visual_inputs": None,
     }
-    layout = StreamLayout(batch, torch.zeros_like, False, 1)
+    layout = StreamLayout(batch, np.zeros_like, False, 1)
     stream = layout.stream(0, rows * length, {None}, setup.device())
     for name, architecture in architectures.items():
         saved, counted = [], []
@@ -104,8 +105,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
                 cut["moe_layer_freq"] = cut["moe_layer_freq"][:layers]
             run = RunConfig()
             run.model.load_weights = False
-            layout = pipeline_layout(layers, 0, 0, run.parallel)
-            config = language_model_config(run, cut, layout)
+            config = language_model_config(run, cut, (layers, 0, 0))
             model = LanguageModel(config, Rotary([(torch.ones(8), 1.0)]), True, True, None)
             weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
             kept: list[torch.Tensor] = []

@@ -44,7 +44,7 @@ WRONG = {
     ),
     "no image": (
         lambda s: {"input_ids": s[1]["input_ids"]},
-        r"\d+ placeholders for 0 features of its images and videos",
+        r"\d+ placeholders for 0 features of its images",
     ),
     "another's images": (
         lambda s: s[1] | {"pixel_values": s[2]["pixel_values"]},
@@ -132,6 +132,7 @@ def test_a_normalizer_is_one_number_above_zero(found):
             "ValueError: normalizer is 0; give a number above 0, the same on all ranks."
         )
         assert "normalizer is nan" in said["no number"][0]
+        assert "normalizer is None; give a number above 0" in said["none"][0]
 
 
 @long

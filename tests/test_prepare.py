@@ -204,7 +204,7 @@ def test_refuses_an_output_that_holds_anything(tmp_path):
     source = write_sharegpt(tmp_path / "source", 2)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="not empty; choose another output"):
+    with pytest.raises(FileExistsError, match="out exists; give a new name or remove it"):
         prepare(source, tmp_path / "out")
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
 
@@ -230,7 +230,7 @@ def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
     source = write_sharegpt(tmp_path / "in", 10)
     (tmp_path / "in/images").rename(tmp_path / "images")
     ended = run_program(TOOL, source, tmp_path / "out", "--workers", "1")
-    assert f"add --image-root {tmp_path}." in ended.stderr and ended.returncode == 2
+    assert "give --image-root FOLDER, where these paths start." in ended.stderr and ended.returncode == 2
     (tmp_path / "in/images").mkdir()
     last = sorted((tmp_path / "images").iterdir())[-1]
     last.rename(tmp_path / "in/images" / last.name)
@@ -250,7 +250,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, stop):
     source.write_text(source.read_text() * 500)
     process = start_tool(source, tmp_path / "out", "--workers", "2", "--samples-per-shard", "100")
     deadline = time.monotonic() + 300  # as below, only so that a hang ends
-    while not list(tmp_path.glob(".out.partial-*/train-*.tar")):
+    while not list(tmp_path.glob(".out.*.partial/train-*.tar")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     if stop == signal.SIGINT:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -16,6 +17,7 @@ from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.records import hub
 from megatron_vlm.overrides import apply_overrides
 
 METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
@@ -196,3 +198,60 @@ def test_a_folder_is_refused_only_where_its_records_would_not_be_read(tmp_path, 
     assert [
         text.endswith(f"and {unread} in it is not read; give {tmp_path / str(unread)}.") for text in said
     ] == ([True] if unread else [])
+
+
+CARDS = {  # what a dataset's card says -> how it is refused
+    "configs: [{config_name: default, data_files: 'http://127.0.0.1:9/x.jsonl'}]": "names the data http://127",
+    "configs: [{config_name: a, data_files: [{split: a, path: [rows.jsonl, ../x.jsonl]}]}]": "leads to",
+    "configs: [{config_name: a, data_files: 'zip://rows.jsonl::rows.zip'}]": "names the data zip://",
+    "configs: [{config_name: a, data_files: /etc/passwd}]": "leads to /etc/passwd, outside of",
+    "configs: [{config_name: a, data_dir: ../other}]": "leads to ../other, outside of",
+    "configs: [{config_name: a, data_files: link.jsonl}]": "leads to link.jsonl, outside of",
+    "configs: [{config_name: a, data_files: 'l*.jsonl'}]": "leads to .*link.jsonl, outside of",
+    "a: &a [x, x]\nb: [*a, *a]": "aliases are not read",
+    "configs: [{config_name: a, data_files: [{split: train, path: 'rows*'}, "
+    "{split: val, path: more/**}]}]": None,
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("card", CARDS)
+def test_the_card_of_a_dataset_names_its_own_data(tmp_path, monkeypatch, card, streaming):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    (folder / "more").mkdir(parents=True)
+    (folder / "README.md").write_text(f"---\n{card}\n---\nWords.\n")
+    for file in (folder / "rows.jsonl", folder / "more/rows.jsonl", tmp_path / "x.jsonl"):
+        file.write_text('{"messages": "x"}\n')
+    if "l" in card.partition("data_files: ")[2][:2]:
+        (folder / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
+    opened = partial(hub.open_stream if streaming else hub.open_rows, folder, None if CARDS[card] else "val")
+    if CARDS[card]:
+        with pytest.raises(ValueError, match=CARDS[card]):
+            opened()
+    else:
+        assert [row["messages"] for row in opened()] == ["x"]
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_links_to_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    snapshot, blobs = tmp_path / "datasets--a--b/snapshots/0123", tmp_path / "datasets--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "4567").write_text('{"messages": "x"}\n')
+    (snapshot / "train.jsonl").symlink_to(blobs / "4567")
+    assert len(hub.open_rows(snapshot)) == 1
+
+
+def test_a_saved_dataset_reads_no_other(tmp_path):
+    rows = datasets.Dataset.from_dict({"a": [1]})
+    rows.save_to_disk(tmp_path / "other")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["../other"]}')
+    with pytest.raises(ValueError, match="dataset_dict.json: leads to ../other, outside of"):
+        hub.open_rows(tmp_path / "saved")
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train"]}')
+    state = tmp_path / "saved/train/state.json"
+    state.write_text(state.read_text().replace("data-00000", "../../other/data-00000"))
+    with pytest.raises(ValueError, match="state.json: leads to .*, outside of"):
+        hub.open_rows(tmp_path / "saved")

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, fewest_processes
-from megatron_vlm.recipes import RECIPES, compose, load_recipe, summary
+from megatron_vlm.recipes import RECIPES, compose, load_recipe
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -17,7 +17,7 @@ def test_recipe_runs_on_the_processes_its_layout_needs(name):
     config = load_recipe(name)(train_data_path="/data")
     validate(config, fewest_processes(config.parallel))
     assert config.run_dir == f"runs/{config.name}"
-    assert summary(name).endswith(".")
+    assert RECIPES[name].summary.endswith(".")
 
 
 def test_arguments_set_their_settings():
@@ -47,7 +47,7 @@ def test_recipes_import_no_torch():
     code = (
         "import sys; from megatron_vlm.recipes import RECIPES, load_recipe\n"
         "for name in RECIPES: load_recipe(name)()\n"
-        "assert 'megatron_vlm.recipes.gemma3' in sys.modules\n"
+        "assert 'megatron_vlm.recipes.published' in sys.modules\n"
         "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'transformers', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -90,6 +90,13 @@ def test_a_setting_said_twice_is_said_once_or_refused(settings, arguments):
     assert compose("gemma3_vl_4b", settings=["tp=2"], assumed={"tp": 1}).parallel.tp == 2
 
 
+@pytest.mark.parametrize("text", ["recipe: gemma3_vl_12b", "train: {steps: 5}"])
+def test_a_file_of_something_else_than_the_recipe_is_refused(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="and --recipe says gemma3_vl_4b; give one of them"):
+        compose("gemma3_vl_4b", tmp_path / "run.yaml")
+
+
 @pytest.mark.parametrize("steps", ["steps=10", "train.steps=10"])
 def test_a_short_run_has_a_short_warm_up(steps):
     config = compose("gemma3_vl_4b", settings=[steps])
@@ -113,6 +120,7 @@ def test_a_runs_own_config_can_be_given_back(tmp_path):
         ("recipe: gemma3_vl_4b\nargs: {tpp: 1}", "tpp: not an argument of a recipe; did you mean tp?"),
         ("recipe: gemma3_vl_4b\nargs: 3", "args: expected settings as `key: value` lines, found int."),
         ("[", "not readable as YAML"),
+        ("recipe: gemma3_vl_4b\nargs: {tp: 1}\nargs: {tp: 2}", "args stands there twice; write it once"),
     ],
 )
 def test_bad_run_file_names_the_entry(tmp_path, text, message):

@@ -53,8 +53,8 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
         "convolutions, which are not implemented here; supported: llama, mistral, qwen2, qwen3.",
     ),
     "default text model": (
-        {"model_type": "mistral3"},
-        "text model type None of a mistral3 checkpoint is not",
+        {"model_type": "lfm2_vl", "text_config": {"hidden_size": 64}},
+        "text model type 'lfm2' of a lfm2_vl checkpoint is not supported, as most layers",
     ),
     "awq": (
         QWEN | {"quantization_config": {"quant_method": "awq", "bits": 4}},
@@ -124,6 +124,16 @@ def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("how", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
 def test_fp8_that_import_reads_and_no_quantisation_pass(tmp_path, how):
     assert read_config(saved(tmp_path, QWEN | {"quantization_config": how}))["model_type"] == "qwen2_5_vl"
+
+
+@pytest.mark.parametrize("family", [name for name, each in SUPPORTED.items() if each.text_types])
+def test_a_text_model_without_its_type_is_the_one_that_transformers_takes(tmp_path, family):
+    from transformers import AutoConfig
+
+    folder, known = saved(tmp_path, {"model_type": family, "text_config": {}}), SUPPORTED[family]
+    assert AutoConfig.from_pretrained(folder).text_config.model_type == known.default_text
+    if known.default_text in known.text_types:
+        assert read_config(folder)["model_type"] == family
 
 
 def test_refusing_needs_neither_torch_nor_transformers(tmp_path):

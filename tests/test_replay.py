@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from datasets import load_from_disk
 from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
@@ -24,13 +25,21 @@ def datasets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
     source = write_sharegpt(folder / "source", 24)
     prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
-    return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
+    rows = write_hf_folder(folder / "rows", source)
+    (folder / "parquet").mkdir()
+    for shard in range(3):
+        load_from_disk(rows).shard(3, shard).to_parquet(folder / f"parquet/{shard}.parquet")
+    return {"energon": folder / "energon", "hf": rows, "streamed": folder / "parquet"}
 
 
 def config_of(kind, datasets, checkpoint, run_dir, **changes):
     run = load_recipe("gemma3_tiny_digits")(
-        dataset_type=kind, train_data_path=str(datasets[kind]), hf_path=str(checkpoint), run_dir=str(run_dir)
+        dataset_type="energon" if kind == "energon" else "hf",
+        train_data_path=str(datasets[kind]),
+        hf_path=str(checkpoint),
+        run_dir=str(run_dir),
     )
+    run.data.streaming, run.data.shuffle_buffer_size = kind == "streamed", 5
     small = {"train.micro_batch_size": 2, "data.num_workers": 2, "data.packing_buffer_size": 6}
     return apply_overrides(run, small | {"data.seq_length": 192} | changes)
 
@@ -50,6 +59,7 @@ def content(batch):
 
 
 CASES = [("energon", "none"), ("energon", "stream"), ("hf", "none"), ("hf", "stream"), ("hf", "global")]
+CASES += [("streamed", "none"), ("streamed", "stream")]
 
 
 @pytest.mark.parametrize("kind, packing", CASES)

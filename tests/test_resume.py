@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
+from test_whole_runs import figures
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -46,7 +47,8 @@ def dataset(tmp_path_factory) -> Path:
                 Image.fromarray(pixels).save(folder / name)
             question = "<image>" * len(images) + " ".join(rng.choices(words, k=rng.randrange(3, 12)))
             turns = [{"from": "human", "value": question}]
-            turns.append({"from": "gpt", "value": " ".join(rng.choices(words, k=rng.randrange(1, 20)))})
+            count = 3000 if number % 12 == 3 else rng.randrange(1, 20)  # the first are too long
+            turns.append({"from": "gpt", "value": " ".join(rng.choices(words, k=count))})
             file.write(json.dumps({"id": f"r{number}", "images": images, "conversations": turns}) + "\n")
     prepare_energon_dataset(folder / "records.jsonl", folder / "energon", progress=False)
     return folder / "energon"
@@ -172,6 +174,14 @@ def test_killed_and_resumed_has_the_losses_of_an_uninterrupted_run(runs):
     whole = losses(runs["whole"])
     assert sorted(whole) == list(range(1, STEPS + 1)) and len(set(whole.values())) == STEPS
     assert losses(runs["resumed"]) == whole
+
+
+def test_killed_and_resumed_logs_the_same_figures_and_drops(runs):
+    whole = figures(runs["whole"])
+    assert whole[-2]["dropped_samples"] > 0 and "dropped_samples" in whole[-2]
+    assert figures(runs["resumed"]) == whole
+    last = [(runs[name] / "log").read_text().splitlines()[-1] for name in ("whole", "resumed")]
+    assert last[0].startswith("dropped samples: ") and last[1] == last[0].replace("/whole/", "/resumed/")
 
 
 def test_killed_and_resumed_logs_every_step_once(runs):

@@ -371,3 +371,11 @@ def test_the_examples_of_the_page_run():
     code = [line[4:] for line in page.splitlines() if line.startswith("    ") or not line]
     assert sum(bool(line) for line in code) > 20
     exec("\n".join(code), {})
+
+
+@pytest.mark.parametrize("advantages", [losses.grpo_advantages, losses.dr_grpo_advantages])
+def test_a_reward_that_is_no_number_is_named(advantages):
+    with pytest.raises(
+        ValueError, match="rewards: that of sample 2 is nan, and so would be .* its whole group"
+    ):
+        advantages([1.0, 0.0, math.nan, math.inf], [0, 0, 1, 1])

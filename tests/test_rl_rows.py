@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.batch import DataNeeds
-from megatron_vlm.rl.micro_batches import documents_of, micro_batches
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.hf import open_source
+from megatron_vlm.rl.micro_batches import check_tokens, documents_of, micro_batches
+from megatron_vlm.rl.policy import Policy
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,8 +76,39 @@ def test_a_field_that_may_be_read_in_two_ways_is_refused(mask, field, said):
         document(mask, value=field).field("value")
 
 
+@pytest.mark.parametrize("samples", [{"input_ids": torch.arange(4)}, iter([]), 5])
+def test_samples_are_a_list(samples):
+    kind = type(samples).__name__
+    with pytest.raises(
+        ValueError, match=f"samples are of type {kind}; give a list of samples, each a mapping"
+    ):
+        documents_of(samples, DataNeeds())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_pixels_that_are_no_numbers_are_refused(tiny_gemma3, value):
+    """They would give log-probabilities that are none, without a word."""
+    source = open_source(tiny_gemma3)
+    side, image = source.hf_config.vision_config.image_size, source.hf_config.image_token_id
+    ids = torch.full((source.hf_config.mm_tokens_per_image + 1,), image)
+    pixels = torch.zeros(1, 3, side, side)
+    ids[0] = 5
+    document = documents_of([{"input_ids": ids, "pixel_values": pixels}], source.needs)
+    check_tokens(document, source)
+    pixels[0, 1, 2, 3] = value
+    with pytest.raises(ValueError, match="sample 0: pixel_values hold numbers that are not finite; give all"):
+        check_tokens(document, source)
+
+
 @pytest.mark.parametrize("value", ["x", None, {"a": 1}])
 def test_a_field_is_numbers(value):
     sample = {"input_ids": torch.arange(4), "value": value}
     with pytest.raises(ValueError, match=r"sample 0: value is no tensor \(.*\); give one, or a number"):
         documents_of([sample], DataNeeds())[0].field("value")
+
+
+@pytest.mark.parametrize("tokens", ["8k", 0, None, 2.5])
+def test_rows_have_a_whole_number_of_tokens(tokens):
+    """Said before anything is read or built."""
+    with pytest.raises(ValueError, match=f"max_tokens is {tokens!r}; give a whole number above 0"):
+        Policy.from_hf(RunConfig(), max_tokens=tokens)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import engine_server
+import numpy as np
 import pytest
 import rollout_cells
 import torch
+from PIL import Image
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.models.hf import open_source
@@ -91,7 +95,7 @@ def test_every_sample_is_of_one_rank(measured):
 def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
     for rank in measured:
         for found in rank.values():
-            assert "refused (try 2 of 2); see that the server runs" in found["dead"]
+            assert "Connect call failed" in found["dead"] and "(try 2 of 2)" in found["dead"]
             assert found["unforeseen"] == "TypeError: 'NoneType' object is not iterable"
 
 
@@ -116,10 +120,30 @@ def test_a_prompt_is_a_conversation_in_any_form(asked):
     for other in others:
         assert other.messages == first.messages
         assert torch.equal(other.inputs["input_ids"], first.inputs["input_ids"])
+    asked = RolloutPrompt.of(source, "What?", [image])
+    assert asked.messages == first.messages and asked.images == [image]
+    with pytest.raises(BadSample, match="the last turn is a reply; a prompt ends with the user's"):
+        RolloutPrompt.of(source, [*forms[1], {"role": "assistant", "content": "A cat."}], [image])
     with pytest.raises(BadSample, match="1 placeholders for 0 images"):
         RolloutPrompt.of(source, [{"role": "user", "content": [{"type": "image"}]}], [])
     with pytest.raises(BadSample, match="turn 0 has role user_tag"):
         RolloutPrompt.of(source, [{"role": "user_tag", "content": "What?"}])
+
+
+def test_an_image_is_given_as_programs_have_it(asked, tmp_path):
+    source, file = asked[0].source, rollout_cells.jpeg(1)
+    (tmp_path / "a.jpg").write_bytes(file)
+    expected = RolloutPrompt.of(source, "What?", [file]).inputs["visual_inputs"].pixel_values
+    for image in (tmp_path / "a.jpg", str(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg")):
+        found = RolloutPrompt.of(source, "What?", [image])
+        assert all(isinstance(each, bytes) for each in found.images)
+        assert torch.equal(found.inputs["visual_inputs"].pixel_values, expected)
+    for mode in ("L", "P", "RGBA", "CMYK", "F", "I;16", "1"):
+        RolloutPrompt.of(source, "What?", [Image.new(mode, (30, 20))])
+    with pytest.raises(ValueError, match="an image is of type ndarray; give the bytes of its file, its path"):
+        RolloutPrompt.of(source, "What?", [np.zeros((4, 4, 3))])
+    with pytest.raises(FileNotFoundError, match="nowhere.png"):
+        RolloutPrompt.of(source, "What?", ["nowhere.png"])
 
 
 def choice(tokens=(5, 6), values=(-0.5, -1.5), finish="stop", **other) -> dict:
@@ -158,8 +182,9 @@ REFUSED = {
     "another form": ({"error": "x"}, "not in the form of vLLM's or SGLang's (KeyError: 'choices')"),
     "a list": ((200, b"[]"), "not in the form"),
     "no JSON": ((200, b"<html>\x1b[31m"), "JSONDecodeError"),
+    "digits": ((200, b"1" * 5000), "ValueError: Exceeds the limit (4300 digits)"),
     "no text": ((200, b"\xff\xfe\xff"), "UnicodeDecodeError"),
-    "deep": ((200, b"[" * 100_000), "RecursionError"),
+    "deep": ((200, b"[" * 60_000), "RecursionError"),
     "client's fault": (
         (400, b'{"message": "n is too\nlarge"}'),
         'status 400: {"message": "n is too\\nlarge"} (try 1',
@@ -223,16 +248,40 @@ def test_a_busy_server_is_asked_again_but_not_without_end(asked):
         assert len(tries) == 6
 
 
-def test_a_slow_or_endless_answer_is_given_up(asked):
+def test_a_slow_answer_is_given_up(asked):
     def slow(path: str, request: dict):
         time.sleep(1)
         return {"choices": [choice()]}
 
     with engine_server.serving(slow) as url:
-        with pytest.raises(EngineError, match=r"timed out \(try 1 of 4\)"):
+        with pytest.raises(EngineError, match=r"no whole answer in 0.2 s \(try 1 of 4\)"):
             ask(url, asked, TEXT, timeout=0.2)
-        with pytest.raises(EngineError, match="more than 20 bytes"):
-            ask(url, asked, TEXT, most_bytes=20)
+
+
+@pytest.mark.parametrize("pause, at_once", [(0.02, 1), (0.01, 5_000)], ids=["slowly", "in a flood"])
+def test_an_attempt_has_one_deadline_and_one_size_whatever_a_server_does(asked, pause, at_once):
+    """The server would go on without end. All tricks are tried beside each other."""
+
+    def attempt(trick: str) -> tuple[str, float]:
+        with engine_server.hostile(trick, pause, at_once) as url:
+            start = time.monotonic()
+            with pytest.raises(EngineError) as raised:
+                ask(url, asked, TEXT, timeout=1.0, retries=0)
+            assert str(raised.value).startswith(f"{url}/v1/completions: ")
+            return str(raised.value), time.monotonic() - start
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with ThreadPoolExecutor(len(engine_server.TRICKS)) as pool:
+        found = dict(zip(engine_server.TRICKS, pool.map(attempt, engine_server.TRICKS), strict=True))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert max(seconds for _, seconds in found.values()) < 10, found  # on a busy machine
+    assert grown < 200_000, f"{grown} KB more"
+
+
+def test_an_answer_is_as_large_as_its_tokens_may_be(asked):
+    with engine_server.serving(lambda path, request: (200, b"[" + b"[]," * 30_000)) as url:
+        with pytest.raises(EngineError, match=r"more than the 69872 bytes that 1 answers of 4 tokens take"):
+            ask(url, asked, TEXT)
 
 
 def test_an_address_is_of_http():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_run
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.drops import DropReport
+from megatron_vlm.files import NotAFile
+from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
+from megatron_vlm.run_folder.batch_log import BatchLog
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 
 MODEL = "models/tiny"
@@ -422,3 +431,94 @@ def test_without_keep_best_a_better_one_goes_as_any_other(tmp_path):
     save(tmp_path, 1, keep=1, valid_loss=0.1)
     save(tmp_path, 2, keep=1)
     assert run_folder.complete_checkpoints(tmp_path) == ["step_00000002"]
+
+
+# ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
+
+WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt", "errors/export/rank0.txt"]
+WRITTEN += ["drops/rank0.jsonl", "batches/rank0.jsonl", "profile/step_1.txt", "ranks/0"]
+FOLDERS = ["checkpoints", "errors", "drops", "batches", "tensorboard", "exports", "profile", "ranks"]
+
+
+@pytest.mark.parametrize("name", WRITTEN + FOLDERS)
+def test_a_link_in_a_run_folder_is_refused_by_name(run_dir, tmp_path, name):
+    """By a start, and by what reads a run and writes `errors` there, as an export."""
+    theirs = tmp_path / "theirs"
+    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+    if name in FOLDERS:
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+        theirs.mkdir()
+    else:
+        theirs.write_text("theirs")
+    (run_dir / name).symlink_to(theirs)
+    for refuse in (run_folder.check_folder, run_folder.refuse_links):
+        with pytest.raises(NotAFile, match=rf"{name} is a link, and nothing is written through links; move"):
+            refuse(run_dir)
+    assert (os.listdir(theirs) if name in FOLDERS else theirs.read_text()) in ([], "theirs")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_pipe_in_a_run_folder_is_refused_at_once(run_dir, name):
+    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(run_dir / name)
+    with pytest.raises(NotAFile, match=f"{name} is a pipe, not a file"):
+        config_of_trained_run(run_dir, None, None)
+
+
+def test_each_that_writes_refuses_a_link_by_itself(tmp_path):
+    """Where a link came after the folder was looked at, or from another program."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    run = tmp_path / "run"
+    for name in ("errors", "drops", "batches"):
+        (run / name).mkdir(parents=True)
+        (run / name / ("rank0.jsonl" if name != "errors" else "rank0.txt")).symlink_to(theirs)
+    for name in ("lock", "metrics.jsonl", "config.yaml"):
+        (run / name).symlink_to(theirs)
+    writers = [lambda: run_lock.take(run), lambda: run_lock.join(run, 1), lambda: run_lock.check_free(run)]
+    writers += [lambda: DropReport(run / "drops/rank0.jsonl")]
+    writers += [lambda: watchdog.Watch(run / "errors", 60, ranks.RankFile(None))]
+    for write in writers:
+        with pytest.raises(NotAFile, match="is a link, and nothing is written through links"):
+            write()
+    with contextlib.suppress(ConfigError):  # of what the file holds; else the link is replaced
+        BatchLog(run, 0, 1, first_step=1)
+    run_folder.write_whole(run / "config.yaml", "mine")
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
+    (tmp_path / "link").symlink_to(run_dir)
+    run_folder.check_start(tmp_path / "link", MODEL)
+
+
+@pytest.mark.parametrize(
+    "files, what",
+    [
+        (["config.json", "model.safetensors"], r"a checkpoint \(config.json\)"),
+        (["config.json", "config.yaml", "lock"], r"a checkpoint \(config.json\)"),  # by an older version
+        ([".nv-meta/.info.json", "train-00000.tar"], r"a dataset \(.nv-meta\)"),
+        (["rows.jsonl"], "other things, such as rows.jsonl"),
+        (["a/config.yaml", "b/config.yaml"], "other things, such as a"),  # the folder of runs
+    ],
+)
+def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert re.search(f"holds {what} and no run; give a folder that is new or empty", refusal(tmp_path))
+
+
+@pytest.mark.parametrize("files", [[], ["slurm-1.out", "train.log", "start.sh", ".nfs0001"], ["recipe.yaml"]])
+def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
+    for name in files:
+        (tmp_path / name).write_text("")
+    run_folder.check_start(tmp_path, MODEL)
+
+
+def test_what_torchrun_started_looks_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "config.json").write_text("{}")
+    config = apply_overrides(RunConfig(), {"run_dir": str(tmp_path), "model.hf_path": MODEL})
+    with pytest.raises(ConfigError, match="holds a checkpoint"):
+        check_run_folder(config)

@@ -8,7 +8,8 @@ from math import inf, nan
 
 import pytest
 
-from megatron_vlm.checks.settings import _NAMES, CHOICES, EVERY, LEAST, MOST, check_gpus, validate
+from megatron_vlm.checks.layout import check_gpus
+from megatron_vlm.checks.settings import _NAMES, CHOICES, EVERY, LEAST, MOST, validate
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
@@ -59,10 +60,11 @@ def test_an_empty_name_is_refused_and_is_not_the_folder_one_stands_in(key):
 
 
 NAMES = ("data.train_data_path", "data.valid_data_path", "logging.wandb_project", *_NAMES)
-LISTS = ("model.freeze", "data.repetitions", "data.columns", "data.datasets")  # each has rules of its own
+LISTS = ("model.freeze", "data.columns", "data.datasets")  # each has rules of its own
 LISTS += ("optimizer.lr_by_part", "optimizer.weight_decay_by_part")
 LISTS += ("adapter.target_parameters", "adapter.modules_to_save")
 LISTS += tuple(f"adapter.{n}" for n in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"))
+LISTS += ("adapter.layers_to_transform", "adapter.layers_pattern")
 
 
 def test_every_other_setting_is_a_switch_a_choice_a_name_or_a_list():
@@ -92,7 +94,7 @@ def test_a_choice_that_does_not_exist_is_refused(key):
     [
         *[(key, "maybe") for key, value in all_settings(RunConfig()) if isinstance(value, bool)],
         *[("parallel.sp", "maybe"), ("parallel.vision_dp", "2.5")],
-        *[("model.freeze", "[towers]"), ("data.repetitions", "[-1]"), ("data.repetitions", "[a]")],
+        *[("model.freeze", "[towers]")],
         *[("data.columns", "{images: [a]}"), ("data.datasets", "[[a]]"), ("data.datasets", "[a]")],
         *[("data.train_data_path", "[]"), ("data.valid_data_path", "[null]")],
         *[("adapter.target_modules", value) for value in ("[]", "[[a]]", "[1]", "(", "")],
@@ -114,6 +116,7 @@ ADAPTER = GOOD | {"adapter.r": "16"}
     [
         (GOOD | {"adapter.lora_alpha": "32"}, "adapter.lora_alpha: is set, and adapter.r is 0"),
         (ADAPTER | {"adapter.start": "folder"}, "adapter.r: is settled by the folder of adapter.start"),
+        (ADAPTER | {"adapter.lora_alpha": "0"}, "adapter.lora_alpha: 0 makes adapters that change nothing"),
         (ADAPTER | {"model.freeze": "[tower]"}, "whose model is frozen as a whole"),
         (ADAPTER | {"model.load_weights": "false"}, "leaves nothing that adapters could adapt"),
     ],

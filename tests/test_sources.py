@@ -1,8 +1,10 @@
 """Every source that the Hugging Face loaders read: over an epoch, trained and dropped are the dataset."""
 
 import copy
+import gzip
 import itertools
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -27,7 +29,7 @@ from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import unread_media
+from megatron_vlm.data.records.unread import first_words
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -60,6 +62,14 @@ def json_array(folder):
     write_images(folder)
     (folder / "array.json").write_text(json.dumps(records(), indent=1, ensure_ascii=False))
     return {"train_data_path": folder / "array.json"}
+
+
+def packed_mapping(folder):
+    """{id: record} in gzip, under a name that says nothing."""
+    write_images(folder)
+    mapping = json.dumps({f"id {number}": row for number, row in enumerate(records())}, indent=1)
+    (folder / "packed").write_bytes(gzip.compress(mapping.encode()))
+    return {"train_data_path": folder / "packed"}
 
 
 def openai_messages(folder):
@@ -179,7 +189,7 @@ def saved(folder):
 
 SOURCES = [
     *(json_lines, json_array, openai_messages, parquet, saved, streamed, streamed_shards, meta, in_lmdb),
-    documents,
+    *(documents, packed_mapping),
 ]
 PACKED = ["none", "stream", "global"]
 UNKNOWN = [(write, "global") for write in (streamed, streamed_shards)]  # a stream has no lengths
@@ -406,6 +416,15 @@ def test_media_that_cannot_be_had_are_a_bad_record(tmp_path, name, detail):
     assert detail in bad.value.detail
 
 
+def test_an_lmdb_that_was_cut_short_is_refused_and_not_mapped(tmp_path):
+    in_lmdb(tmp_path)
+    file = tmp_path / "images.lmdb/data.mdb"
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    with pytest.raises(BadSample, match=f"data.mdb is cut short, {size // 2} of {size} bytes; copy it again"):
+        read_media("images.lmdb::1-0.jpg", tmp_path)
+
+
 def test_lmdb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     in_lmdb(tmp_path)
     monkeypatch.setitem(sys.modules, "lmdb", None)
@@ -463,7 +482,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     def told(name: str, rows: list[dict], **columns: str) -> list[str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        return list(unread_media(open_table(path, layout=RecordLayout(columns))))
+        return list(first_words(open_table(path, layout=RecordLayout(columns))))
 
     [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
     assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
@@ -479,7 +498,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     two = blend_tables({n: open_table(tmp_path / n) for n in ("a.jsonl", "rows.parquet")}, [int, int])
-    assert ["and picture, which" in said for said in unread_media(two)] == [False, True]
+    assert ["and picture, which" in said for said in first_words(two)] == [False, True]
 
 
 def test_a_mapped_column_hides_others_of_its_kind():
@@ -553,7 +572,7 @@ def test_parts_name_videos_as_qwen_writes_them(tmp_path):
         {"type": "video_url", "video_url": {"url": "a.mp4"}},
     ]
     turns = [{"role": "user", "content": [*parts, question]}, {"role": "assistant", "content": "A cat."}]
-    for given in ({"messages": turns}, turns):
+    for given in map(RecordLayout(), ({"messages": turns}, turns)):
         found = videos_of(given, tmp_path)
         assert found == [b"film", {"frames": [b"one", b"two"], "fps": 2}, b"film"]
         assert images_of(given, tmp_path) == []
@@ -622,6 +641,23 @@ def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
         ]
 
 
+def test_a_file_that_is_rewritten_while_it_is_read_is_named(tmp_path, processor):
+    """Also where each row stays JSON; a file that only takes its name is another file."""
+    path = json_lines(tmp_path)["train_data_path"]
+    loader, _ = open_loader({"train_data_path": path}, processor)
+    next(loader)
+    (tmp_path / "other").write_text("{}\n")
+    (tmp_path / "other").replace(path)
+    next(loader)
+
+    path = json_lines(tmp_path)["train_data_path"]
+    loader, _ = open_loader({"train_data_path": path}, processor)
+    next(loader)
+    path.write_text(path.read_text().replace("number", "Number"))
+    with pytest.raises(RuntimeError, match="data.jsonl: was changed while it was read; start again"):
+        next(loader)
+
+
 # -- streams
 
 
@@ -640,7 +676,7 @@ def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypat
 
 
 def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
-    with pytest.raises(ValueError, match="is jsonl, read where it lies; drop data.streaming"):
+    with pytest.raises(ValueError, match="is read where it lies; drop data.streaming"):
         open_loader(json_lines(tmp_path / "a") | {"streaming": True}, processor)
     rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
     with pytest.raises(ValueError, match="saved by `save_to_disk`"):

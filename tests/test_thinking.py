@@ -146,4 +146,4 @@ def test_a_run_with_another_setting_is_another_run(thoughtful):
         thinking: encoder_settings(HFEncoderVLMTaskEncoder(thoughtful, DataConfig(thinking=thinking)))
         for thinking in ("keep", "mask", "drop")
     }
-    assert [one.get("thinking") for one in settings.values()] == [None, "mask", "drop"]
+    assert [one.get("thinking") for one in settings.values()] == ["keep", "mask", "drop"]

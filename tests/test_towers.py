@@ -17,12 +17,12 @@ from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import build_model, recompute_layers
 from megatron_vlm.parallel import setup
-from megatron_vlm.recipes import DEMO, RECIPES
+from megatron_vlm.recipes.published import SIZES
 from tiny.checkpoints import build_tiny_checkpoint
 
 CONFIGS = Path(__file__).parent / "hf_configs"
 # the first size of each family
-REAL = {module.rpartition(".")[2]: name for name, module in reversed(RECIPES.items()) if DEMO not in name}
+REAL = {family: sizes[0].name for family, sizes in SIZES.items()}
 
 
 @pytest.fixture(scope="module", params=list(REAL))

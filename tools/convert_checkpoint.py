@@ -1,7 +1,17 @@
 """The `import`, `export` and `verify` of `megatron-vlm`; see `--help`."""
 
+import typer
+
 from megatron_vlm import cli
-from megatron_vlm.commands.program import some_of
+from megatron_vlm.commands.program import PLAIN
+
+COMMANDS = ("import", "export", "verify")
 
 if __name__ == "__main__":
-    cli.run(some_of(cli.app, "import", "export", "verify"), "convert_checkpoint.py")
+    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
+    program.registered_commands = [
+        command
+        for command in cli.app.registered_commands
+        if (command.name or command.callback.__name__) in COMMANDS
+    ]
+    cli.run(program, "convert_checkpoint.py")

@@ -18,7 +18,7 @@ from pathlib import Path
 from demo import accuracy, build_checkpoint, configuration, evaluate, run, say, torchrun, versions
 from evaluate import read_questions
 from make_digits import make_digits
-from megatron_vlm.recipes import DEMO
+from megatron_vlm.recipes.published import DEMO
 
 HERE = Path(__file__).resolve().parent
 FIRST = tuple("01234")

@@ -23,7 +23,8 @@ from PIL import Image
 from evaluate import read_questions
 from make_digits import make_digits
 from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
-from megatron_vlm.recipes import DEMO, RECIPES, compose
+from megatron_vlm.recipes import RECIPES, compose
+from megatron_vlm.recipes.published import DEMO
 
 HERE = Path(__file__).resolve().parent
 VERSIONS_OF = ("megatron-vlm", "megatron-core", "megatron-energon", "transformers", "torch")
@@ -123,7 +124,7 @@ def accuracy(questions: list[dict], answers: list[str], kind: str) -> float:
 
 def draw_contact_sheet(questions: list[dict], answers: list[str], file: Path, count: int = 36) -> None:
     """Draw wrong answers first, those about one digit before the others, as they are the interesting ones."""
-    from megatron_vlm.run_folder.run_log import contact_sheet
+    from contact_sheet import contact_sheet
 
     is_right = [question["answer"] == answer for question, answer in zip(questions, answers, strict=True)]
     wrong = [index for index, right in enumerate(is_right) if not right]

@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from contact_sheet import contact_sheet
 from demo import (
     accuracy,
     build_checkpoint,
@@ -35,9 +36,9 @@ from demo import (
 from evaluate import read_questions
 from make_digits import make_digits
 from megatron_vlm.config import fewest_processes
+from megatron_vlm.files import read_rows
 from megatron_vlm.messages import printable
-from megatron_vlm.recipes import DEMO
-from megatron_vlm.run_folder.run_log import contact_sheet, read_metrics
+from megatron_vlm.recipes.published import DEMO
 
 HERE = Path(__file__).resolve().parent
 LABELLED = 60  # scans whose digit is told
@@ -59,7 +60,7 @@ def main() -> None:
     say("answering the held-out questions with Transformers, from the exported folder")
     held_out = folder / "raw/held_out.jsonl"
     answers = evaluate("transformers", folder / "hf", held_out, folder)
-    history = read_metrics(folder / "metrics.jsonl")
+    history = list(read_rows(folder / "metrics.jsonl"))
     draw_curve(history, folder / "curve.png")
     draw_samples(json.loads((folder / "samples.json").read_text()), folder / "samples.png")
     summary = {

@@ -10,7 +10,8 @@
     visual_inputs   GenericVisualInputs or None, items concatenated in document order
     __key__         list of B lists of sample keys: which samples made each row
     routes          may be absent: (B, S, layers, k) int16, see `models.stream.Stream`
-    __restore_key__ JSON data from which the loader's `replay` makes this batch again
+    __restore_key__ where its samples lie, in numbers and names; the loader's `replay` makes it again
+    __dropped__     may be absent: {reason: samples dropped since the batch before}; the loader takes it out
 
 `check` raises for a batch that is anything else. Data workers call it on every batch that they hand over.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+DROPPED = "__dropped__"
 _FIELDS_OF_KIND = (  # pixels; what says how many rows of them each item has, if not 1; one entry per item
     ("pixel_values", ("image_grid_thw", "image_tiles"), "image_sizes"),
     ("pixel_values_videos", ("video_grid_thw", "video_frames"), "second_per_grid_ts"),
@@ -54,6 +57,16 @@ def count_up(input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
 def rows_of_items(grid: Tensor) -> Tensor:
     """(N,): how many rows of pixels each item has, from its grid (N, 3), or from that number itself."""
     return grid.reshape(len(grid), -1).prod(-1)
+
+
+def document_spans(attention_mask: Tensor) -> list[slice]:
+    """Where each document lies among the B * S tokens of a batch; nothing is counted beyond its end."""
+    numbers_BS = attention_mask.numpy().astype(np.int64)
+    rows, length = numbers_BS.shape
+    of_row = np.arange(rows)[:, None] * (length + 1)
+    numbers = np.where(numbers_BS > 0, numbers_BS + of_row, 0).ravel()
+    edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1)).tolist()
+    return [slice(start, stop) for start, stop in pairwise(edges) if numbers[start]]
 
 
 def is_raw(pixels: Tensor) -> bool:
@@ -136,6 +149,11 @@ class GenericVisualInputs:
                 found += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
         return found
 
+    @property
+    def videos(self) -> int:
+        """How many there are besides images."""
+        return next((len(x) for x in (self.video_grid_thw, self.video_frames) if x is not None), 0)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> GenericVisualInputs:
         """A copy with `fn` applied to every tensor present."""
         return type(self)(**{name: fn(value) for name, value in self.as_model_kwargs().items()})
@@ -162,6 +180,7 @@ Batch = TypedDict(
         "__key__": list[list[str]],
         "__restore_key__": Any,
         "routes": NotRequired[Tensor],
+        "__dropped__": NotRequired[dict[str, int]],
     },
 )
 
@@ -206,6 +225,7 @@ def check(batch: Batch) -> Batch:
     _check_tokens("a document is trained to predict the next", trained[:, :-1] & (after != before))
     if len(batch["__key__"]) != rows:
         raise ValueError(f"batch: __key__ has {len(batch['__key__'])} lists for {rows} rows.")
+    _check_place(batch["__restore_key__"])
     if (visual := batch["visual_inputs"]) is not None:
         _check_pixels(visual)
     return batch
@@ -244,6 +264,15 @@ def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
     if wrong.any():
         row, token = np.argwhere(wrong)[0]
         raise ValueError(f"batch: {what}; row {row}, token {token + first}.")
+
+
+def _check_place(key: Any) -> None:
+    """Refuses a record in the place of where it lies: the key is written to disk."""
+    if isinstance(key, list | tuple):
+        for part in key:
+            _check_place(part)
+    elif not isinstance(key, int | str | None):
+        raise ValueError(f"batch: __restore_key__ holds a {type(key).__name__}, not only numbers and names.")
 
 
 def _check_pixels(visual: GenericVisualInputs) -> None:

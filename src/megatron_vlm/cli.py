@@ -30,10 +30,10 @@ from megatron_vlm.commands.arguments import (
     check_run_folder,
     config_of_data,
     config_of_run,
-    config_of_trained_run,
     config_to_export,
+    configs_of_two,
     each,
-    existing,
+    image_of,
     one_or_all,
     refuse_both,
     show,
@@ -42,7 +42,7 @@ from megatron_vlm.commands.arguments import (
 from megatron_vlm.commands.asking import generate
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.program import PLAIN, Commands, run, single, torchrun, world_size
-from megatron_vlm.files import read_file
+from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
@@ -117,8 +117,8 @@ def train(
 def recipes() -> None:
     """List the recipes and their arguments."""
     width = max(map(len, recipe_table.RECIPES))
-    for name in recipe_table.RECIPES:
-        typer.echo(f"{name:<{width}}  {recipe_table.summary(name)}")
+    for recipe in recipe_table.RECIPES.values():
+        typer.echo(f"{recipe.name:<{width}}  {recipe.summary}")
     typer.echo(f"\nArguments: {', '.join(recipe_table.ARGUMENTS)}.")
     typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
 
@@ -189,7 +189,7 @@ def preview(
 
     from megatron_vlm.preview.measures import preview_page
 
-    output.write_text(preview_page(config, rows, shown), encoding="utf-8")
+    write_whole(output, preview_page(config, rows, shown))
     typer.echo(f"wrote {output}")
 
 
@@ -235,7 +235,7 @@ def replay(
 
     from megatron_vlm.preview.measures import replay_page
 
-    output.write_text(replay_page(config, step, logged), encoding="utf-8")
+    write_whole(output, replay_page(config, step, logged))
     typer.echo(f"wrote {output}")
 
 
@@ -296,8 +296,8 @@ def export(
 
 @app.command()
 def verify(
-    checked: Annotated[str, typer.Argument(help="An exported Hugging Face folder, or a run folder.")],
-    source: Annotated[str, typer.Argument(help="The Hugging Face folder or hub name to compare it with.")],
+    checked: Annotated[str, typer.Argument(help="A Hugging Face folder or hub name, or a run folder.")],
+    source: Annotated[str, typer.Argument(help="What to compare it with, likewise.")],
     image: Annotated[
         Path | None, typer.Option(help="An image file; without it, a generated picture.")
     ] = None,
@@ -308,20 +308,19 @@ def verify(
 
     Both are computed in this process, one after the other. A run is its latest checkpoint.
     """
-    is_run = (existing(Path(checked)) / "config.yaml").exists()
-    config = config_of_trained_run(Path(checked), None, None) if is_run else checked
-    encoded = read_file(existing(image)) if image else None
+    encoded = image_of(image) if image else None
+    both = configs_of_two(checked, source)
 
     from megatron_vlm.commands.verify import verify as compare
     from megatron_vlm.commands.verify import worst_tensors
 
-    found = compare(config, source, question, encoded)
+    found = compare(*both, question, encoded)
     typer.echo(str(found))
     if found.max_abs <= tolerance:
         return
     typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
-    if not is_run:
-        typer.echo("\n".join(["weights that differ most:", *worst_tensors(checked, source)]), err=True)
+    if worst := worst_tensors(*both):
+        typer.echo("\n".join(["weights that differ most:", *worst]), err=True)
     raise typer.Exit(1)
 
 

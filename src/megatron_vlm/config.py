@@ -47,7 +47,7 @@ class AdapterConfig:
     """
 
     r: int = 0  # rank; 0: no adapters, the model itself is trained
-    lora_alpha: int = 8  # adapters are scaled by lora_alpha / r
+    lora_alpha: float = 8  # adapters are scaled by lora_alpha / r
     use_rslora: bool = False  # scaled by lora_alpha / sqrt(r)
     use_dora: bool = False  # trains the norms of the adapted weights' rows, too (arXiv 2402.09353)
     lora_dropout: float = 0.0  # share of an adapter's inputs that is left out in training
@@ -55,11 +55,14 @@ class AdapterConfig:
     # "all-linear" for tower, projector and language model; None: all of the language model
     target_modules: ModuleNames = None
     exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
+    layers_to_transform: list[int] = field(default_factory=list)  # numbers of layers; empty: all
+    # names before a layer's number, as regexes; empty: the first number in a module's name is its layer's
+    layers_pattern: list[str] = field(default_factory=list)
     # parameters of routed experts with adapters: ends of names, [experts.gate_up_proj, experts.down_proj]
     target_parameters: list[str] = field(default_factory=list)
     modules_to_save: list[str] = field(default_factory=list)  # ends of names; these are trained whole
     rank_pattern: dict[str, int] = field(default_factory=dict)  # regex of the end of a name: its own r
-    alpha_pattern: dict[str, int] = field(default_factory=dict)  # and its own lora_alpha
+    alpha_pattern: dict[str, float] = field(default_factory=dict)  # and its own lora_alpha
     start: str | None = None  # folder of an adapter that peft wrote, to train on; it settles all the others
 
     @property
@@ -100,7 +103,6 @@ class DataConfig:
     valid_data_path: DataPaths = None  # None: the validation split of train_data_path, if it has one
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
     validation_share: float = 0.0
-    repetitions: list[float] = field(default_factory=list)  # of each train_data_path in an epoch; empty: once
     columns: dict[str, str] = field(default_factory=dict)  # our name: the source's, such as images: pictures
     datasets: list[str] = field(default_factory=list)  # names to read from a meta file; empty: all
     media_dir: str | None = None  # folder of all media paths; None: the source's own folder

@@ -1,7 +1,7 @@
 """Hugging Face folders that a run writes while it trains (`train.export_every`), in `<run_dir>/exports`.
 
 <run_dir>/exports/step_00000100/          a whole folder, as `megatron-vlm export` writes it
-<run_dir>/exports/step_00000200.partial/  being written
+<run_dir>/exports/.step_00000200.*.partial/  being written
 <run_dir>/exports/step_00000050.deleted/  being removed, because its step was trained again
 """
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.files import free_bytes, naming, need_room
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters import save_adapters
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights import HFCheckpoint, export_hf
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder.folder import free_bytes, naming, remove
+from megatron_vlm.run_folder.folder import remove_leftovers
 
 
 def export_step(
@@ -28,8 +29,8 @@ def export_step(
     """Write the model of a step as a Hugging Face folder, which appears when it is whole. Collective. A run
     that trains adapters writes them alone, as peft does.
 
-    A folder of the step that is there already is replaced, or left if not `replace`. Raises OSError with the
-    bytes to write and the bytes free.
+    A folder of the step that is there already is replaced, or left if not `replace`. Raises OSError as
+    `need_room`.
     """
     from megatron.core.utils import unwrap_model  # here, as it is slow before `parallel.cpu` is imported
 
@@ -39,11 +40,10 @@ def export_step(
     watchdog.beat(f"exporting step {step} to {folder}", files=True)
     setup.on_first_rank(_make_room, folder, _bytes_of(config, source))
     chunks = unwrap_model(model)
-    with naming(folder):
-        if config.adapter.used:
-            save_adapters(chunks, folder, config.adapter, config.model.hf_path)
-        else:
-            export_hf(chunks, folder, source.folder, source.weight_map)
+    if config.adapter.used:
+        save_adapters(chunks, folder, config.adapter, config.model.hf_path)
+    else:
+        export_hf(chunks, folder, source.folder, source.weight_map)
 
 
 def words(config: RunConfig, source: Source) -> Iterator[str]:
@@ -67,10 +67,5 @@ def _make_room(folder: Path, needed: int) -> None:
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
             folder.rename(folder.with_suffix(".deleted"))
-        for leftover in [*folder.parent.glob("step_*.deleted"), *folder.parent.glob("step_*.partial")]:
-            remove(leftover)
-        if needed > (free := free_bytes(folder)):
-            raise OSError(
-                f"export: {printable(folder)} takes {readable_size(needed)}, of which {readable_size(free)} "
-                "are free; make room and start again, or drop train.export_every."
-            )
+        remove_leftovers(folder.parent)
+        need_room(folder, needed)

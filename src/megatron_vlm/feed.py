@@ -6,6 +6,7 @@ While a step is trained, a thread on every rank reads the micro batches of the n
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,15 +22,15 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.generation_prompt import vocabulary_words
 from megatron_vlm.data.run_data import RunData
+from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.milestones import Epochs, Milestones, check_validation, milestones, validation_words
+from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_words
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.parallel.counts import add_counts
 from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
-from megatron_vlm.run_folder.folder import write_whole
 from megatron_vlm.training.checkpoint import CheckpointState, Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
@@ -44,13 +45,11 @@ class Feed:
 
     def __init__(self, config: RunConfig, source: Source, saved: Saved):
         self._config, self._train = config, config.train
-        # a checkpoint without "rows" is older than they are
-        rows = saved.extra.get("rows", saved.step * self._train.global_batch_size)
-        self._begun = saved.step, 0 if config.data.restart else rows
+        self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
         # without workers, encoding would disturb the process's generators in the middle of a step
         self._reader = ThreadPool(1, _begin_to_read, [setup.device()]) if config.data.num_workers else None
         self._coming: Callable[[], list[Batch]] | None = None  # the next step's micro batches
-        self._dropped: int | None = None
+        self._dropped_before, self._dropped = Counter(saved.extra.get("dropped", {})), 0
         self._count = derived(config, dist.get_world_size())["micro_batches_per_step"]
         self._broadcaster = BatchBroadcaster()
         self._data: RunData | None = None  # None on a rank that only receives
@@ -65,8 +64,10 @@ class Feed:
     def _open(self, source: Source) -> None:
         place = setup.data_parallel_place()
         self._unknown = vocabulary_words(source.processor, source.hf_config.get_text_config().vocab_size)
-        self._data = RunData(self._config, source.processor, source.needs, *place)
-        watchdog.also(self._data.drops.glance)
+        data = self._data = RunData(self._config, source.processor, source.needs, *place)
+        watchdog.also(self._data.drops.summary)
+        if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
+            data.valid_loader.first_batch()  # or the run would end at its first validation
         if self._config.data.validation_share and setup.is_first_rank():
             lines = [json.dumps({"key": key}) + "\n" for key in self._data.valid_loader.keys()]
             write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
@@ -99,7 +100,7 @@ class Feed:
         coming = self._coming or self._started(take)
         micro_batches, self._coming = coming(), None
         if self._data:
-            self._dropped = self._data.dropped_everywhere
+            self._dropped = self._data.drops.arrived_everywhere()
             self._log.write(step, micro_batches)
         if self._reader is not None and not self._pauses_after(step):
             self._coming = self._started(take)
@@ -152,13 +153,14 @@ class Feed:
         """The loader state of a reading rank, for a checkpoint; None on the others."""
         return self._data and self._data.train_loader.state_dict()
 
-    def dropped_everywhere(self) -> int | None:
-        """Samples dropped by all ranks, as of the last step; None on a rank that does not read."""
-        return self._dropped
+    def dropped_everywhere(self) -> int:
+        """What all ranks dropped on the way to the last step since the run began, as the first rank knows."""
+        return self._dropped_before.total() + self._dropped
 
     def dropped_by_reason(self) -> dict[str, int]:
-        """The drops of all ranks by reason."""
-        return add_counts(self._data.dropped if self._data else {})
+        """The same until now by reason. Every rank calls it; a checkpoint holds it as `dropped`."""
+        arrived = self._data.drops.arrived if self._data else {}
+        return dict(self._dropped_before + Counter(add_counts(arrived)))
 
     def close(self) -> None:
         """End the data workers at once."""

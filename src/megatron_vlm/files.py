@@ -1,20 +1,27 @@
-"""Reads files that others name, only if they are regular: a pipe or a device could block without end.
+"""Opens files: it reads only regular ones of a bounded size, and it writes through no link.
 
-Also reads the files to which a run adds a line per step, when the run resumes.
+A pipe or a device could block without end, and a link could lead out of the folder that is written. A file or
+a folder that appears whole is written aside under a name of its own, synced, and then renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
+import secrets
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, readable_size
 
+MOST_TEXT = 1 << 28  # of a file that describes something; the largest tokenizer.json have 40 MB
 MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as many
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -34,24 +41,199 @@ def check_file(path: str | Path) -> None:
     _check_kind(path, os.stat(path))
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """A regular file, opened for reading. Raises NotAFile as `check_file`, and OSError."""
+    check_file(path)  # before opening it: opening a device may start it
+    file = open(path, "rb", opener=_open_at_once)
+    try:
+        _check_kind(path, os.fstat(file.fileno()))
+    except NotAFile:
+        file.close()
+        raise
+    return file
+
+
 def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     """The bytes of a regular file.
 
     Raises NotAFile as `check_file`, OSError, and ValueError for a file of more than `most_bytes`.
     """
-    check_file(path)  # before opening it: opening a device may start it
-    with open(path, "rb", opener=_open_at_once) as file:
-        found = os.fstat(file.fileno())
-        _check_kind(path, found)
-        if found.st_size > most_bytes:
-            raise ValueError(f"{path} has {found.st_size} bytes, more than {most_bytes}")
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"{path} has {size} bytes, more than {most_bytes}")
         return file.read(most_bytes)
+
+
+def read_text(path: str | Path, most_bytes: int = MOST_TEXT) -> str:
+    """The text of a regular file in UTF-8, with or without a byte order mark. Raises as `read_file`."""
+    try:
+        return read_file(path, most_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{printable(path)} is no text, but a binary file; give a text in UTF-8.") from error
+
+
+def open_to_write(
+    path: str | Path, *, append: bool = False, keep: bool = False, new: bool = False, buffering: int = -1
+) -> BinaryIO:
+    """A regular file, made if it is missing, opened to be written: emptied, or at its end (`append`), or from
+    its beginning over what it holds (`keep`). Raises FileExistsError if it should be `new` and exists,
+    NotAFile if the path is a link or anything else that is not a regular file, and OSError.
+    """
+    flags = (
+        os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if append else 0) | (os.O_EXCL if new else 0)
+    )
+    try:
+        descriptor = _open_at_once(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotAFile(
+                f"{printable(path)} is a link, and nothing is written through links; remove it."
+            ) from error
+        raise
+    file = open(descriptor, "ab" if append else "r+b" if keep else "wb", buffering=buffering)
+    try:
+        _check_kind(path, os.fstat(descriptor))
+        if not (append or keep):
+            file.truncate(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def copy_file(source: str | Path, target: str | Path) -> None:
+    """A new file with what a regular file holds, of any size, on disk. Raises as `open_file`."""
+    with open_file(source) as held, open_to_write(target, new=True) as file:
+        shutil.copyfileobj(held, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> None:
+    """Writes a file that holds all of the old or all of the new content, whenever this process is killed.
+
+    A link at `path` is replaced, not followed. Raises OSError that names the path and the remedy.
+    """
+    path, content = Path(path), content.encode("utf-8") if isinstance(content, str) else content
+    with naming(path):
+        aside = _beside(path)
+        try:
+            with open(aside, "xb") as file:
+                file.writelines([content] if isinstance(content, bytes) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def folder_aside(output: str | Path) -> Iterator[Path]:
+    """A new folder beside `output`, under a name of its own, which becomes `output` when the block ends.
+
+    If the block fails, nothing is left; a process that is killed leaves `.NAME.*.partial`. Raises
+    FileExistsError if `output` exists when the block begins or ends (an empty folder does not count), and
+    OSError that names the path and the remedy.
+    """
+    output = Path(output)
+    made = [folder for folder in output.parents if not folder.exists()]
+    with naming(output):
+        refuse_existing(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        aside = _beside(output)
+        aside.mkdir()
+        try:
+            yield aside
+            refuse_existing(output)
+            for folder, _, names in os.walk(aside):
+                for path in (*(Path(folder, name) for name in names), Path(folder)):
+                    sync(path)
+            os.rename(aside, output)
+            sync(output.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            with contextlib.suppress(OSError):  # they hold the output, or another's
+                for folder in made:
+                    folder.rmdir()
+
+
+def refuse_existing(output: Path) -> None:
+    """Raises FileExistsError unless nothing, or an empty folder, has this name."""
+    if os.path.lexists(output) and (output.is_symlink() or not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
+
+
+def refuse_odd(folder: Path, *, links: bool) -> None:
+    """Raises NotAFile for an entry that is neither a file nor a folder and, unless `links`, for a link.
+
+    Names that begin with a dot do not count: file systems and editors have such ones, and nothing reads them.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_symlink() and not links:
+                raise NotAFile(
+                    f"{printable(entry.path)} is a link, and nothing is written through links; move what it "
+                    "leads to there, or remove it."
+                )
+            with contextlib.suppress(OSError):  # a link that leads nowhere
+                if not entry.is_dir():
+                    _check_kind(entry.path, entry.stat())
+
+
+@contextlib.contextmanager
+def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
+    """Makes an error of the disk from inside say what could not be written and, if that is why, how much is
+    free. Libraries in Rust raise errors of their own, with the number in their text."""
+    try:
+        yield
+    except Exception as error:
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else told and int(told[1])
+        if number is None:  # our own error, or none of the disk
+            raise
+        place = re.sub(
+            r"\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", str(getattr(error, "filename", None) or path)
+        )
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
+        kind = type(error) if isinstance(error, OSError) else OSError
+        raise kind(f"{printable(place)}: {os.strerror(number)}; {remedy}.") from error
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the file system of a path; the path need not exist."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def need_room(path: Path, needed: int) -> None:
+    """Raises OSError unless so many bytes are free for what is to be written there."""
+    if needed > (free := free_bytes(path)):
+        raise OSError(
+            f"{printable(path)} takes {readable_size(needed)}, of which {readable_size(free)} are free; make "
+            "room and start again, or give another path."
+        )
+
+
+def sync(path: str | Path) -> None:
+    """Returns when a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     """The JSON objects, each with a `step`, of a file to which a run adds lines. A last line that was cut
     short is left out. Raises ConfigError that names any other bad line."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
@@ -67,12 +249,24 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def keep_rows_before(path: Path, step: int) -> None:
+    """Takes the rows of `step` and of later steps out of a file of `read_rows`, if it is there."""
+    if path.exists():
+        rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] < step]
+        write_whole(path, "".join(rows))
+
+
+def _open_at_once(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Opens without waiting, also if the file was replaced by a pipe after `check_file`."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+def _beside(path: Path) -> Path:
+    """A name beside `path` that nothing has: what carries it was left by a killed process, and may go."""
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
 
 
 def _check_kind(path: str | Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise NotAFile(f"{path} is {kind}, not a file")
+        raise NotAFile(f"{printable(path)} is {kind}, not a file; give a file in its place.")

@@ -1,9 +1,17 @@
-"""Text for messages: foreign text that no terminal obeys, and suggestions of what may have been meant."""
+"""Text for messages: foreign text that no terminal obeys, suggestions of what may have been meant, and what
+was being read when an error came."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+import logging
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 LONGEST = 200  # the most characters of a key or a path that are shown
 
@@ -20,8 +28,22 @@ def printable(text: object, longest: int = LONGEST) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """A whole message as by `printable`, but newlines are kept and nothing is cut."""
-    return "\n".join(printable(line, len(line)) for line in str(text).expandtabs().split("\n"))
+    """A whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs, all
+    spaces and what joins characters of scripts and emojis are kept."""
+    return "".join(c if _is_of_text(c) else _shown(c) for c in str(text))
+
+
+class PrintableRecord(logging.LogRecord):
+    """What a library logs, such as names of tensors, as by `printable_lines` and without colours."""
+
+    def getMessage(self) -> str:  # noqa: N802 - the name in logging
+        return printable_lines(re.sub(r"\x1b\[[\d;]*m", "", super().getMessage()))
+
+
+def listed(texts: Sequence[str], most: int = 20, comma: str = ", ") -> str:
+    """The first texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return comma.join(texts[:most]) + more
 
 
 def readable_size(size: int) -> str:
@@ -29,10 +51,24 @@ def readable_size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+    """Raises ValueError, which says what is `wanted`, unless `value` is a number of which that holds."""
+    try:
+        right = holds(value)
+    except TypeError:  # a text, None
+        right = False
+    if not right:
+        raise ValueError(f"{name} is {printable(repr(value))}; give {wanted}.")
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _is_of_text(character: str) -> bool:
+    return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
 
 
 def _cut(text: str, longest: int) -> str:
@@ -47,3 +83,29 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."
+
+
+def reading(what: str) -> Callable[[Callable], Callable]:
+    """Decorates a function that reads what a user gave: an error from inside is then about that, and no bug.
+
+    `what` is an argument of the function or an attribute of one (`self.path`), or else it is said as it is.
+    The innermost of such functions knows best. `job.failures.explain` reads the mark.
+    """
+    name, _, attributes = what.partition(".")
+
+    def decorated(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def reads(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if getattr(error, "reading", None) is None:
+                    given = signature.bind(*args, **kwargs).arguments.get(name, what)
+                    error.reading = attrgetter(attributes)(given) if attributes else given
+                raise
+
+        return reads
+
+    return decorated

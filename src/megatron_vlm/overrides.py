@@ -19,6 +19,24 @@ DATA_PATHS = "a path or a list of paths"
 EVERY = "a number of steps, or epoch"
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
 MODULE_NAMES = "a regex or a list of names"
+MOST_YAML = 1 << 20  # characters of settings
+LONGEST_NUMBER = 100
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads YAML in time and memory in proportion to its size: without aliases, which a few lines can nest to
+    any size, and without numbers of many digits, whose cost grows with the square of their length."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError("aliases are not read; write it out", self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise yaml.MarkedYAMLError(f"a number of {len(node.value)} digits", node.start_mark)
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(f"{twice[0]} stands there twice; write it once", node.start_mark)
+        return node
 
 
 def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, Any]) -> RunConfig:
@@ -52,17 +70,23 @@ def from_yaml(text: str) -> RunConfig:
 def load_yaml(text: str, place: str = "YAML") -> dict[str, Any]:
     """A YAML mapping as plain data. Raises ConfigError if the text is anything else."""
     try:
-        settings = yaml.safe_load(text)
+        settings = _plain_yaml(text)
         flatten(settings if isinstance(settings, dict) else {})
     except RecursionError as error:
-        raise ConfigError(f"{place}: holds itself, or is nested too deeply; write it out.") from error
-    except yaml.YAMLError as error:
+        raise ConfigError(f"{place}: nested too deeply; write settings as `key: value` lines.") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{place}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{place}: expected settings as `key: value` lines, found {type(settings).__name__}."
         )
     return settings
+
+
+def _plain_yaml(text: str) -> Any:
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{len(text)} characters, more than {MOST_YAML}")
+    return yaml.load(text, _PlainLoader)  # noqa: S506 - a SafeLoader
 
 
 def split_override(text: str) -> tuple[str, str]:
@@ -85,6 +109,10 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _set(tree: DictConfig, key: str, value: Any) -> None:
+    if "${" in str(
+        value
+    ):  # OmegaConf would read the environment, and a chain of references grows without end
+        raise ConfigError(f"{key}: {value!r}: ${{…}} is not filled in; write the value out.")
     *sections, name = key.split(".")
     node = tree
     for place, section in enumerate(sections):
@@ -109,11 +137,10 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
             raise yaml.YAMLError("lists and mappings hold plain values")
         if wanted == EVERY and value != EPOCH and type(value) is not int:
             raise yaml.YAMLError(f"neither a whole number nor {EPOCH}")
-        value = _at_home(value) if name in PATHS else value
+        value = _as_meant(value) if name in PATHS else value
         if wanted.startswith("dict") and isinstance(value, Mapping):
             value = {str(key): _entry(wanted, item) for key, item in value.items()}
         OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
-        OmegaConf.to_container(node, resolve=True)  # raises if an interpolation points to nothing
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         example = f", as {key}.NAME=VALUE" if wanted.startswith("dict") else ""
         raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}{example}.") from error
@@ -133,11 +160,14 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple | ListConfig) else []
 
 
-def _at_home(value: Any) -> Any:
-    """A path, or each of several, with the home folder in place of `~`."""
+def _as_meant(value: Any) -> Any:
+    """A path, or each of several, with the home folder in place of `~`, without quotes that a shell left."""
     if isinstance(value, list | tuple | ListConfig):
-        return [_at_home(path) for path in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
+        return [_as_meant(path) for path in value]
+    if not isinstance(value, str):
+        return value
+    quoted = len(value) > 2 and value[0] == value[-1] and value[0] in "\"'"
+    return os.path.expanduser(value[1:-1] if quoted else value)
 
 
 def _parse(text: str, wanted: str) -> Any:
@@ -145,11 +175,11 @@ def _parse(text: str, wanted: str) -> Any:
     if text in ("null", "None") and "None" in wanted:
         return None
     if wanted.startswith("dict"):
-        return yaml.safe_load(text if text.startswith("{") else f"{{{text}}}")
+        return _plain_yaml(text if text.startswith("{") else f"{{{text}}}")
     if wanted in (DATA_PATHS, MODULE_NAMES) and not text.startswith("["):
         return None if text in ("null", "None") else text
     if wanted.startswith("list") or wanted in (DATA_PATHS, MODULE_NAMES):
-        return yaml.safe_load(text if text.startswith("[") else f"[{text}]")
+        return _plain_yaml(text if text.startswith("[") else f"[{text}]")
     return int(text) if wanted == EVERY and text.removeprefix("-").isdecimal() else text
 
 
@@ -192,6 +222,4 @@ def _dicts(node: DictConfig) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-    )
+    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value

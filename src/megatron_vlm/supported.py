@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import printable
 
 CONFIG_FILE = "config.json"
@@ -23,28 +24,31 @@ FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch fr
 
 @dataclass(frozen=True)
 class Supported:
-    """What config.json says about a family; `text_types` if it can hold several language models."""
+    """What config.json says about a family; `text_types` if it can hold several language models, with the one
+    that text_config is of if it has no model_type."""
 
     architecture: str  # the class of Transformers that config.json names
     text_types: tuple[str, ...] = ()
-    other_texts: dict[str | None, str] = field(default_factory=dict)  # model_type -> why it is not supported
+    default_text: str | None = None
+    other_texts: dict[str, str] = field(default_factory=dict)  # model_type -> why it is not supported
 
 
 _CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "gemma4": Supported("Gemma4ForConditionalGeneration"),
-    "mistral3": Supported("Mistral3ForConditionalGeneration", text_types=("ministral3", "mistral")),
+    "mistral3": Supported("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), "mistral"),
     "lfm2_vl": Supported(
         "Lfm2VlForConditionalGeneration",
-        text_types=("llama", "mistral", "qwen2", "qwen3"),
-        other_texts=dict.fromkeys(("lfm2", "lfm2_moe", None), _CONVOLUTIONS),  # None is LFM2, too
+        ("llama", "mistral", "qwen2", "qwen3"),
+        "lfm2",
+        dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     ),
     "glm4v": Supported("Glm4vForConditionalGeneration"),
     "glm46v": Supported("Glm46VForConditionalGeneration"),
-    "llava": Supported("LlavaForConditionalGeneration", text_types=("llama", "mistral", "qwen2", "qwen3")),
-    "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", text_types=("qwen2",)),
-    "internvl": Supported("InternVLForConditionalGeneration", text_types=("qwen2", "qwen3")),
+    "llava": Supported("LlavaForConditionalGeneration", ("llama", "mistral", "qwen2", "qwen3"), "llama"),
+    "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
+    "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
@@ -79,7 +83,7 @@ def any_config(path: str | Path) -> dict[str, Any]:
     file = config_file(path)
     place = f"checkpoint {printable(path)}"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {CONFIG_FILE} is not JSON ({error}); download it again.") from error
     if not isinstance(config, dict):
@@ -92,6 +96,7 @@ def config_file(path: str | Path) -> Path:
     if Path(path).is_file():
         return Path(path)
     if Path(path).is_dir():
+        refuse_odd(Path(path), links=True)  # Transformers would wait for a pipe
         file = Path(path) / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(
@@ -150,7 +155,7 @@ def _problem(config: dict[str, Any]) -> str | None:
     text = config.get("text_config") or {}
     if not isinstance(text, dict):
         return f"text_config {printable(repr(text))} is not an object; download {CONFIG_FILE} again."
-    text_type = text.get("model_type")
+    text_type = text.get("model_type", known.default_text)
     if known.text_types and text_type not in known.text_types:
         return (
             f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported"

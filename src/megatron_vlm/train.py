@@ -73,7 +73,6 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             numbers = (loss, rates.pop("lr"), grad_norm, tokens, seconds, feed.dropped_everywhere())
             log.log_step(step, *numbers, figures.of_step(seconds, waited) | feed.epoch_after(step) | rates)
             profile.step()
-
             extra = {**log.totals, "rows": feed.rows_after(step)}
             if milestones.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
@@ -81,6 +80,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
                 extra["valid_loss"], by_source = validation_loss(model, *given)
                 log.log_eval(step, extra["valid_loss"], by_source)
             if milestones.saves_after(step):
+                extra["dropped"] = feed.dropped_by_reason()
                 watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
                 kept = feed.state(), config.train.keep_checkpoints, extra, config.train.keep_best
                 checkpoint.save(config.run_dir, step, model, optimizer, scheduler, *kept)

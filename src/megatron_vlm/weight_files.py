@@ -1,17 +1,42 @@
-"""The safetensors files of a checkpoint, without torch: their names, and whether they are whole."""
+"""The files of a checkpoint, without torch: which safetensors it has, and whether all files can be read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import NotAFile, open_file, read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
+from megatron_vlm.signatures import BINARY, FIRST, SAFETENSORS, what_is
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
-_LFS = b"version https://git-lfs"
+# the forms of tensors that are read
+FLOATS, FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
+EXPONENTS = ("F8_E8M0", "U8")  # of scales, which are 2 ** (e - 127)
+# how the key of a scale ends -> how that of its FP8 tensor does: as Transformers writes it, and as AutoFP8,
+# DeepSeek-V4 and Mistral do; and the same of scales of activations, which training does not need
+SCALES = {"_scale_inv": "", "_scale": "", ".scale": ".weight", ".qscale_weight": ".weight"}
+UNREAD = dict.fromkeys((".activation_scale", ".input_scale", ".qscale_act"), ".weight")
+UNREAD["_activation_scale"] = ""
+_SCALE_ENDS = tuple(SCALES | UNREAD)
+# buffers that models make themselves and older files hold; Transformers ignores them, too
+# (`PreTrainedModel._adjust_missing_and_unexpected_keys`)
+OF_THE_MODEL = re.compile(r"(^|\.)(position_ids|(original_)?inv_freq)$")
+MOST_HEADER = 100_000_000  # bytes, as in safetensors
+DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generation
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+MOST_PARSED = 1 << 20  # bytes
 
 
 def has_weights(folder: Path) -> bool:
@@ -43,7 +68,7 @@ def weight_files(folder: Path) -> list[str]:
 
 def _named_by(index: Path) -> list[str]:
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(json.loads(read_file(index))["weight_map"].values())
     except (ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"{printable(index)} holds no JSON with a weight_map; download it again."
@@ -59,32 +84,173 @@ def _named_by(index: Path) -> list[str]:
     return sorted(names)
 
 
-def problems(file: Path) -> Iterator[str]:
-    """What is wrong with a safetensors file, judged by its header, which says where each byte belongs."""
+class OnDisk(NamedTuple):
+    """A tensor as a safetensors file has it; `blocks` says, for an FP8 tensor with several scales, which of
+    them each position of each axis has."""
+
+    file: str
+    key: str
+    dtype: str
+    shape: list[int]
+    scale: OnDisk | None = None
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+
+def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDisk]:
+    """A checkpoint's tensors by the `name` of their key, FP8 ones with their scales.
+
+    Raises ConfigError for a file that is not whole, a tensor that is there twice, and one whose form is none
+    that is read: what this function lets pass, import takes as the numbers that were meant.
+    """
+    found: dict[str, OnDisk] = {}
+    for file in weight_files(folder):
+        for key, entry in header(folder / file)[0].items():
+            if OF_THE_MODEL.search(key):
+                continue
+            tensor = OnDisk(file, key, entry["dtype"], entry["shape"])
+            if (twin := found.setdefault(name(key), tensor)) is not tensor:
+                raise ConfigError(
+                    f"{printable(folder)}: {printable(key)} of {file} and {printable(twin.key)} of "
+                    f"{twin.file} are the same tensor of the model; remove one of them."
+                )
+    scaled = {key: of for key in found if (of := _scaled(key, found))}
+    scales = {of: found[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
+    size = _block_size(folder) if scales else None
+    return {key: _read(folder, found[key], scales.get(key), size) for key in found if key not in scaled}
+
+
+def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
+    """The FP8 tensor of which this is a scale, by its name."""
+    if not key.endswith(_SCALE_ENDS):
+        return None
+    named = (key.removesuffix(end) + own for end, own in (SCALES | UNREAD).items() if key.endswith(end))
+    return next((of for of in named if of in found and found[of].dtype == FP8), None)
+
+
+def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: list[int] | None) -> OnDisk:
+    """The tensor with its scale; raises ConfigError unless its form, and that of the scale, is read."""
+    key, shape = printable(tensor.key), tensor.shape
+    if tensor.dtype in FLOATS:
+        return tensor
+    if tensor.dtype != FP8:
+        problem = f"{key!r} is stored as {printable(tensor.dtype)}"
+    elif scale is None:
+        problem = f"{key!r} is stored as {FP8} without a scale ({key + '_scale_inv'!r})"
+    elif scale.dtype not in (*FLOATS, *EXPONENTS):
+        problem = f"{printable(scale.key)!r}, the scale of {key!r}, is stored as {printable(scale.dtype)}"
+    elif math.prod(scale.shape) == 1:
+        return tensor._replace(scale=scale)
+    else:
+        sizes = [*[1] * (len(shape) - 2), *(size or [None, None])]
+        if len(shape) == len(scale.shape) == len(sizes):
+            fused = [axis > 0 and len(shape) == 3 for axis in range(len(shape))]
+            blocks = tuple(map(_blocks, shape, scale.shape, sizes, fused))
+            if None not in blocks:
+                return tensor._replace(scale=scale, blocks=blocks)
+        problem = (
+            f"{printable(scale.key)!r} is {scale.shape}, and {key!r} {shape} in blocks of "
+            f"{size or 'equal sizes'} (weight_block_size in {CONFIG_FILE})"
+        )
+    raise ConfigError(
+        f"{printable(folder)}: {problem}; only floating-point numbers, and FP8 with scales, are trained: "
+        "take the checkpoint in bf16 that it was made from."
+    )
+
+
+@cache
+def _blocks(length: int, count: int, size: int | None, fused: bool) -> tuple[int, ...] | None:
+    """Which of `count` scales each position of an axis has; None if there cannot be so many.
+
+    A scale is for `size` positions, the last one for those that are left; without a size, for equal parts. If
+    an axis has two matrices `fused`, such as gate and up, each may have scales of its own.
+    """
+    if size is None:
+        size = length // count if count and length % count == 0 else 0
+    for parts in (1, 2) if fused else (1,):
+        part = length // parts
+        if size and length == parts * part and count == parts * -(-part // size):
+            return tuple(i // part * (count // parts) + i % part // size for i in range(length))
+    return None
+
+
+def _block_size(folder: Path) -> list[int] | None:
+    """The sizes of the blocks that have a scale each, as config.json says; None if it says none."""
+    config = any_config(folder)
+    for part in (config, config.get("text_config")):
+        how = part.get("quantization_config") if isinstance(part, dict) else None
+        size = how.get("weight_block_size") if isinstance(how, dict) else None
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+            return size
+        if size is not None:
+            raise ConfigError(
+                f"{printable(folder)}: weight_block_size {printable(size)} in {CONFIG_FILE} is not the two "
+                "sizes of a block; download it again."
+            )
+    return None
+
+
+def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """What a safetensors file says of its tensors, by key, and where the first one begins.
+
+    Raises ConfigError unless the file is whole by that, and as `open_file`.
+    """
     size, shown = file.stat().st_size, printable(file)
-    with file.open("rb") as opened:
-        first = opened.read(8)
-        if (first + opened.read(len(_LFS) - 8)).startswith(_LFS):
-            yield f"{shown} is a Git LFS pointer, not weights; run `git lfs pull` in that folder."
-            return
-        opened.seek(8)
-        length = int.from_bytes(first, "little")
-        header = opened.read(length) if len(first) == 8 and length < size else b""
+    with open_file(file) as opened:
+        known = what_is(opened.read(FIRST))
+        if known is not None and known is not SAFETENSORS:
+            raise ConfigError(f"{shown} is {known}.")
+        opened.seek(0)
+        length = int.from_bytes(opened.read(8), "little")
+        text = opened.read(length) if length < min(size, MOST_HEADER) else b""
     try:
-        needed = 8 + length + _end(json.loads(header))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        yield f"{shown} is no safetensors file, or cut short ({size} bytes); download it again."
-        return
+        tensors = json.loads(text)
+        tensors.pop("__metadata__", None)
+        needed = 8 + length + _end(tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{shown} is no safetensors file, or cut short ({size} bytes); download it again."
+        ) from error
     if size != needed:
-        yield f"{shown} holds {size} bytes, its header says {needed}; download it again."
+        raise ConfigError(f"{shown} holds {size} bytes, its header says {needed}; download it again.")
+    return tensors, 8 + length
+
+
+def description_problems(folder: Path) -> Iterator[str]:
+    """What is wrong with the files that describe tokenizer, processor and generation; a line for each file.
+    Transformers' own messages do not name them."""
+    for file in (folder / name for name in DESCRIPTIONS if os.path.lexists(folder / name)):
+        try:
+            content = read_file(file)
+        except (NotAFile, OSError) as error:
+            yield f"{printable(file)} cannot be read ({printable(error)}); download it again."
+            continue
+        known = what_is(content)
+        if known is not None and (known is not BINARY or file.suffix != ".model"):
+            yield f"{printable(file)} is {known}."
+        elif file.suffix == ".json" and not _is_whole(content.strip()):
+            yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."
+
+
+def _is_whole(content: bytes) -> bool:
+    """Whether it can be a JSON object; of a long one, only both ends are looked at."""
+    if len(content) > MOST_PARSED:
+        return content[:1] == b"{" and content.endswith(b"\n}" if content[1:2] == b"\n" else b"}")
+    try:
+        return isinstance(json.loads(content), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _end(tensors: dict[str, Any]) -> int:
-    """Where the last tensor ends; raises ValueError unless each starts where another ends."""
-    spans = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
+    """Where the last tensor ends; raises ValueError unless each starts where another ends and has a shape of
+    that size (two numbers of some types are one byte)."""
     end = 0
-    for start, stop in spans:
+    for entry in sorted(tensors.values(), key=lambda entry: entry["data_offsets"]):
+        (start, stop), lengths = entry["data_offsets"], entry["shape"]
         if start != end or stop < start:
             raise ValueError(f"a tensor starts at {start} and not at {end}")
+        known = isinstance(entry["dtype"], str) and all(type(n) is int and n >= 0 for n in lengths)
+        if not known or math.prod(max(n, 1) for n in lengths) > max(2 * (stop - start), 1):
+            raise ValueError(f"{stop - start} bytes are no tensor of {entry['dtype']} and shape {lengths}")
         end = stop
     return end

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_vlm.checks.patterns import problem
 from megatron_vlm.config import AdapterConfig, RunConfig, all_settings
 from megatron_vlm.messages import printable
 
@@ -33,6 +33,8 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
                 f"adapter.{name}: {getattr(adapter, name)} with target_parameters: peft has it for modules "
                 "alone and could not load such an adapter; set one of them."
             )
+    if adapter.lora_alpha == 0:
+        yield "adapter.lora_alpha: 0 makes adapters that change nothing; give a positive number."
     if adapter.lora_dropout >= 1:
         yield f"adapter.lora_dropout: {adapter.lora_dropout} is not less than 1."
     if not (adapter.target_modules == [] and adapter.target_parameters):
@@ -42,11 +44,20 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         yield from _name_problems(f"adapter.{name}", getattr(adapter, name) or None)
     for name in adapter.modules_to_save:  # peft takes them for patterns when it leaves out their adapters
         yield from _regex_problems("adapter.modules_to_save", name)
+    if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
+        yield (
+            f"adapter.layers_to_transform: {adapter.layers_to_transform} with the regex of target_modules: "
+            "peft takes one of them alone; let the regex name the layers."
+        )
+    if adapter.layers_pattern and not adapter.layers_to_transform:
+        yield "adapter.layers_pattern: is set without adapter.layers_to_transform; set both, or none."
+    for pattern in adapter.layers_pattern:
+        yield from _regex_problems("adapter.layers_pattern", pattern)
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern, value in getattr(adapter, name).items():
             yield from _regex_problems(f"adapter.{name}", pattern)
-            if value < 1:
-                yield f"adapter.{name}: {value} of {printable(pattern)} is less than 1."
+            if value <= 0:
+                yield f"adapter.{name}: {value} of {printable(pattern)} is not above 0."
 
 
 def _name_problems(key: str, names: Any) -> Iterator[str]:
@@ -57,9 +68,7 @@ def _name_problems(key: str, names: Any) -> Iterator[str]:
 
 
 def _regex_problems(key: str, pattern: str) -> Iterator[str]:
-    try:
-        if not pattern:
-            yield f"{key}: is empty; give a regex or a list of names, or leave the setting out."
-        re.compile(pattern)
-    except re.error as error:
-        yield f"{key}: {printable(pattern)} is no regular expression ({error}); names go into a list."
+    if not pattern:
+        yield f"{key}: is empty; give a regex or a list of names, or leave the setting out."
+    elif why := problem(pattern):
+        yield f"{key}: {printable(pattern)} is no regular expression ({why}); names go into a list."

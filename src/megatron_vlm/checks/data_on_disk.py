@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths
-from megatron_vlm.data.paths import FILMS, PICTURES, items_of, paths_of, unread_end
+from megatron_vlm.data.on_disk.lines import first_records
+from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
+from megatron_vlm.data.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.messages import printable
+from megatron_vlm.signatures import what_file
 
-FIRST_RECORDS, FIRST_BYTES, FIRST_FILES = 20, 1 << 20, 1000
+FIRST_FILES = 1000
 FEW_PATHS = 3  # fewer missing files may come from broken records, which a run counts and leaves out
 MEDIA_FILES = {*PICTURES, *FILMS}
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
 DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
 MEDIA_COLUMNS = ("images", "image", "videos", "video")
-REAL_MEDIA_FOLDERS = 200  # the most folders to search for one that holds a missing file
-NO_PATHS = ("data:", "://", "::")  # these mark media that are not paths: base64, addresses, keys of an LMDB
+FIRST_RECORDS, FIRST_BYTES = 20, 1 << 20
+RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one is none of a meta file
+NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys of an LMDB
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
     """What keeps each of the paths from being read; remote paths are not checked."""
-    for item, path in zip(items_of(paths), paths_of(paths), strict=True):
-        if "://" in path:
-            continue
-        if end := unread_end(item):
-            yield f"{key}: {printable(item)} does not exist, and {_what_it_is_not(printable(end))}"
-        elif path != path.strip() and not Path(path).expanduser().exists():
-            yield f"{key}: '{printable(path)}' does not exist, and has a space at an end; drop the space."
-        else:
+    for path in paths_of(paths):
+        if re.search(r"[*#,]", path) and "://" not in path and not Path(path).expanduser().exists():
+            yield (
+                f"{key}: {printable(path)} does not exist; give a path, or several as a list, [A,B]; behind "
+                "each may stand a number of rows, #5000, or a share, *0.3, and patterns are not read."
+            )
+        elif "://" not in path:
             yield from dataset_problems(data, key, path)
-
-
-def _what_it_is_not(end: str) -> str:
-    if end.startswith("#"):
-        return f"`{end}` is no number of rows, such as `#5000`; give one, or a share, such as `*0.3`."
-    return f"`{end}` is no share, such as `*0.3`; give one, or name each file, as patterns are not read."
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
@@ -65,36 +61,25 @@ def _energon_problems(path: Path, shown: str) -> Iterator[str]:
             )
     elif not is_prepared(path):
         inside = next((child for child in sorted(path.iterdir()) if is_prepared(child)), None)
-        kind = kind_of(path)
+        kind = kind_of(path) or "not a prepared Energon dataset"
+        remedy = "give a folder that `megatron-vlm prepare` wrote"
         if inside is not None:
-            yield f"{shown} is not a prepared Energon dataset; did you mean {printable(inside)}?"
-        elif kind == "a dataset saved by `datasets`":
-            yield f"{shown} is {kind}, not an Energon one; set data.dataset_type=hf."
-        elif kind is None or "shards" in kind:
-            yield f"{shown} is not a prepared Energon dataset; run `megatron-vlm prepare` first."
-        else:
-            yield f"{shown} is {kind}, not a dataset; give a folder that `megatron-vlm prepare` wrote."
+            remedy = f"give {printable(inside)}, which is one"
+        elif "saved by" in kind:
+            remedy = "set data.dataset_type=hf"
+        yield f"{shown} is {kind}; {remedy}."
 
 
 def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterator[str]:
-    if not path.exists():
-        if "," in name and all(os.path.exists(part) for part in name.split(",")):
-            yield f"{shown} are several paths; give each by a flag of its own, or all as a list, [A,B]."
-        elif not is_hub_name(name):
-            yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
-        elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
-            yield (
-                f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or "
-                "a folder, or download it first."
-            )
-        return
-    if data.media_dir is not None and not Path(data.media_dir).expanduser().is_dir():
-        yield f"data.media_dir: {printable(data.media_dir)} is not a folder; give the one paths start from."
-        return
-    if is_prepared(path):
-        yield f"{shown} is a prepared Energon dataset; set data.dataset_type=energon."
-        return
-    yield from _rows_problems(path, shown, data.media_dir, data.columns, "set data.media_dir=")
+    if path.exists():
+        yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
+    elif not is_hub_name(name):
+        yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
+    elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
+        yield (
+            f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or a "
+            "folder, or download it first."
+        )
 
 
 def source_problems(
@@ -102,12 +87,8 @@ def source_problems(
 ) -> Iterator[str]:
     """What keeps `prepare` from reading a local path."""
     path, shown = Path(name), f"prepare: source {printable(name)}"
-    if image_root is not None and not Path(image_root).is_dir():
-        yield f"prepare: --image-root {printable(image_root)} is not a folder; give the one paths start from."
-    elif is_prepared(path):
-        yield f"{shown} is a prepared Energon dataset already; train from it, or give another source."
-    elif path.exists():
-        yield from _rows_problems(path, shown, image_root, columns, "add --image-root ")
+    if path.exists():
+        yield from _rows_problems(path, shown, image_root, columns, "--image-root ")
     elif not is_hf and "://" not in name:
         yield f"{shown} does not exist; give a file or folder; a hub name needs --format hf."
 
@@ -115,44 +96,39 @@ def source_problems(
 def _rows_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
-    """What keeps the rows from being read; `setting` names the setting of the media folder in messages."""
-    if path.is_dir():
+    """What keeps the rows from being read; `setting` is how the media folder is given."""
+    if media_dir is not None and not Path(media_dir).expanduser().is_dir():
+        yield f"{shown}: {setting}{printable(media_dir)} is not a folder; give the one paths start from."
+    elif is_prepared(path):
+        yield f"{shown} is a prepared Energon dataset; train from it, with data.dataset_type=energon."
+    elif path.is_dir():
         kind = kind_of(path)
         if kind is not None and "saved by" not in kind:
             yield f"{shown} is {kind}, not a dataset; give the folder or file of the conversations."
-        elif not any(path.iterdir()):
-            yield f"{shown} is an empty folder; give the folder or file of the conversations."
-        elif _holds_only_media(path):
-            yield f"{shown} is a folder of media alone; give the folder or file of the conversations."
-        elif file := _file_beside_media(path):
-            yield f"{shown} is a folder of media, and {file.name} in it is not read; give {printable(file)}."
+        else:
+            yield from _folder_problems(path, shown)
     elif not path.is_file():
         yield f"{shown} is neither a file nor a folder; give the file of the conversations."
-    elif path.stat().st_size == 0:
-        yield f"{shown} is an empty file; give the file of the conversations."
-    elif path.suffix not in (".parquet", ".arrow"):
-        yield from _json_problems(path, shown, media_dir, columns, setting)
+    else:
+        yield from _file_problems(path, shown, media_dir, columns, setting)
 
 
-def _holds_only_media(folder: Path) -> bool:
-    """Whether the first files in the folder are media, by their names."""
-    files = (child for child in folder.rglob("*") if not child.is_dir())
-    suffixes = {child.suffix.lower() for child in islice(files, FIRST_FILES)}
-    return bool(suffixes) and suffixes <= MEDIA_FILES
-
-
-def _file_beside_media(folder: Path) -> Path | None:
-    """The first file of records in a folder that `datasets` would take for one of media alone: unless a
-    README.md, tables or names of splits tell it what to read, it takes what there is most of."""
+def _folder_problems(folder: Path, shown: str) -> Iterator[str]:
+    """A folder in which `datasets` would find no records: unless a README.md, tables or names of splits tell
+    it what to read, it takes the kind of files of which there are most."""
+    files = [child for child in islice(folder.rglob("*"), FIRST_FILES) if not child.is_dir()]
+    media = [child for child in files if child.suffix.lower() in MEDIA_FILES]
     records = [
         child for child in folder.glob("*.json*") if child.suffix in ROWS and child.name not in DESCRIBE
     ]
-    files = list(islice(folder.rglob("*"), FIRST_FILES))
     told = any(child.name == "README.md" or child.suffix in TABLES for child in files)
-    if told or any(_SPLIT.search(child.name) for child in records):
-        return None
-    media = sum(child.suffix.lower() in MEDIA_FILES for child in files)
-    return min(records) if 0 < len(records) < media else None
+    told = told or any(_SPLIT.search(child.name) for child in records)
+    if len(media) == len(files):
+        kind = "folder of media alone" if media else "folder without files"
+        yield f"{shown} is a {kind}; give the folder or file of the conversations."
+    elif 0 < len(records) < len(media) and not told:
+        file = min(records)
+        yield f"{shown} is a folder of media, and {file.name} in it is not read; give {printable(file)}."
 
 
 def _dataset_cached(name: str) -> bool:
@@ -161,87 +137,67 @@ def _dataset_cached(name: str) -> bool:
     return datasets.exists() or hub.exists()
 
 
-def _json_problems(
+def _file_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
-    with path.open("rb") as file:
-        start = file.read(FIRST_BYTES)
-    if b"\0" in start[:4096]:
-        yield f"{shown} is no text, but a binary file; give JSON, JSON Lines, parquet or a folder."
+    try:
+        known, records = what_file(plain_file(path)), list(first_records(path))
+    except (ValueError, OSError) as error:
+        yield str(error)
         return
-    records = first_records(path, start.removeprefix(b"\xef\xbb\xbf"))
-    if not records:
-        if len(start) < FIRST_BYTES and not _is_meta(start):
-            yield f"{shown} holds no JSON record; write one conversation a line."
-        return
+    if known is not None and known.name not in TABULAR:
+        yield f"{shown} is {known}."
+    elif known is None and not records:
+        yield f"{shown} holds no JSON record; write one conversation a line."
     root = Path(media_dir or path.parent).expanduser()
     of_records = [_media_names(record, columns) for record in records]
     names = [name for each in of_records for name in each]
     if not names or any(_leads_into(root, name) for name in names):
         return
-    held = next((folder for folder in _folders(root, names) if _leads_into(folder, names[0])), None)
-    if held or len(names) >= FEW_PATHS or all(of_records):
+    if len(names) < FEW_PATHS and not all(of_records):
+        return
+    remedy = f"give {setting}FOLDER, where these paths start"
+    if all("://" in name for name in names):
+        remedy = "download them and give paths"
+    elif all(os.path.isabs(name) and os.path.exists(name) for name in names):
+        remedy = f"give {setting}{printable(os.path.commonpath(map(os.path.dirname, names)))}"
+    yield (
+        f"{shown}: none of the first {len(names)} media paths in it leads to a file under {printable(root)}, "
+        f"such as {printable(names[0])}; {remedy}."
+    )
+
+
+def too_few_records(data: DataConfig, ranks: int) -> Iterator[str]:
+    """Whether small files, whose records are counted here, hold fewer than there are ranks to read them."""
+    if data.dataset_type != "hf" or data.streaming or data.validation_share:
+        return
+    count = 0
+    for source in sources_of(data.train_data_path):
+        file = Path(source.path).expanduser()
+        records = list(first_records(file, FIRST_RECORDS)) if file.is_file() else []
+        known = all(each.keys() & RECORD_KEYS for each in records)  # no meta file
+        if not (source.whole and known and 0 < len(records) < FIRST_RECORDS):
+            return
+        count += len(records) if file.stat().st_size <= FIRST_BYTES else ranks
+    if count < ranks:
         yield (
-            f"{shown}: none of the first {len(names)} media paths in it leads to a file under "
-            f"{printable(root)}, such as {printable(names[0])}; {setting}"
-            f"{printable(held) if held else 'FOLDER, where these paths start'}."
+            f"data.train_data_path: {printable(data.train_data_path)} has {count} of the {ranks} records "
+            "that as many data-parallel ranks need; use fewer ranks or more data."
         )
-
-
-def first_records(path: Path, start: bytes) -> list[dict]:
-    """The JSON mappings at the beginning of the file."""
-    text = start.decode(errors="replace").lstrip()
-    found: list[Any] = []
-    if path.suffix == ".json" and text.startswith("["):
-        decoder, at = json.JSONDecoder(), 1
-        while len(found) < FIRST_RECORDS:
-            rest = text[at:].lstrip(" \r\n\t,")
-            try:
-                record, used = decoder.raw_decode(rest)
-            except (ValueError, RecursionError):
-                break
-            found.append(record)
-            at = len(text) - len(rest) + used
-    else:
-        for line in text.splitlines()[:FIRST_RECORDS]:
-            try:
-                found.append(json.loads(line))
-            except (ValueError, RecursionError):
-                continue
-    return [record for record in found if isinstance(record, dict)]
-
-
-def _is_meta(start: bytes) -> bool:
-    try:
-        return isinstance(json.loads(start), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     """The media paths that a record names as plain text, under any of their names."""
     values = [record.get(columns.get(name, name)) for name in MEDIA_COLUMNS]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return [
-        item for item in flat if isinstance(item, str) and item and not any(mark in item for mark in NO_PATHS)
-    ]
+    texts = (item for item in flat if isinstance(item, str) and item and not is_base64(item))
+    return [text for text in texts if not any(mark in text for mark in NO_PATHS)]
 
 
 def _leads_into(root: Path, name: str) -> bool:
     """Whether a file of this name is there and, as `data.media.files` demands, inside `root`."""
     try:
         path = (root / name).resolve()
-        return path.is_relative_to(root.resolve()) and path.exists()
+        return path.is_relative_to(root.resolve()) and path.exists() or meant(name, root) is not None
     except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
         return False
-
-
-def _folders(root: Path, names: list[str]) -> Iterator[Path]:
-    """The folder of all absolute paths; that above `root`; some of the folders in `root` and next to it."""
-    if folders := [os.path.dirname(name) for name in names if os.path.isabs(name)]:
-        yield Path(os.path.commonpath(folders))
-    yield root.parent
-    for folder in (root, root.parent):
-        if folder.is_dir():
-            children = sorted(child for child in folder.iterdir() if child.is_dir())
-            yield from children[:REAL_MEDIA_FOLDERS]

@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.data.paths import ROWS
+from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.supported import WEIGHT_FILE, refuse
-from megatron_vlm.weight_files import has_weights, weight_files
-from megatron_vlm.weight_files import problems as file_problems
+from megatron_vlm.weight_files import description_problems, has_weights, tensors_of, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TEMPLATE_KEYS = ("tokenizer_config.json", "processor_config.json")
-ROWS = (".json", ".jsonl", ".parquet", ".arrow")
-ADAPTER = "an adapter without its base model"
+HALF = ".cache/huggingface/download/**/*.incomplete"  # what `hf download --local-dir` has not finished
+ADAPTER, RUN = "an adapter without its base model", "a run folder"
 
 
 # ---- what a path is ---------------------------------------------------------------------------------------
@@ -36,7 +38,7 @@ def kind_of(path: Path) -> str | None:
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
         return "a dataset saved by `datasets`"
     if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "batches").is_dir()):
-        return "a run folder"
+        return RUN
     if (path / "adapter_config.json").is_file():
         return ADAPTER
     if (path / "config.json").is_file():
@@ -68,7 +70,7 @@ def is_hub_name(path: str) -> bool:
 def read_json(file: Path) -> Any:
     """The content of a small JSON file; None if it cannot be read."""
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(read_file(file))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -91,6 +93,7 @@ def checkpoint_problems(
         )
     if needs_processor:
         yield from _processor_problems(path, shown)
+        yield from description_problems(path)
 
 
 def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
@@ -114,7 +117,7 @@ def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> 
     if not (path / "config.json").is_file():
         kind = kind_of(path) or "a folder without config.json"
         remedy = "give the folder of a Hugging Face checkpoint"
-        if kind == "a run folder":
+        if kind == RUN:
             remedy = f"export it first: megatron-vlm export {printable(given)} OUTPUT"
         elif kind == ADAPTER and setting == "model.hf_path":
             remedy = f"give the folder of its base model, and adapter.start={printable(given)}"
@@ -130,9 +133,12 @@ def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[s
     """What keeps the weights of a folder from being read; `otherwise` says how to do without them."""
     shown = f"{setting}: {printable(path)}"
     if not has_weights(path):
-        pickled = any(path.glob("pytorch_model*.bin"))
-        why = "only pickled weights, which are not read; convert them to" if pickled else "no weights; add"
-        yield f"{shown} holds {why} {WEIGHT_FILE}{otherwise}."
+        why = f"no weights; add {WEIGHT_FILE}"
+        if any(path.glob("pytorch_model*.bin")):
+            why = f"only pickled weights, which are not read; convert them to {WEIGHT_FILE}"
+        elif half := next(chain(path.glob("*.incomplete"), path.glob(HALF)), None):
+            why = f"half a download, {printable(half.name)}, and no weights; complete the download"
+        yield f"{shown} holds {why}{otherwise}."
         return
     try:
         names = weight_files(path)
@@ -146,8 +152,10 @@ def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[s
             f"{printable(missing[0])}; complete the download."
         )
         return
-    for name in names:
-        yield from file_problems(path / name)
+    try:
+        tensors_of(path)
+    except ValueError as error:
+        yield f"{setting}: {error}"
 
 
 def _processor_problems(path: Path, shown: str) -> Iterator[str]:
@@ -175,7 +183,7 @@ def start_problems(start: str) -> Iterator[str]:
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
         yield f"{shown} {kind}; give a folder that peft wrote."
-    elif kind_of(path) == "a run folder":
+    elif kind_of(path) == RUN:
         command = f"megatron-vlm export {printable(start)} OUTPUT --adapter"
         yield f"{shown} is a run folder; export it first: {command}."
     elif not (path / "adapter_config.json").is_file():
@@ -186,12 +194,29 @@ def start_problems(start: str) -> Iterator[str]:
 # ---- run folders ------------------------------------------------------------------------------------------
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is read as a run where a checkpoint could be meant, too."""
+    return (path / "config.yaml").exists() and not (path / "config.json").exists()
+
+
+def run_problems(run_dir: Path) -> Iterator[str]:
+    """What keeps a folder from being read as that of a run."""
+    shown = printable(run_dir)
+    above = next((each for each in run_dir.absolute().parents[:2] if kind_of(each) == RUN), None)
+    if not run_dir.exists():
+        yield f"{shown} does not exist; give the folder of a run."
+    elif (run_dir / "config.yaml").exists():
+        return
+    elif above:
+        yield f"{shown} is a part of a run; give its folder, {printable(above)}."
+    else:
+        kind = "a file" if run_dir.is_file() else kind_of(run_dir) or "a folder without config.yaml"
+        yield f"{shown} is {kind}, not the folder of a run; give what was --run_dir when it was trained."
+
+
 def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
     """What keeps a run from being written there."""
     path, shown = Path(run_dir).expanduser(), f"run_dir: {printable(run_dir)}"
-    if path.exists() and not path.is_dir():
-        yield f"{shown} is a file; give a folder, which the run makes."
-        return
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
     if not there.is_dir():
         yield f"{shown} cannot be made, {printable(there)} is a file; give another folder."

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from math import inf, isfinite, prod
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.checks.adapter_settings import adapter_problems
-from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.model_on_disk import checkpoint_problems, run_dir_problems, start_problems
+from megatron_vlm.checks.data_on_disk import data_problems, too_few_records
+from megatron_vlm.checks.layout import layout_problems, misfit, sizes_in
+from megatron_vlm.checks.model_on_disk import (
+    checkpoint_problems,
+    read_json,
+    run_dir_problems,
+    start_problems,
+)
 from megatron_vlm.checks.objective_settings import objective_problems, pair_problems
+from megatron_vlm.checks.patterns import problem as pattern_problem
 from megatron_vlm.config import (
     EPOCH,
     ConfigError,
     DataConfig,
-    ParallelConfig,
     RunConfig,
     all_settings,
     fewest_processes,
@@ -44,7 +49,7 @@ _FROM_ONE = (
     *(f"train.{name}" for name in ("steps", "micro_batch_size", "global_batch_size", "keep_checkpoints")),
     *(f"data.{name}" for name in ("seq_length", "packing_buffer_size", "max_samples_per_sequence")),
     *(f"data.{name}" for name in ("min_pixels", "max_pixels", "video_max_pixels", "max_patches")),
-    *("data.video_max_frames", "train.hang_seconds", "logging.log_every", "adapter.lora_alpha"),
+    *("data.video_max_frames", "train.hang_seconds", "logging.log_every"),
 )
 _FROM_ZERO = (
     *(f"data.{name}" for name in ("num_workers", "shuffle_buffer_size", "video_fps", "decode_seconds")),
@@ -52,7 +57,7 @@ _FROM_ZERO = (
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")),
     *(f"optimizer.{name}" for name in ("beta1", "beta2", "eps")),
     *(f"train.{name}" for name in ("epochs", "seed", "eval_steps", "dpo_beta")),
-    *("model.load_balancing", "adapter.r", "adapter.lora_dropout"),
+    *("model.load_balancing", "adapter.r", "adapter.lora_alpha", "adapter.lora_dropout"),
 )
 EVERY = ("train.eval_every", "train.save_every", "train.export_every")  # a number of steps, or EPOCH
 LEAST = dict.fromkeys(_FROM_ONE, 1) | dict.fromkeys(_FROM_ZERO, 0)  # the least value of each number setting
@@ -73,56 +78,44 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
-    """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
-    if parallel.vpp > 1 and parallel.pp == 1:
-        yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
-    if parallel.vision_dp and parallel.tp * parallel.cp == 1:
-        yield "parallel: vision_dp spreads images over tp · cp ranks, here one; raise tp or cp, or drop it."
-    if parallel.sp and parallel.tp == 1:
-        yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
-    if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
-        yield f"parallel: tp {parallel.tp} · ep {parallel.ep} needs sequence parallelism; drop sp=false."
-    if world_size is None or min(parallel.model_size, parallel.ep) < 1:
-        return
-    yield from _size_problem({"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}, world_size)
-    if parallel.ep > 1:
-        yield from _size_problem({"pp": parallel.pp, "ep": parallel.ep}, world_size)
-
-
-def check_gpus(processes: int, gpus: int) -> None:
-    """Raises ConfigError unless each process of a machine has a GPU, if the machine has any."""
-    if 0 < gpus < processes:
-        raise ConfigError(
-            f"--nproc: {processes} processes need a GPU each, and this machine shows {gpus}; start at most "
-            f"{gpus} here, or show more in CUDA_VISIBLE_DEVICES."
-        )
-
-
-def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
+def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int | None = None) -> None:
     """Check what the configuration names on disk; remote names are only looked up in the caches.
 
     Raises ConfigError with every problem found, one a line.
     """
-    if found := list(_problems_on_disk(config, needs_data)):
+    found = list(model_problems(config, needs_data, config.train.objective == "dpo"))
+    if needs_data:
+        data = config.data
+        ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
+        for key in ("train_data_path", "valid_data_path"):
+            found += data_problems(data, f"data.{key}", getattr(data, key))
+        found += [] if found else too_few_records(data, ranks)
+        found += pair_problems(data) if config.train.objective == "dpo" else ()
+    found += run_dir_problems(config.run_dir)
+    if found:
         raise ConfigError("\n".join(found))
 
 
-def _problems_on_disk(config: RunConfig, needs_data: bool) -> Iterator[str]:
+def validate_model(config: RunConfig, needs_processor: bool) -> None:
+    """As `validate_paths`, for commands that build a run's model and neither read data nor train."""
+    if found := list(model_problems(config, needs_processor)):
+        raise ConfigError("\n".join(found))
+
+
+def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool = False) -> Iterator[str]:
+    """What keeps the model from being built: its checkpoint, the layout, the adapter to begin with.
+    `needs_start`: also a run with checkpoints reads the weights that it started from."""
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
-    needed = config.adapter.used or not resumes or config.train.objective == "dpo"
-    load_weights = config.model.load_weights and needed
-    yield from checkpoint_problems(config.model.hf_path, load_weights, needs_data)
+    needed = config.adapter.used or not resumes or needs_start
+    folder, load_weights = Path(config.model.hf_path).expanduser(), config.model.load_weights and needed
+    found = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
+    yield from found
+    if not found and (problem := misfit(config.parallel, sizes_in(read_json(folder / "config.json") or {}))):
+        yield problem
     if config.adapter.start is not None and not (
         resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir()
     ):
         yield from start_problems(config.adapter.start)
-    if needs_data:
-        data = config.data
-        yield from data_problems(data, "data.train_data_path", data.train_data_path)
-        yield from data_problems(data, "data.valid_data_path", data.valid_data_path)
-        yield from pair_problems(data) if config.train.objective == "dpo" else ()
-    yield from run_dir_problems(config.run_dir)
 
 
 def _setting_problems(config: RunConfig) -> Iterator[str]:
@@ -183,7 +176,7 @@ def _number_problems(settings: dict[str, Any]) -> Iterator[str]:
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
     train, data = config.train, config.data
-    if train.epochs is not None and train.steps is not None:
+    if train.epochs is not None and isfinite(train.epochs) and train.steps is not None:
         yield (
             f"train.epochs: {train.epochs:g}, and train.steps is {train.steps}; both say when the run ends: "
             "set one of them to null."
@@ -192,7 +185,7 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         yield "train.steps: not set, and neither is train.epochs; give one of them."
     if train.epochs == 0:
         yield "train.epochs: 0 epochs train nothing; give a number above 0, or train.steps."
-    if (train.epochs or 0) > MOST_EPOCHS:
+    if MOST_EPOCHS < (train.epochs or 0) < inf:
         yield f"train.epochs: {train.epochs:g} is more than {MOST_EPOCHS:,}; give fewer, or train.steps."
     if train.keep_best and not train.save_every:
         yield (
@@ -211,10 +204,8 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
     for name, values in config.optimizer.by_part.items():
         for part, value in values.items():
             key = f"{name}: {part}"
-            try:
-                re.compile(part)
-            except re.error as error:
-                yield f"{key} is no part of the model and no pattern of Python's re ({error}); correct it."
+            if why := pattern_problem(part):
+                yield f"{key} is no part of the model and no pattern of Python's re ({why}); correct it."
             if not 0 <= value < inf:
                 yield f"{key} has {value:g}, which is no number from 0 on; correct it."
             if name == "optimizer.lr_by_part" and value == 0:
@@ -267,18 +258,7 @@ def _held_out_problems(data: DataConfig) -> Iterator[str]:
 def _path_problems(data: DataConfig) -> Iterator[str]:
     for key in ("train_data_path", "valid_data_path"):
         yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
-    sources, times = sources_of(data.train_data_path), data.repetitions
-    if times and len(times) != len(sources):
-        yield f"data.repetitions: {len(times)} for {len(sources)} of data.train_data_path; give one for each."
-    if times and not all(source.whole for source in sources):
-        yield "data.repetitions: paths say how much of them an epoch has, too; give one of both."
-    if not all(0 < number < inf for number in times):
-        yield f"data.repetitions: {times}: each is more than 0; leave out a path that is not to be trained."
-    if data.dataset_type == "energon" and not all(float(number).is_integer() for number in times):
-        yield f"data.repetitions: {times}: an energon dataset is repeated whole; use integers, or hf data."
-    if len(sources) == 1 and times not in ([], [1.0]):
-        yield f"data.repetitions: {times} of a single data.train_data_path; drop it, or train longer."
-    if len(sources) > 1:
+    if len(sources_of(data.train_data_path)) > 1:
         for name in ("streaming", "datasets"):
             if getattr(data, name):
                 yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
@@ -287,7 +267,7 @@ def _path_problems(data: DataConfig) -> Iterator[str]:
 def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Iterator[str]:
     named = [(source.path, source.subset) for source in sources]
     for path in {path for path, subset in named if named.count((path, subset)) > 1}:
-        yield f"{key}: {path} is given twice; give it once, and how often in data.repetitions."
+        yield f"{key}: {path} is given twice; give it once, as {path}*2."
     for source in sources:
         if source.rows == 0 or source.share == 0:
             yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
@@ -311,17 +291,6 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
     if data.packing == "none" and data.max_patches is not None:
         yield f"data.max_patches: {data.max_patches} limits packed rows, packing is none; set packing."
-
-
-def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
-    size = prod(sizes.values())
-    if world_size % size == 0:
-        return
-    named = " · ".join(f"{name} {value}" for name, value in sizes.items())
-    below = world_size // size * size
-    start = f"{below} or {below + size}" if below else f"{size}"
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
 
 
 def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:

@@ -9,13 +9,17 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
-from megatron_vlm.checks.settings import validate, validate_paths
+from megatron_vlm.checks.model_on_disk import is_run, run_problems
+from megatron_vlm.checks.settings import validate, validate_model, validate_paths
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import read_file, refuse_existing
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
-from megatron_vlm.run_folder.folder import check_start, latest_checkpoint
+from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
+from megatron_vlm.supported import read_config
 
+NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
 Settings = Annotated[
@@ -87,12 +91,14 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None
     if not needs_data:
         config = _with_some_data(config)
     validate(config, nproc or world_size() or 1)
-    validate_paths(config, needs_data)
+    validate_paths(config, needs_data, nproc or world_size())
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError unless a run may start in its folder; torchrun's processes check later, together."""
-    if world_size() is None:
+    """Raises ConfigError unless a run may start in its folder; torchrun's processes check more together."""
+    if world_size():
+        check_folder(config.run_dir)
+    else:
         check_start(config.run_dir, config.model.hf_path)
 
 
@@ -110,29 +116,59 @@ def check_profile(config: RunConfig, steps: int) -> None:
 
 def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
     """The run's own configuration. One process ignores its layout, since checkpoints load in any."""
-    file = existing(run_dir) / "config.yaml"
+    refuse_links(run_dir)
+    if problems := list(run_problems(run_dir)):
+        raise ConfigError("\n".join(problems))
     assumed = {} if nproc or world_size() else ONE_PROCESS
-    config = recipe_table.compose(None, file, settings or (), {"run_dir": str(run_dir)}, assumed)
+    given = {"run_dir": str(run_dir)}
+    config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), given, assumed)
     validate(_with_some_data(config), nproc or world_size() or 1)
     return config
 
 
-def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
-    """`config_of_run` for a run that has a complete checkpoint."""
+def config_of_trained_run(
+    run_dir: Path, settings: list[str] | None, nproc: int | None, needs_processor: bool = True
+) -> RunConfig:
+    """`config_of_run` for a run that has a complete checkpoint, and whose model can be built."""
     config = config_of_run(run_dir, settings, nproc)
     if latest_checkpoint(run_dir) is None:
         raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
+    validate_model(config, needs_processor)
     return config
+
+
+def config_of_model(given: str, needs_processor: bool = True) -> RunConfig:
+    """The configuration of a run; or one without a run folder, of a Hugging Face folder or hub name."""
+    if is_run(Path(given)):
+        return config_of_trained_run(Path(given), None, None, needs_processor)
+    settings = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
+    config = apply_overrides(RunConfig(), settings)
+    try:
+        validate_model(config, needs_processor)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.hf_path: ", "")) from error
+    return config
+
+
+def configs_of_two(checked: str, source: str) -> list[RunConfig]:
+    """`config_of_model` of both. Raises ConfigError unless they are of one model type."""
+    both = [config_of_model(checked, needs_processor=False), config_of_model(source)]
+    mine, theirs = (read_config(config.model.hf_path)["model_type"] for config in both)
+    if mine != theirs:
+        raise ConfigError(
+            f"verify: {printable(checked)} is of model type {mine}, and {printable(source)} of {theirs}; "
+            "give two checkpoints of one model."
+        )
+    return both
 
 
 def config_to_export(
     run_dir: Path, output: Path, adapter: bool, settings: list[str] | None, nproc: int | None
 ) -> RunConfig:
-    """`config_of_trained_run`. Raises ConfigError if nothing can be written to `output`, or if adapters alone
+    """`config_of_trained_run`. Raises FileExistsError if `output` exists, and ConfigError if adapters alone
     are to be written and the run has none."""
-    config = config_of_trained_run(run_dir, settings, nproc)
-    if output.exists():
-        raise ConfigError(f"{printable(output)} already exists; give a folder that does not, to be written.")
+    config = config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
+    refuse_existing(output)
     if adapter and not config.adapter.used:
         raise ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     return config
@@ -142,7 +178,7 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     """The configuration with a data path if it names none, for commands that read no data."""
     if config.data.train_data_path != configs.MISSING:
         return config
-    return apply_overrides(config, {"data.train_data_path": "none://"})
+    return apply_overrides(config, {"data.train_data_path": NO_DATA})
 
 
 def writable_page(path: Path) -> Path:
@@ -154,11 +190,20 @@ def writable_page(path: Path) -> Path:
     return path
 
 
-def existing(path: Path) -> Path:
-    """The path. Raises ConfigError if nothing is there."""
+def image_of(path: Path) -> bytes:
+    """The bytes of an image file. Raises ConfigError, which names it, if there is no image in it."""
     if not path.exists():
-        raise ConfigError(f"{printable(path)} does not exist; give the path of an existing file or folder.")
-    return path
+        raise ConfigError(f"--image: {printable(path)} does not exist; give the path of an image file.")
+    content = read_file(path)
+
+    from megatron_vlm.data.chatml import BadSample
+    from megatron_vlm.data.media.images import decode_image
+
+    try:
+        decode_image(content)
+    except BadSample as bad:
+        raise ConfigError(f"--image: {printable(path)}: {bad.detail}; give another image.") from bad
+    return content
 
 
 def config_of_data(

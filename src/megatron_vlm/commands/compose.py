@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +12,13 @@ from megatron_vlm.compose.sources import (
     NEW_ROWS,
     ROLES,
     TOWERS,
-    check_output,
     named_tokens,
     open_language_model,
     open_tower,
 )
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.media_limits import refuse_narrow
-from megatron_vlm.files import read_file
+from megatron_vlm.files import read_text, refuse_existing
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import refuse
 
@@ -56,8 +53,8 @@ def compose(
     output, named = output.resolve(), named_tokens(token or ())
     if new_rows not in NEW_ROWS:
         raise ConfigError(f"--new-rows {printable(new_rows)} does not exist{suggestion(new_rows, NEW_ROWS)}")
-    check_output(output)
-    template = _read(chat_template) if chat_template else None
+    refuse_existing(output)
+    template = read_text(chat_template) if chat_template else None
     vision, language = open_tower(tower), open_language_model(language_model)
     is_native = TOWERS[vision.config["model_type"]] == "lfm2_vl"
     if not is_native and (min_image_tokens or max_image_tokens or projector_width):
@@ -78,19 +75,9 @@ def compose(
     typer.echo(plan.table())
     if dry_run:
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleaning up runs
     composing.write(plan, output)
     typer.echo(f"wrote {output}")
     try:
         refuse(output)
     except ConfigError as error:
         typer.echo(f"Transformers loads it; this package does not train it yet: {error}")
-
-
-def _read(template: Path) -> str:
-    try:
-        return read_file(template).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--chat-template {printable(template)}: no text, but a binary file; give a jinja file."
-        ) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,27 +48,23 @@ def prepare_command(
 
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleaning up runs
     named, columns = _parse_sources(sources), _parse_columns(column or [])
     for source in named.values() if isinstance(named, dict) else [named]:
         for problem in source_problems(source, image_root, columns, format == "hf"):
             raise ConfigError(problem)
-    try:
-        summary = prepare_energon_dataset(
-            named,
-            output,
-            image_root=image_root,
-            format=format,
-            splits=_parse_sizes(split) if split else None,
-            samples_per_shard=samples_per_shard,
-            workers=workers,
-            seed=seed,
-            columns=columns,
-            datasets=dataset or [],
-            engine=engine,
-        )
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+    summary = prepare_energon_dataset(
+        named,
+        output,
+        image_root=image_root,
+        format=format,
+        splits=_parse_sizes(split) if split else None,
+        samples_per_shard=samples_per_shard,
+        workers=workers,
+        seed=seed,
+        columns=columns,
+        datasets=dataset or [],
+        engine=engine,
+    )
     typer.echo(str(summary))
     if summary.skipped:
         _explain(summary, max_skip_share)

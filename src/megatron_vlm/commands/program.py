@@ -13,11 +13,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from megatron_vlm.checks.settings import check_gpus
+from megatron_vlm.checks.layout import check_gpus
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.job import ranks
+from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
+from megatron_vlm.messages import PrintableRecord
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
@@ -38,6 +39,10 @@ class Commands(TyperGroup):
             if not (said := _no_flag(error.option_name, ctx.invoked_subcommand, error.possibilities)):
                 raise
             raise ConfigError(said) from error
+        except EOFError as error:  # of which click would only say "Aborted!"
+            cut = OSError(f"EOFError: {error}" if str(error) else "EOFError: it ends too early")
+            cut.__dict__.update(error.__dict__)
+            raise cut.with_traceback(error.__traceback__) from None
 
 
 def _no_flag(flag: str, command: str | None, alike: Sequence[str] | None) -> str | None:
@@ -62,19 +67,11 @@ def single(command) -> typer.Typer:
     return program
 
 
-def some_of(app: typer.Typer, *names: str) -> typer.Typer:
-    """A program of some of the commands of `app`."""
-    program = typer.Typer(**PLAIN, no_args_is_help=True, help="Convert checkpoints and compare them.")
-    program.registered_commands = [
-        command for command in app.registered_commands if (command.name or command.callback.__name__) in names
-    ]
-    return program
-
-
 def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
+    logging.setLogRecordFactory(PrintableRecord)
     with LastWords(name):
         program(arguments, prog_name=name)
 
@@ -100,15 +97,18 @@ def torchrun(
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ[LAUNCHER_SPEAKS] = "1"
+    record = ranks.RankFile(None)
+    record.write(doing="its ranks ran")
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
+        guard.start(record, folder=folder)
+        os.environ[LAUNCHER_SPEAKS] = "1"
         command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
         try:
             launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
-            code, message = 128 + stop.sigval, interrupted(list(_said(folder, nproc).values()), by)
-            message = message and f"megatron-vlm: {message}"
+            said = interrupted(list(_said(folder, nproc).values()), by)
+            code, message = 128 + stop.sigval, said and f"megatron-vlm: {said}"
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             code, message = last_words(_said(folder, nproc), codes)

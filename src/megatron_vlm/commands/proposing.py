@@ -13,16 +13,18 @@ from typing import Any
 
 import typer
 
+from megatron_vlm.checks.layout import check_gpus
 from megatron_vlm.checks.model_on_disk import is_prepared
-from megatron_vlm.checks.settings import check_gpus, validate_paths
+from megatron_vlm.checks.settings import validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.paths import paths_of
+from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import said
-from megatron_vlm.run_folder.folder import is_used, write_whole
+from megatron_vlm.run_folder.folder import is_used
 from megatron_vlm.supported import refuse
 
 RECIPE = "recipe.yaml"  # in the run folder
@@ -96,7 +98,7 @@ def _is_energon(path: Path) -> bool:
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = ""
-    if file.exists() and _without_command(file.read_text(encoding="utf-8")) != _without_command(text):
+    if file.exists() and _without_command(read_text(file)) != _without_command(text):
         if is_used(file.parent):
             raise ConfigError(
                 f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
@@ -25,26 +25,32 @@ from megatron_vlm.training.optimizer import build_optimizer
 
 @dataclass
 class TrainedModel:
-    """The model of a run's latest checkpoint on this rank, in the layout of the given configuration."""
+    """A model on this rank, in the layout of the given configuration."""
 
     chunks: list[VLMModel]
     source: Source
 
 
 def open_run(config: RunConfig) -> TrainedModel:
-    """Join the processes and load the latest checkpoint. Raises FileNotFoundError if there is none."""
-    if run_folder.latest_checkpoint(config.run_dir) is None:
+    """Join the processes and load the run's latest checkpoint, or a Hugging Face one without a run folder.
+
+    Raises FileNotFoundError if the run has no checkpoint.
+    """
+    is_run = config.run_dir != MISSING
+    if is_run and run_folder.latest_checkpoint(config.run_dir) is None:
         raise FileNotFoundError(
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
     config = begun(config)
     setup.init_distributed(config.parallel, config.train.seed)
-    source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
+    source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied if is_run else None)
     chunks = build_model(config, source.family, source.hf_config, setup.device())
-    if config.adapter.used:
+    if config.adapter.used or not is_run:
         import_hf(chunks, source.folder, source.weight_map)
+    if config.adapter.used:
         load_adapters(chunks, source.folder, None)
-    checkpoint.load_latest(config.run_dir, chunks)
+    if is_run:
+        checkpoint.load_latest(config.run_dir, chunks)
     return TrainedModel(chunks, source)
 
 
@@ -86,7 +92,7 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
 def generate_from_run(
     config: RunConfig, question: str, images: list[bytes], max_new_tokens: int = 64, **sampling
 ) -> list[str]:
-    """The latest checkpoint's answers; `<image>` in the question stands for each image.
+    """The answers of a model, as `open_run` opens it; `<image>` in the question stands for each image.
 
     Raises ValueError if question and images do not match.
     """
@@ -105,7 +111,7 @@ def answers(
     max_new_tokens: int,
     **sampling,
 ) -> list[list[str]]:
-    """The latest checkpoint's answers to each conversation of HF messages, the same on every rank.
+    """A model's answers to each conversation of HF messages, the same on every rank.
 
     `sampling` are arguments of `generate`; without any, there is one greedy answer to each.
     """

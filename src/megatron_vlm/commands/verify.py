@@ -5,22 +5,22 @@ from __future__ import annotations
 import gc
 import io
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, logging
 
 from megatron_vlm.commands.runs import open_run
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
+from megatron_vlm.messages import printable
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
-from megatron_vlm.supported import CONFIG_FILE, refuse, resolve
+from megatron_vlm.supported import resolve
 from megatron_vlm.training.logits import logits_of
 
 
@@ -38,30 +38,24 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
-class Question:
-    processor: ProcessorMixin
-    messages: list[dict]
-    images: list[bytes]
+Question = tuple[ProcessorMixin, list[dict], list[bytes]]  # (processor, HF messages, images)
 
 
-def verify(checked: RunConfig | str, source: str, question: str, image: bytes | None) -> Difference:
-    """How far the logits of `checked`, a run or an HF checkpoint, are from those of the checkpoint `source`.
+def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | None) -> Difference:
+    """How far the logits of two models are apart, each a run or an HF checkpoint.
 
     Both see the same prompt, which the processor and chat template of `source` make from the question and the
     image (None: a generated picture). Both compute in fp32 in this process, one after the other, so that only
     one of them is in memory at a time.
     """
-    folder = _folder(source)
-    processor = _processor(folder)
+    logging.set_verbosity_error()  # Transformers reports names of tensors as the files have them
+    folder = resolve(source.model.hf_path)
+    processor = load_processor(folder)
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
-    prompt = Question(processor, [turn], [image or picture()])
-    if isinstance(checked, RunConfig):
-        logits_SV = _logits_of_run(checked, prompt)
-    else:
-        logits_SV = _logits_of_folder(_folder(checked), prompt)
+    prompt = processor, [turn], [image or picture()]
+    logits_SV = _logits(checked, prompt)
     gc.collect()
-    return difference(logits_SV, _logits_of_folder(folder, prompt))
+    return difference(logits_SV, _logits(source, prompt))
 
 
 def difference(mine_SV: Tensor, theirs_SV: Tensor) -> Difference:
@@ -74,19 +68,24 @@ def difference(mine_SV: Tensor, theirs_SV: Tensor) -> Difference:
     return Difference(gap_SV.max().item(), gap_SV.mean().item(), agreement.item(), len(gap_SV))
 
 
-def worst_tensors(checked: str, source: str, count: int = 3) -> list[str]:
-    """The weights that differ most between two HF checkpoints, one line each, the worst first."""
-    folders = [resolve(path) for path in (checked, source)]
+def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list[str]:
+    """The weights that differ most between two HF checkpoints, one a line, the worst first; none of runs."""
+    if {checked.run_dir, source.run_dir} != {MISSING}:
+        return []
+    folders = [resolve(each.model.hf_path) for each in (checked, source)]
     renames = family_for(load_config(folders[1])).renames
     mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
     for key in theirs.files.keys() & mine.files.keys():
         values = [checkpoint.slices(key)[...] for checkpoint in (mine, theirs)]
         if values[0].shape != values[1].shape:
-            gaps.append((float("inf"), f"{key}: {tuple(values[0].shape)} and {tuple(values[1].shape)}"))
+            shapes = f"{tuple(values[0].shape)} and {tuple(values[1].shape)}"
+            gaps.append((float("inf"), f"{printable(key)}: {shapes}"))
         elif gap := _largest_gap(*values):
-            gaps.append((gap, f"{key}: {gap:.3g}"))
-    only = [f"{key}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())]
+            gaps.append((gap, f"{printable(key)}: {gap:.3g}"))
+    only = [
+        f"{printable(key)}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())
+    ]
     return (only + [line for _, line in sorted(gaps, reverse=True)])[:count]
 
 
@@ -94,23 +93,6 @@ def _largest_gap(mine: Tensor, theirs: Tensor) -> float:
     """The largest difference, taken in parts, so that no whole tensor is held in fp32."""
     rows = zip(mine.flatten().split(2**22), theirs.flatten().split(2**22), strict=True)
     return max(((a.float() - b.float()).abs().max().item() for a, b in rows), default=0.0)
-
-
-def _folder(path: str) -> Path:
-    folder = resolve(path)
-    if not (folder / CONFIG_FILE).exists():
-        raise FileNotFoundError(
-            f"{folder}: neither {CONFIG_FILE} of a checkpoint nor config.yaml of a run; give one of these"
-        )
-    refuse(folder)
-    return folder
-
-
-def _processor(folder: Path) -> ProcessorMixin:
-    processor = load_processor(folder)
-    if not getattr(processor, "chat_template", None):
-        raise FileNotFoundError(f"{folder}: no chat template; put chat_template.jinja there")
-    return processor
 
 
 def picture() -> bytes:
@@ -122,21 +104,17 @@ def picture() -> bytes:
 
 
 @torch.no_grad()
-def _logits_of_folder(folder: Path, prompt: Question) -> Tensor:
-    """Logits (S, V) by Transformers."""
-    model = load_model(folder, torch.float32)
-    inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
-    return model(**inputs, use_cache=False).logits[0]
-
-
-@torch.no_grad()
-def _logits_of_run(config: RunConfig, prompt: Question) -> Tensor:
-    """Logits (S, V) by Megatron, from the run's latest checkpoint."""
+def _logits(config: RunConfig, prompt: Question) -> Tensor:
+    """Logits (S, V): a run's by Megatron, from its latest checkpoint; an HF checkpoint's by Transformers."""
+    if config.run_dir == MISSING:
+        model = load_model(resolve(config.model.hf_path), torch.float32)
+        inputs = processor_outputs(*prompt)
+        return model(**inputs, use_cache=False).logits[0]
     config.model.dtype = "fp32"
     run = open_run(config)
     for chunk in run.chunks:
         chunk.eval()
-    encoded = encode_prompt(prompt.processor, prompt.messages, prompt.images, run.source.needs)
+    encoded = encode_prompt(*prompt, run.source.needs)
     [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +31,11 @@ from megatron_vlm.compose.tokenizer import (
 )
 from megatron_vlm.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
+from megatron_vlm.messages import printable, readable_size, reading
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import CONFIG_FILE
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MAKE_ROOM = "make room, or give a folder on another disk."
 GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
@@ -91,6 +86,7 @@ class Plan:
         )
 
 
+@reading("language.folder")
 def plan(
     tower: Part,
     language: Part,
@@ -156,50 +152,21 @@ def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) 
 
 
 def write(plan: Plan, output: Path) -> None:
-    """Write the checkpoint aside, and name it `output` when it is whole. Raises ConfigError if the disk is
-    too full, and leaves nothing behind if anything goes wrong."""
-    output = output.resolve()
-    aside = output.with_name(output.name + ".partial")
-    new = [folder for folder in output.parents if not folder.exists()]
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(output.parent).free
-        if free < plan.writer.nbytes:
-            raise ConfigError(
-                f"{printable(output)} takes {readable_size(plan.writer.nbytes)}, and {readable_size(free)} "
-                f"are free on its disk; {MAKE_ROOM}"
-            )
-        aside.mkdir()
+    """Write the checkpoint. Raises as `files.folder_aside` and `files.need_room`."""
+    with folder_aside(output) as aside:
+        need_room(output, plan.writer.nbytes)
         _write_config(plan, aside)
         _write_words(plan, aside)
         plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
-        aside.rename(output)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            for folder in new:
-                folder.rmdir()
-        if is_full(error):
-            reason = f"{printable(output)} cannot be written ({printable(error)}), and nothing is left of it"
-            raise ConfigError(f"{reason}; {MAKE_ROOM}") from error
-        raise
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether a disk or a quota is used up, by Python's errors or those of the tokenizers library, which are
-    plain ones."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return (int(number[1]) if number else getattr(error, "errno", None)) in FULL
 
 
 def _write_config(plan: Plan, folder: Path) -> None:
     """config.json, as every supported version of Transformers reads it, and generation_config.json."""
     plan.config.save_pretrained(folder)
-    saved = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    saved = json.loads(read_text(folder / CONFIG_FILE))
     config = load(plan.composed.model_type).portable_config(saved)
     for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / name, json.dumps(content, indent=2) + "\n")
 
 
 def _write_words(plan: Plan, folder: Path) -> None:

@@ -123,16 +123,6 @@ def _refuse_quantised(named: str, *configs: dict[str, Any]) -> None:
             )
 
 
-def check_output(output: Path) -> None:
-    """Raises ConfigError unless `output` can be written: it does not exist, or is an empty folder."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{printable(output)} is a file; give a folder that does not exist.")
-    if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(
-            f"{printable(output)} is not empty; give a folder that does not exist, or is empty."
-        )
-
-
 def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
     """ROLE=TOKEN, parsed. Raises ConfigError for an unknown role, one without token or given twice."""
     named: dict[str, str] = {}

@@ -28,8 +28,7 @@ TOWER, PROJECTOR, TEXT, HEAD = (
 )
 TOWER_PREFIX = r"^(model\.)?(vision_tower\.|vision_model\.)(vision_model\.)?"
 EMBEDDING_KEY, HEAD_KEY = "model.embed_tokens.weight", "lm_head.weight"
-# what files hold and no composed model uses: a tower's pooling, and buffers that models make themselves
-LEFT_OUT = re.compile(r"head\.|embeddings\.position_ids$|.*rotary_emb\.inv_freq$")
+POOLING = "head."  # of a tower, which no composed model uses
 SHARD_BYTES = 2**32
 ROWS = 4096  # rows of the embedding that are read at a time
 
@@ -92,7 +91,7 @@ def sources_of(
             found[name] = _copied("--language-model", language, key, shape)
     used = {copied.key for copied in found.values() if copied and copied.source is language}
     _refuse_unused("--language-model", language, used | ({HEAD_KEY} if tied else set()), language.files)
-    of_tower = [key for key, (_, stored) in tower.files.items() if re.match(TOWER_PREFIX, stored)]
+    of_tower = [key for key, tensor in tower.files.items() if re.match(TOWER_PREFIX, tensor.key)]
     used = {copied.key for copied in found.values() if copied and copied.source is tower}
     _refuse_unused("--tower", tower, used, of_tower or tower.files)
     return found
@@ -110,13 +109,11 @@ def _copied(option: str, source: HFCheckpoint, key: str, shape: tuple[int, ...])
             f"{shown}: {key} is {stored} in its weights and {list(shape)} by its config.json; put "
             "config.json and weights of the same model into that folder."
         )
-    if problem := source.problem(key):
-        raise ConfigError(f"{shown}: {key} {problem}; give the checkpoint in bf16 that it was made from.")
     return Copied(source, key)
 
 
 def _refuse_unused(option: str, source: HFCheckpoint, used: set[str], keys: Mapping | list[str]) -> None:
-    unused = [key for key in keys if key not in used and not LEFT_OUT.match(key)]
+    unused = [key for key in keys if key not in used and not key.startswith(POOLING)]
     if unused:
         raise ConfigError(
             f"{option} {printable(source.folder)}: its weights hold {len(unused)} tensors that its "

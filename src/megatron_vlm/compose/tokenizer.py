@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.logging import set_verbosity_error
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -53,10 +54,10 @@ def save_tokenizer(tokenizer: Any, folder: Path, names: Mapping[str, str]) -> An
     """
     tokenizer.save_pretrained(folder)
     file = folder / SETTINGS_FILE
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = json.loads(read_text(file))
     kept = {key: settings[key] for key in KEPT if key in settings}
     kept |= {"tokenizer_class": "TokenizersBackend", "padding_side": tokenizer.padding_side}
-    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(kept, indent=2) + "\n")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **names)
 
 

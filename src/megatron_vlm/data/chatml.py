@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from typing import Any
 
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
+from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
 from megatron_vlm.data.turns import ROLES, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
 
 WRAPPERS = ("conversations", "messages", "conversation")
@@ -49,7 +51,7 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
     Raises BadSample.
     """
-    return _cooked(_parse(conversation))
+    return _cooked(parsed(conversation))
 
 
 def _cooked(conversation: Any) -> tuple[list[dict], list[dict] | None]:
@@ -81,7 +83,7 @@ def training_conversation(
     replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
     trained reply has content.
     """
-    conversation = _parse(conversation)
+    conversation = parsed(conversation)
     messages, tools = _cooked(conversation)
     messages = with_limits(place_media(messages, images, videos), conversation)
     if drop_thinking:
@@ -120,16 +122,23 @@ def is_blank(text: str) -> bool:
 def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[dict]:
     """The messages with exactly one part per media item.
 
+    If users' text holds the placeholder of another model exactly as often as there are media, it is theirs.
     LLaVA and ShareGPT data often hold images and no placeholder at all: these go before the text of the first
     user turn. Raises BadSample `placeholder_mismatch` when the numbers differ in any other way.
     """
     missing: list[dict] = []
     for kind, count in (("image", images), ("video", videos)):
         placeholders = sum(part["type"] == kind for message in messages for part in message["content"])
-        if placeholders == 0:
+        foreign = foreign_placeholders(messages, kind) if count != placeholders else []
+        if placeholders == 0 and stand_for(foreign, count):
+            messages = [_with_foreign(message, kind) for message in messages]
+        elif placeholders == 0:
             missing += [{"type": kind}] * count
         elif placeholders != count:
-            raise BadSample("placeholder_mismatch", f"{placeholders} placeholders for {count} {kind}s")
+            besides = f", and {len(foreign)} {foreign[0]}, which is text beside them" if foreign else ""
+            raise BadSample(
+                "placeholder_mismatch", f"{placeholders} placeholders for {count} {kind}s{besides}"
+            )
     if not missing:
         return messages
     first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
@@ -140,7 +149,16 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
     return [*messages[:first_user], turn, *messages[first_user + 1 :]]
 
 
-def _parse(conversation: str | dict | list) -> Any:
+def _with_foreign(message: dict, kind: str) -> dict:
+    """The turn with parts in place of the placeholders of other models."""
+    if message["role"] != "user":
+        return message
+    pieces = (foreign_parts(part, kind) for part in message["content"])
+    return message | {"content": _join_texts(list(chain.from_iterable(pieces)))}
+
+
+def parsed(conversation: str | dict | list) -> Any:
+    """The object of a conversation in JSON. Raises BadSample."""
     if not isinstance(conversation, str | bytes):
         return conversation
     try:
@@ -153,7 +171,7 @@ def _unwrap(record: Any) -> tuple[list, str | None, list[dict] | None]:
     system = tools = None
     if isinstance(record, dict):
         system, tools = record.get("system"), _tools(record.get("tools"))
-        record = _parse(record.get(sole(record, WRAPPERS)))
+        record = parsed(record.get(sole(record, WRAPPERS)))
     if not isinstance(record, list) or not record:
         raise BadSample("bad_conversation", f"no list of turns, bare or under one of {', '.join(WRAPPERS)}")
     if not isinstance(system, str | None):
@@ -162,7 +180,7 @@ def _unwrap(record: Any) -> tuple[list, str | None, list[dict] | None]:
 
 
 def _tools(tools: Any) -> list[dict] | None:
-    tools = _parse(tools) if tools else None
+    tools = parsed(tools) if tools else None
     if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return tools or None
     raise BadSample("bad_conversation", "tools is not a list of objects")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import KINDS
+from megatron_vlm.files import open_file
 
 RESTORE = "restore the file or prepare the dataset again"
 
@@ -18,42 +17,19 @@ def damaged(path: Any, fact: str, remedy: str = RESTORE) -> ValueError:
     return ValueError(f"data: {path}: {' '.join(fact.split())}; {remedy}.")
 
 
-def check_regular(path: Path, remedy: str = RESTORE) -> None:
-    """Raises ValueError if `path` exists and is not a regular file: opening a pipe would wait without end."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    except OSError as error:  # a link to itself, a folder that may not be entered
-        raise damaged(path, f"cannot be opened ({error.strerror})", remedy) from error
-    if not stat.S_ISREG(mode):
-        raise damaged(path, f"is {KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a file", remedy)
-
-
 def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: str = RESTORE) -> dict:
     """The mapping that a description file holds; `path` is a Path or an EPath.
 
-    Raises ValueError that names the file when it is not a regular file, is empty or cut short, or holds
-    something other than a mapping.
+    Raises ValueError that names the file if it is not a regular file or does not hold a mapping.
     """
     local = path.local_path() if hasattr(path, "local_path") and path.is_local() else path
-    if isinstance(local, Path):
-        check_regular(local, remedy)
     try:
-        with path.open("rb") as file:
-            raw = file.read()
+        with open_file(local) if isinstance(local, Path) else path.open("rb") as file:
+            content = parse(file.read().decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise damaged(path, "is missing", remedy) from error
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"cannot be read ({error})", remedy) from error
-    if not raw.strip():
-        raise damaged(path, "is empty", remedy)
-    try:
-        content = parse(raw.decode("utf-8-sig"))
-    except ValueError as error:
-        raise damaged(path, f"is not valid ({error})", remedy) from error
-    except RecursionError as error:
-        raise damaged(path, "is nested too deep", remedy) from error
     if not isinstance(content, dict):
         raise damaged(path, f"holds a {type(content).__name__}, expected a mapping", remedy)
     return content

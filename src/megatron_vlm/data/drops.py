@@ -9,22 +9,24 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from megatron_vlm.files import naming, open_to_write
 from megatron_vlm.messages import printable
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
-    "bad_json": "the record is not JSON; rebuild the shard from its source",
+    "bad_json": "the record is not JSON; repair it in its source, one record a line",
     "bad_conversation": "write turns of role and content; docs/data.md says which layouts are accepted",
     "bad_preference": "write one prompt with a chosen and a rejected answer, which differ; docs/data.md says "
     "in which layouts; train.objective=tokens trains the chosen answers alone",
-    "missing_media": "a file that the record names is not there or is none: for dataset_type hf set "
-    "data.media_dir to the folder that paths start from; for energon prepare the dataset again, with "
-    "--image-root",
+    "missing_media": "a file that the record names is not there or is none: download addresses; for "
+    "dataset_type hf set data.media_dir to the folder that paths start from; for energon prepare the "
+    "dataset again, with --image-root",
     "duplicate_key": "samples that follow one another in a shard have the same key, and Energon makes one of "
     "them; give each a key of its own, or prepare the dataset again",
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
@@ -53,7 +55,7 @@ MIN_SAMPLES = 100  # of fewer samples, the dropped share says little
 
 
 class TooManyDrops(RuntimeError):
-    """More samples were dropped than the run allows, or a whole epoch was."""
+    """More samples were dropped than the run allows, a whole epoch was, or a drop cannot be written down."""
 
 
 class DropReport:
@@ -62,6 +64,9 @@ class DropReport:
     Every drop is appended to `path` (None: a temporary file) as a JSON line with key and reason; the first
     `details_per_reason` of each reason have their detail too. Samples that a resumed loader encodes again
     count again. `tell_others` brings in the counts of the other `ranks`; all workers see them.
+
+    `arrived` are the drops on the way to the batches that this process took from its loaders. Unlike the
+    other counts, they depend on the place in the data alone, not on what workers read ahead.
     """
 
     def __init__(self, path: str | Path | None = None, details_per_reason: int = 100_000, ranks: int = 1):
@@ -70,16 +75,17 @@ class DropReport:
         # [encoded, dropped] elsewhere, then here at that time; [samples of an epoch that was all dropped]
         self._others, self._fruitless = np.split(rest, [4])
         self._lock = tempfile.TemporaryFile(buffering=0)
-        self.latest: str | None = None  # the key that this process counted last
-        self._ranks = ranks
+        self.hints: Sequence[str] = ()  # what is known of the data and may be why it is dropped
+        self.arrived: Counter[str] = Counter()
+        self._ranks, self._arrived_elsewhere = ranks, 0
         self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
         self._details_per_reason = details_per_reason
+        self._place = Path(path or tempfile.gettempdir())
         if path is None:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # Python leaves this flag out
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b", buffering=0)
+            self._file = open_to_write(path, append=True, buffering=0)
         size = os.fstat(self._file.fileno()).st_size
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # a full disk cut the last line
             self._write(b"\n")
@@ -102,12 +108,15 @@ class DropReport:
         self._write(json.dumps(line).encode() + b"\n")  # before counting, so that every counted drop is named
         with self._locked():
             self._counts[slot] += 1
-        self.latest = key
 
     def _write(self, line: bytes) -> None:
         """Appends without a buffer, so that lines from several processes stay whole."""
-        if self._file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, "the report of dropped samples is cut short", self._file.name)
+        try:
+            with naming(self._place):
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, "the report of dropped samples is cut short")
+        except OSError as error:  # no sample is to blame
+            raise TooManyDrops(str(error)) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -120,39 +129,35 @@ class DropReport:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def summary(self) -> dict:
-        """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, only with reasons that occurred."""
-        with self._locked():
-            encoded, *counts = self._counts.tolist()
+        """`{"encoded": int, "dropped": int, "reasons": {reason: count}}`, only with reasons that occurred.
+
+        It waits for no lock, so that a stopped worker cannot stop who looks whether the others go on.
+        """
+        encoded, *counts = self._counts.tolist()
         reasons = {reason: count for reason, count in zip(REASONS, counts, strict=True) if count}
         return {"encoded": encoded, "dropped": sum(counts), "reasons": reasons}
-
-    def glance(self) -> list[int]:
-        """The counts of now, read without the lock: they show whether workers make progress."""
-        return self._counts.tolist()
 
     def counted(self) -> list[int]:
         """[encoded, dropped] on this rank."""
         counts = self.summary()
         return [counts["encoded"], counts["dropped"]]
 
-    def tell_others(self, counted: list[int]) -> None:
-        """Takes [encoded, dropped] of all other ranks until now."""
+    def to_tell(self) -> list[int]:
+        """[encoded, dropped, arrived] on this rank, for the others."""
+        return [*self.counted(), self.arrived.total()]
+
+    def tell_others(self, told: list[int]) -> None:
+        """Takes [encoded, dropped, arrived] of all other ranks until now."""
+        *counted, self._arrived_elsewhere = told
         own = self.counted()
         with self._locked():
             self._others[:] = counted + own
 
-    def share(self) -> float:
-        """The dropped share of all samples seen on all ranks; 0 before the first."""
-        encoded, dropped = self.on_all_ranks()
-        return dropped / max(1, encoded + dropped)
+    def arrived_everywhere(self) -> int:
+        """The drops that arrived on this rank until now, on the others until the last exchange."""
+        return self.arrived.total() + self._arrived_elsewhere
 
-    def on_all_ranks(self) -> list[int]:
-        """[encoded, dropped] over all ranks: this rank's counts of now, the others' of the last exchange."""
-        with self._locked():
-            others = self._others[:2].tolist()
-        return [sum(both) for both in zip(self.counted(), others, strict=True)]
-
-    def _at_one_time(self, patience: int) -> list[int]:
+    def on_all_ranks(self, patience: int) -> list[int]:
         """[encoded, dropped] over all ranks at the last exchange. If this rank has seen `patience` samples
         since, its own counts are of now: it may be dropping everything and never reach an exchange."""
         now = self.counted()
@@ -183,11 +188,11 @@ class DropReport:
             raise TooManyDrops(
                 f"data: a whole epoch of this rank has nothing to train on: all of the last "
                 f"{self._fruitless[0]} samples were dropped. Of this rank's samples until now, "
-                f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self._reason_lines())
+                f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self.reason_lines())
             )
         epoch = epoch if epoch and epoch < min_samples else None
         least = (epoch or min_samples) if max_share else 1
-        encoded, dropped = self._at_one_time(least * self._ranks if self._ranks > 1 else 0)
+        encoded, dropped = self.on_all_ranks(least * self._ranks if self._ranks > 1 else 0)
         seen = encoded + dropped
         if seen < least or dropped <= max_share * (-(-seen // epoch) * epoch if epoch else seen):
             return
@@ -195,10 +200,10 @@ class DropReport:
         here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         raise TooManyDrops(
             f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
-            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self._reason_lines())
+            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self.reason_lines())
         )
 
-    def _reason_lines(self) -> list[str]:
+    def reason_lines(self) -> list[str]:
         """A line for each reason: its count, what helps, three keys and what was wrong with the first."""
         reasons = self.summary()["reasons"]
         found: dict[str, list[dict]] = {}
@@ -207,7 +212,7 @@ class DropReport:
         return [
             f"  {count} {reason}: {REASONS[reason]}{_such_as(found.get(reason, [])[:3])}"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
-        ]
+        ] + list(self.hints)
 
 
 def _such_as(examples: list[dict]) -> str:

@@ -37,21 +37,17 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 def encoder_settings(encoder: Any) -> dict:
     """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
-    names += ("video_fps", "video_max_frames", "video_max_pixels")
+    names += ("video_fps", "video_max_frames", "video_max_pixels", "thinking")
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
-    found = {name: getattr(encoder.data, name) for name in names} | {
+    return {name: getattr(encoder.data, name) for name in names} | {
+        "documents": encoder.documents.per_sample,
         "images_or_videos": encoder.needs.images_or_videos,
         "chat_template": digest(encoder.documents.chat.text),
         "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
         "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
     }
-    if encoder.data.thinking != "keep":  # which states have not that were saved before it was there
-        found["thinking"] = encoder.data.thinking
-    if encoder.documents.per_sample > 1:
-        found["documents"] = encoder.documents.per_sample
-    return found
 
 
 def _image_settings(processor: Any | None) -> dict:

@@ -18,7 +18,7 @@ from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
 from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.naflex import without_padding
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, reading
 
 MOST_LISTED = 5  # tokens that a message names
 
@@ -55,6 +55,7 @@ def processor_outputs(
     )
 
 
+@reading("folder")
 def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     """The end-of-turn and end-of-text ids in the checkpoint's generation config, or else (as in Transformers)
     in its config.json."""

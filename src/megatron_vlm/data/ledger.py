@@ -6,16 +6,15 @@ A row that is missing, doubled or in another's place ends the run with an error 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import listed, printable
 
 REMEDY = "This is a bug: please report it; nothing is lost when you start again from the last checkpoint."
-SHOWN = 20
 
 
 class LostSample(RuntimeError):
@@ -24,9 +23,7 @@ class LostSample(RuntimeError):
 
 def lost(keys: Sequence[Any], happened: str) -> LostSample:
     """The error that says what `happened` to the rows with `keys`."""
-    shown = ", ".join(printable(key) for key in keys[:SHOWN])
-    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-    return LostSample(f"data: {shown}{more}: {happened}. {REMEDY}")
+    return LostSample(f"data: {listed([*map(printable, keys)])}: {happened}. {REMEDY}")
 
 
 class Ledger:
@@ -47,9 +44,9 @@ class Ledger:
             self._out.append((place, [self._key(row) for row in rows]))
             yield place, rows
 
-    def settled(self, items: Iterable[tuple[Any, Any, Sequence[int]]]) -> Iterator[tuple[Any, Any]]:
-        """(place, sample) for each entry of the order, from what `EncodedRows` gave. Raises LostSample when a
-        row is neither in the sample nor dropped, and when entries are missing or out of order."""
+    def settled(self, items: Iterable[tuple[Any, Any, Mapping[int, str]]]) -> Iterator[tuple]:
+        """What `EncodedRows` gave for each entry of the order. Raises LostSample when a row is neither in the
+        sample nor dropped, and when entries are missing or out of order."""
         for place, sample, dropped in items:
             asked_at, keys = self._out.popleft() if self._out else (None, [])
             kept = [key for n, key in enumerate(keys) if n not in dropped for _ in range(self._documents)]
@@ -58,7 +55,7 @@ class Ledger:
                 wrong = keys if place != asked_at else sorted(set(kept) ^ set(found)) or kept
                 gave = f"workers gave {found} at {place} where {kept} at {asked_at} were due"
                 raise lost(wrong or found, gave)
-            yield place, sample
+            yield place, sample, dropped
         if self._out:
             raise lost([key for _, keys in self._out for key in keys], "not given back by workers")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 COUNT, SHARE = r"#(\d{1,18})", r"\*(\d{1,9}|\d{0,9}\.\d+)"  # after a path
-END = re.compile(r"[#*][^/]*\Z")  # what looks like one of these
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # how names of files end
-FILMS = (".mp4", ".mkv", ".webm", ".avi")
+# How names of files end
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+FILMS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+ROWS = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst", ".zip")
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class DataSource:
 
     @classmethod
     def of(cls, item: str) -> DataSource:
-        """What an item says; the name of a file or folder that exists is a path as it is."""
+        """What an item says, without spaces; the name of a file or folder that exists is a path as it is."""
         if os.path.exists(item) or "://" in item:
             return cls(item)
-        path, rows, share = re.fullmatch(f"(.*?)(?:{COUNT}|{SHARE})?", item, re.DOTALL).groups()
+        path, rows, share = re.fullmatch(rf"\s*(.*?)\s*(?:{COUNT}|{SHARE})?\s*", item, re.DOTALL).groups()
         name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)
         path, subset = name.groups() if name and not os.path.exists(path) else (path, None)
         return cls(path, subset, rows and int(rows), share and float(share))
@@ -44,26 +45,14 @@ class DataSource:
         return self.rows or max(1, round(rows * (1 if self.share is None else self.share)))
 
 
-def sources_of(value: str | Sequence[str] | None, repetitions: Sequence[float] = ()) -> list[DataSource]:
-    """The items of a data path setting; `repetitions` are the shares of the first, the second, ..."""
-    sources = [DataSource.of(item) for item in items_of(value)]
-    if repetitions:
-        return [replace(one, share=times) for one, times in zip(sources, repetitions, strict=True)]
-    return sources
+def sources_of(value: str | Sequence[str] | None) -> list[DataSource]:
+    """The items of a data path setting."""
+    return [DataSource.of(item) for item in items_of(value)]
 
 
 def items_of(value: str | Sequence[str] | None) -> list[str]:
     """The items of a data path setting as they were written."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def unread_end(item: str) -> str | None:
-    """The end of an item that is neither a count nor a share but looks like one, as `*x` or `#5*0.3`; None if
-    it has none, or if that belongs to the name of a file or folder that exists."""
-    path = DataSource.of(item).path
-    if "://" in item or os.path.exists(os.path.expanduser(path)) or not END.search(path):
-        return None
-    return END.search(item)[0]
 
 
 def paths_of(value: str | Sequence[str] | None) -> list[str]:

@@ -16,6 +16,7 @@ from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.preferences.pairs import with_pairs
+from megatron_vlm.messages import reading
 
 # dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
@@ -38,6 +39,7 @@ class RunData:
     The drops of rank R are written to `<run_dir>/drops/rankR.jsonl`.
     """
 
+    @reading("config.data.train_data_path")
     def __init__(
         self, config: RunConfig, processor: ProcessorMixin, needs: DataNeeds, rank: int, world_size: int
     ):
@@ -57,16 +59,6 @@ class RunData:
         self.valid_loader = provider.valid_loader(valid, **reader)
         # of each loader, what the keys of its samples begin with; none unless it reads several sources
         self.sources = [getattr(loader, "sources", ()) for loader in (self.train_loader, self.valid_loader)]
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """This rank's drops by reason, training and validation together."""
-        return self.drops.summary()["reasons"]
-
-    @property
-    def dropped_everywhere(self) -> int:
-        """The drops of all ranks, the others' as of the last step."""
-        return self.drops.on_all_ranks()[1]
 
     def train_batches(self) -> Iterator[Batch]:
         return iter(self.train_loader)

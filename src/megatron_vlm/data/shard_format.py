@@ -11,7 +11,6 @@ Energon must hand over raw bytes (`decoder = None`): its own decoder executes pi
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections import Counter
 from typing import Any
@@ -20,34 +19,22 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, parsed, training_conversation
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
+from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.records import conversation_json
 
 DECODE_SECONDS = DataConfig.decode_seconds
-EXTENSIONS = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "TIFF": "tif",
-    "JPEG2000": "jp2",
-}  # others: Pillow's format name in lower case
+# Others: Pillow's format name in lower case
+EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 
 SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
-IMAGE_PARTS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    TypeError,
-    OverflowError,
-    MemoryError,
+    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
+    *(ArithmeticError, MemoryError),
 )
-VIDEO_PARTS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
 
 
 @stateless
@@ -102,7 +89,8 @@ def _read_parts(record: dict) -> dict:
     if "jpgs" in record or "videos" in record:
         imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
     else:
-        document = _document(conversation)
+        document = parsed(conversation)
+        document = document if isinstance(document, dict) else {}  # a bare list of turns
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
     return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
@@ -115,18 +103,9 @@ def _text(data: bytes) -> str:
         raise BadSample("bad_json", str(error)) from error
 
 
-def _document(conversation: str) -> dict:
-    """The conversation's object; empty for a bare list of turns."""
-    try:
-        document = json.loads(conversation)
-    except (ValueError, RecursionError) as error:
-        raise BadSample("bad_json", str(error)) from error
-    return document if isinstance(document, dict) else {}
-
-
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
     """The videos, and the parts that are frames of videos."""
-    stored, named = _parts_ending(record, VIDEO_PARTS), document.get("videos")
+    stored, named = _parts_ending(record, FILMS), document.get("videos")
     videos, files, frames = [], [], []
     for entry in stored if named is None else named if isinstance(named, list) else [named]:
         if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
@@ -147,7 +126,7 @@ def _media_part(record: dict, name: Any) -> bytes:
 
 
 def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
-    stored = [name for name in _parts_ending(record, IMAGE_PARTS) if name not in frames]
+    stored = [name for name in _parts_ending(record, PICTURES) if name not in frames]
     named = document.get("images")
     if named is None:
         return stored
@@ -168,10 +147,9 @@ def _pickled_media(record: dict, name: str) -> list:
         media = PlainUnpickler(io.BytesIO(record[name])).load()
     except DAMAGED_PICKLE_ERRORS as error:
         raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
-    if name == "jpgs" and not (isinstance(media, list | tuple) and all(isinstance(i, bytes) for i in media)):
-        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded images")
-    if not isinstance(media, list | tuple | None):
-        raise BadSample("unsafe_pickle", f"part {name} is {type(media).__name__}, not a list")
+    is_list = isinstance(media, list | tuple | None)
+    if not is_list or (name == "jpgs" and not all(isinstance(image, bytes) for image in media or ())):
+        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded files")
     return list(media or [])
 
 

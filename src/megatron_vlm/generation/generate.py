@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
+from operator import index
 
 import numpy as np
 import torch
@@ -24,11 +26,13 @@ from megatron_vlm.generation.forward import forward, told_by_last_stage
 from megatron_vlm.generation.rows import Piece, Request, Rows
 from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.job.alarm import alarm
+from megatron_vlm.messages import check_number
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
 PROMPT_TOKENS_AT_ONCE = 2**14  # of one forward pass, unless a single prompt has more
 ROWS_AT_ONCE = 256
+MOST_NEW_TOKENS = 2**20  # no model has longer rows; room for an answer's tokens is taken at the start
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,11 @@ def _in_evaluation(model: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
-    if max_new_tokens < 1 or answers < 1:
-        raise ValueError(f"generate: {answers} answers of {max_new_tokens} tokens; ask for 1 or more each.")
-    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
-        raise ValueError(
-            f"generate: temperature {temperature}, top_p {top_p}; a temperature is 0 or more, top_p above 0 "
-            "and at most 1."
-        )
+    for name, count, most in (("max_new_tokens", max_new_tokens, MOST_NEW_TOKENS), ("answers", answers, inf)):
+        words = f"a whole number from 1 to {most}" if most < inf else "a whole number above 0"
+        check_number(f"generate: {name}", count, lambda n, most=most: 1 <= index(n) <= most, words)
+    check_number("generate: temperature", temperature, lambda t: 0 <= t < inf, "a number, 0 or more")
+    check_number("generate: top_p", top_p, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
     if answers > 1 and not temperature:
         raise ValueError(f"generate: {answers} answers at temperature 0 are all the same; raise temperature.")
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_vlm.job.failures import end_after, is_anothers_end, without_traceback
+from megatron_vlm.job.failures import end_after
 from megatron_vlm.job.ranks import AnotherRankFailed
+from megatron_vlm.job.reasons import is_anothers_end, without_traceback
 from megatron_vlm.messages import printable
 
 LOOKS_EVERY = 0.5  # seconds

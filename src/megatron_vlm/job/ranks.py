@@ -17,8 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.files import open_to_write, read_file
+
 ROOM = 1 << 15  # bytes reserved at the start, so that a rank can write its last word on a full disk
 LONGEST_WORD = 12_000  # characters of the last word
+SPOKEN = "spoken"  # the file of the rank that speaks for all
 STALE_SECONDS = 120  # a file that is older than ours by more than this is from an earlier job
 
 
@@ -49,37 +52,44 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
 
 
 class RankFile:
-    """This rank's file; without a folder, its content is only kept in memory."""
+    """This rank's file; without a folder, it is in memory, which processes forked from this one share."""
 
-    def __init__(self, folder: Path | None):
-        self.folder, self._file = folder, None
+    def __init__(self, folder: Path | None, hang_seconds: float = float("inf")):
+        self.folder = folder
         self.content: dict[str, Any] = {
             "rank": rank(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "job": _job(),
             "doing": "starting",
             "step": 0,
             "beats": 0,
+            "looked": time.time(),  # when the watchdog last did
+            "hang_seconds": hang_seconds,
             "hang": None,
             "ended": None,
         }
         self._writing = threading.Lock()
-        if folder is not None:
+        if folder is None:
+            self._file = os.memfd_create("rank")
+        else:
             folder.mkdir(parents=True, exist_ok=True)
             if rank() == 0 and several_machines():  # torchrun's own folder is new at every start
-                _spoken(folder).unlink(missing_ok=True)
-            self._file = os.open(_path(folder, rank()), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+                (folder / SPOKEN).unlink(missing_ok=True)
+            self._opened = open_to_write(_path(folder, rank()), buffering=0)
+            self._file = self._opened.fileno()
             os.pwrite(self._file, b" " * ROOM, 0)
             self._started = os.fstat(self._file).st_mtime
-            self.write()
+        self.write()
 
     def write(self, **news: Any) -> None:
         """Change some of the content. It takes a few microseconds, and others see it at once."""
         with self._writing:  # the watchdog's thread writes, too
             self.content |= news
-            if self._file is not None:
-                os.pwrite(self._file, json.dumps(self.content).encode() + b"\n", 0)
+            os.pwrite(self._file, json.dumps(self.content).encode() + b"\n", 0)
+
+    def read(self) -> dict[str, Any]:
+        """The content as the process that writes it has left it."""
+        return json.loads(os.pread(self._file, ROOM, 0).partition(b"\n")[0])
 
     def end(self, kind: str, message: str, **more: Any) -> None:
         """Write the last word; nothing written later changes it."""
@@ -90,19 +100,15 @@ class RankFile:
 
     def flush(self) -> None:
         """Make the content visible to other machines."""
-        if self._file is not None:
-            os.fsync(self._file)
+        os.fsync(self._file)
 
     def others(self) -> dict[int, dict[str, Any]]:
         """The content of the other ranks' files, for those that have one."""
         if self.folder is None:
             return {}
         found = read_all(self.folder, world_size(), self._started - STALE_SECONDS)
-        return {
-            number: content
-            for number, content in found.items()
-            if number != rank() and content["job"] == self.content["job"]
-        }
+        found.pop(rank(), None)
+        return found
 
     def forget_earlier_jobs(self) -> None:
         """Remove what earlier jobs left in the run folder; only after this job has claimed it."""
@@ -116,7 +122,7 @@ class RankFile:
         if self.folder is None:
             return True
         try:
-            os.close(os.open(_spoken(self.folder), os.O_CREAT | os.O_EXCL))
+            open_to_write(self.folder / SPOKEN, new=True).close()
         except FileExistsError:
             return False
         return True
@@ -129,7 +135,7 @@ def read_all(folder: Path, count: int, not_before: float = 0.0) -> dict[int, dic
         path = _path(folder, number)
         try:
             if path.stat().st_mtime >= not_before:
-                found[number] = json.loads(path.read_bytes().partition(b"\n")[0])
+                found[number] = json.loads(read_file(path).partition(b"\n")[0])
         except (FileNotFoundError, json.JSONDecodeError):  # does not exist yet, or is being written
             continue
     return found
@@ -137,10 +143,8 @@ def read_all(folder: Path, count: int, not_before: float = 0.0) -> dict[int, dic
 
 def state(content: dict[str, Any]) -> str:
     """The kernel's letter for a rank on this machine: R, S, D, T (stopped), Z; empty if it is gone, "?" if it
-    is on another machine or there is no /proc."""
-    if content["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return "?"
-    return process_state(content["pid"])
+    is on another machine."""
+    return process_state(content["pid"]) if content["host"] == socket.gethostname() else "?"
 
 
 def process_state(pid: int) -> str:
@@ -156,10 +160,6 @@ def _job() -> str:
     """A name that all ranks of a start share, and no two live starts: those would share a port."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return hashlib.sha256("\n".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
-
-
-def _spoken(folder: Path) -> Path:
-    return folder / f"spoken-{_job()}"
 
 
 def _path(folder: Path, number: int) -> Path:

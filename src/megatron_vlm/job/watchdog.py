@@ -5,14 +5,19 @@ run. A thread of every rank looks at the beats of all ranks. If no rank has made
 the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
 first rank that has heard all others names the rank that hangs, and all end.
 
+Code that never lets the interpreter go stops that thread, too. So each of its looks winds up faulthandler's
+timer, which needs no interpreter: it writes the stacks and ends the process when no look has come for longer.
+
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
 in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -24,44 +29,48 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_vlm.job import ranks
+from megatron_vlm.files import open_to_write
+from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.last_words import HANG_CODE, say
+from megatron_vlm.messages import listed
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
+TIMER_AFTER = 10  # seconds after the watchdog, which has better words
+WORST_FIRST = ("is stopped (SIGSTOP)", "is no more", "does not answer", "hangs", "waits for other ranks")
+AGAIN = "start again to go on from the last checkpoint"
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
 
 
-def start(errors: Path, hang_seconds: float, run_dir: Path | None = None) -> None:
-    """Start watching this rank, before anything heavy is imported; `finish` stops it."""
-    global _watch
-    _watch = Watch(errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir)))
-
-
 @contextlib.contextmanager
 def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -> Iterator[None]:
-    """`start` for the time of a command. After an error it stays on, so that `failures` can say where.
+    """Watches this rank for the time of a command, from before anything heavy is imported. After an error the
+    watch stays on, so that `failures` can say where.
 
     The files of errors lie in the run's folder, or in a new one if that may only be read, as for an export.
     """
+    global _watch
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
-    start(folder / errors, hang_seconds, Path(run_dir))
+    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), hang_seconds))
     yield
-    finish()
+    _watch.finish()
+    _watch = None
 
 
 def own() -> None:
     """Removes error and rank files of earlier runs; called when the run folder belongs to this run."""
     if _watch is not None:
-        _watch.own()
+        _watch.owned = True
+        _watch.file.truncate(0)
+        _watch.record.forget_earlier_jobs()
 
 
 def watch() -> Watch | None:
-    """The watch that `start` began; None if nothing is watched."""
+    """The watch of this process; None if nothing is watched."""
     return _watch
 
 
@@ -70,8 +79,14 @@ def beat(doing: str | None = None, *, step: int | None = None, files: bool = Fal
 
     `files`: until the next beat, bytes that this process reads and writes count as progress.
     """
-    if _watch is not None:
-        _watch.beat(doing, step, files)
+    if _watch is None:
+        return
+    news: dict[str, Any] = {"beats": _watch.record.content["beats"] + 1}
+    if doing is not None:
+        _watch.files, news["doing"] = files, doing
+    if step is not None:
+        news["step"] = step
+    _watch.record.write(**news)
 
 
 def also(progress: Callable[[], Any]) -> None:
@@ -86,14 +101,6 @@ def reader() -> None:
         _watch.reader = threading.get_ident()
 
 
-def finish() -> None:
-    """Stops watching: the work is done."""
-    global _watch
-    if _watch is not None:
-        _watch.finish()
-        _watch = None
-
-
 class Watch:
     """The beats of one rank and the thread that looks at all of them."""
 
@@ -101,39 +108,30 @@ class Watch:
         self.errors, self.hang_seconds, self.record = errors, hang_seconds, record
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
         self.reader: int | None = None
-        self.began = time.time()
-        self._files, self._moved = False, 0
+        self.files, self._moved = False, 0
         self._found: list[Any] = []
         self._parent = os.getppid()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{ranks.rank()}.txt"
-        descriptor, self.owned = _opened(self.path)  # if it is not new, another live run may write to it
-        self.file = open(descriptor, "a", encoding="utf-8")
-        faulthandler.enable(self.file)  # a crash in compiled code writes its stacks there
+        self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
+        self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
+        # where a crash in compiled code writes its stacks; workers have another parent than this process
+        self._crashes = guard.start(record, self.file.fileno()) if ranks.world_size() == 1 else self.file
+        atexit.register(record.end, "done", "")  # Python itself ends the process
+        os.register_at_fork(after_in_child=self._in_worker)
+        faulthandler.enable(self._crashes)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
-
-    def beat(self, doing: str | None, step: int | None, files: bool) -> None:
-        if doing is not None:
-            self._files = files
-        content = self.record.content
-        news: dict[str, Any] = {"beats": content["beats"] + 1}
-        if doing is not None:
-            news["doing"] = doing
-        if step is not None:
-            news["step"] = step
-        self.record.write(**news)
-
-    def own(self) -> None:
-        self.owned = True
-        self.file.truncate(0)
-        self.record.forget_earlier_jobs()
+        self._wind_up()
+        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         self._done.set()
+        self._thread.join()
         self.record.end("done", "")
+        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
@@ -148,12 +146,17 @@ class Watch:
                 if self.errors.parent.name == "errors":  # the folder of an export lies in that of its run
                     self.errors.parent.rmdir()
 
+    def _in_worker(self) -> None:
+        if not self._done.is_set():
+            faulthandler.enable(self.file)
+
     # ---- the thread
 
     def _look(self) -> None:
         seen, still, looked = None, 0.0, time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
+            self._wind_up()
             passed, looked = now - looked, now
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
@@ -168,17 +171,23 @@ class Watch:
             if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:
                 end_now(HANG_CODE)  # torchrun was killed; nobody would end this rank
 
+    def _wind_up(self) -> None:
+        self.record.write(looked=time.time())
+        faulthandler.dump_traceback_later(self.hang_seconds + TIMER_AFTER, exit=True, file=self._crashes)
+
     def _beat_for_files_and_workers(self, passed: float) -> None:
         found = [progress() for progress in self.progress]
         moved = _bytes_read_and_written()
-        if found != self._found or (self._files and moved - self._moved > MUCH_IO * passed):
+        if found != self._found or (self.files and moved - self._moved > MUCH_IO * passed):
             self.record.write(beats=self.record.content["beats"] + 1)
         self._found, self._moved = found, moved
 
     def _end_the_job(self) -> None:
         frames = self._frames()
         where = _where(frames) + _stopped_workers()
-        self.record.write(hang={"where": where, "waits": any(map(_waits, frames[:3]))})
+        innermost = "".join(frame.f_code.co_filename for frame in frames[:3])
+        waits = ranks.world_size() > 1 and any(place in innermost for place in WAITING)
+        self.record.write(hang={"where": where, "waits": waits})
         self._write_stacks()
         others = self._hear_others()
         contents = {ranks.rank(): self.record.content, **others}
@@ -210,80 +219,59 @@ class Watch:
         faulthandler.dump_traceback(self.file)
         for worker in multiprocessing.active_children():
             letter = ranks.process_state(worker.pid)
-            stopped = " (stopped)" if letter == "T" else ""
-            self.file.write(f"\nworker {worker.name}, pid {worker.pid}, state {letter}{stopped}\n")
+            self.file.write(f"\nworker {worker.name}, pid {worker.pid}, state {letter}\n")
             self.file.flush()
-            if letter and letter not in "TZ":
-                os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file
-                time.sleep(0.2)
+            os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file, unless it is stopped (T)
+            time.sleep(0.2)
 
     def _hear_others(self) -> dict[int, dict[str, Any]]:
         """What the other ranks say, when all have answered or time is up; late ones are asked for stacks."""
-        asked, deadline = False, time.monotonic() + max(3.0, 6 * self._period)
+        deadline = time.monotonic() + max(3.0, 6 * self._period)
         while True:
             others = self.record.others()
-            silent = [
-                content
-                for content in others.values()
-                if not content["hang"] and ranks.state(content) in ("R", "S", "D", "?")
-            ]
-            if not silent or time.monotonic() > deadline:
+            silent = [(ranks.state(c), c["pid"]) for c in others.values() if not c["hang"]]
+            if all(letter in ("T", "", "Z") for letter, _ in silent):
                 return others
-            if not asked and time.monotonic() > deadline - 2:
-                asked = True
-                for content in silent:
-                    if ranks.state(content) in ("R", "S", "D"):
-                        os.kill(content["pid"], signal.SIGUSR2)
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.1)
+        for letter, pid in silent:
+            if letter in ("R", "S", "D"):
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(2)
+        return self.record.others()
 
 
 def describe(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
     """Which rank hangs, where, and what to do; `contents` are those of the ranks' files, by rank."""
-    stopped = {n: content for n, content in contents.items() if ranks.state(content) == "T"}
-    gone = {n: content for n, content in contents.items() if ranks.state(content) in ("", "Z")}
-    silent = {n: c for n, c in contents.items() if not c["hang"] and n not in stopped and n not in gone}
-    at_work = {n: c for n, c in contents.items() if c["hang"] and not c["hang"]["waits"]}
-    what = f"no rank came further for {hang_seconds:g} s"
-    if stopped:
-        who = _listed(stopped, lambda c: f"pid {c['pid']} is stopped (SIGSTOP) while {c['doing']}")
-        remedy = "start again to go on from the last checkpoint; a rank may be stopped for less time only"
-    elif gone:
-        who = _listed(gone, lambda c: f"pid {c['pid']} is no more, it was {c['doing']}")
-        remedy = "start again to go on from the last checkpoint"
-    elif silent:
-        who = _listed(silent, lambda c: f"pid {c['pid']} does not answer while {c['doing']}")
-        remedy = "look at that machine, then start again to go on from the last checkpoint"
-    else:
-        hung = at_work or contents
-        who = _listed(hung, lambda c: f"hangs while {c['doing']}, in {c['hang']['where']}")
-        remedy = "raise train.hang_seconds if it only needs longer"
-    return f"megatron-vlm: {what}: {who}.\nThe stacks of all ranks and workers are in {errors}; {remedy}."
+    found: dict[str, list[str]] = {how: [] for how in WORST_FIRST}
+    for number, content in sorted(contents.items()):
+        how = _how(content)
+        where = f", in {content['hang']['where']}" if content["hang"] else ""
+        found[how].append(f"rank {number} (pid {content['pid']}) {how} while {content['doing']}{where}")
+    worst = next(filter(found.get, WORST_FIRST))  # the other ranks only wait for these
+    who = listed(found[worst], 3, "; ")
+    only_slow = worst in WORST_FIRST[3:] and "SIGSTOP" not in who
+    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else AGAIN
+    return (
+        f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
+        f"The stacks of all ranks and workers are in {errors}; {remedy}."
+    )
 
 
-def _listed(contents: dict[int, dict[str, Any]], say: Callable[[dict], str]) -> str:
-    shown = [f"rank {number} {say(content)}" for number, content in sorted(contents.items())[:3]]
-    more = [f"{len(contents) - 3} more"] if len(contents) > 3 else []
-    return "; ".join(shown + more)
-
-
-def _opened(path: Path) -> tuple[int, bool]:
-    """A descriptor that appends to the file, and whether the file is new."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    try:
-        return os.open(path, flags | os.O_EXCL, 0o666), True
-    except FileExistsError:
-        return os.open(path, flags), False
+def _how(content: dict[str, Any]) -> str:
+    letter, hang = ranks.state(content), content["hang"]
+    if letter in ("T", "", "Z"):
+        return "is stopped (SIGSTOP)" if letter == "T" else "is no more"
+    if hang is None:
+        return "does not answer"
+    return "waits for other ranks" if hang["waits"] else "hangs"
 
 
 def _outwards(frame) -> Iterable[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _waits(frame) -> bool:
-    """Whether the frame waits for other ranks."""
-    return any(place in frame.f_code.co_filename for place in WAITING)
 
 
 def _where(frames: list[Any]) -> str:
@@ -301,7 +289,7 @@ def _where(frames: list[Any]) -> str:
 def _stopped_workers() -> str:
     pids = [worker.pid for worker in multiprocessing.active_children()]
     stopped = [str(pid) for pid in pids if ranks.process_state(pid) == "T"]
-    return f"; its data worker (pid {', '.join(stopped)}) is stopped" if stopped else ""
+    return f"; its data worker (pid {', '.join(stopped)}) is stopped (SIGSTOP)" if stopped else ""
 
 
 def _bytes_read_and_written() -> int:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateSyntaxError
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.weights.ties import settle_ties
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
-from megatron_vlm.weight_files import has_weights
+from megatron_vlm.weight_files import description_problems, has_weights
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -48,6 +50,7 @@ class Source:
         return self.family.weight_map(self.hf_config)
 
 
+@reading("path")
 def open_source(path: str | Path, tied: bool | None = None) -> Source:
     """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
@@ -79,6 +82,7 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
         ) from error
 
 
+@reading("path")
 def look_at(path: str | Path) -> tuple[Any, str | None]:
     """(config, what was assumed about the weights), without fetching any weights; for `plan`."""
     hf_config = load_config(path)
@@ -94,8 +98,12 @@ def look_at(path: str | Path) -> tuple[Any, str | None]:
     return hf_config, None
 
 
+@reading("folder")
 def load_processor(folder: str | Path) -> ProcessorMixin:
-    """The checkpoint's processor, with its chat template. Raises FileNotFoundError if there is none."""
+    """The checkpoint's processor, with its chat template. Raises FileNotFoundError if there is none, and
+    ConfigError that names a damaged file or the line of a template that is none."""
+    if problems := list(description_problems(Path(folder))):
+        raise ConfigError("\n".join(problems))
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -108,6 +116,15 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             f"checkpoint {printable(folder)}: it has a {type(processor).__name__} and no processor; put its "
             "processor_config.json or preprocessor_config.json there."
         )
+    templates = processor.chat_template or processor.tokenizer.chat_template or {}
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        try:
+            render_jinja_template([], chat_template=template)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"checkpoint {printable(folder)}: line {error.lineno} of its chat template is not Jinja "
+                f"({_first_line(error)}); correct chat_template.jinja there, or download it again."
+            ) from error
     return processor
 
 
@@ -115,6 +132,18 @@ def _first_line(error: Exception) -> str:
     return printable(str(error).strip().partition("\n")[0])
 
 
+@reading("folder")
 def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
-    """Transformers' own model with the checkpoint's weights, in eval mode; "auto": in the config's dtype."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    """Transformers' own model with the checkpoint's weights, in eval mode; "auto": in the config's dtype.
+
+    Raises ConfigError for a weight that is missing or has another shape: Transformers would draw it.
+    """
+    model, found = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    problems = [f"{printable(name)} is missing" for name in found["missing_keys"]]
+    for name, stored, wanted in found["mismatched_keys"]:
+        problems.append(f"{printable(name)} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
+    if problems:
+        raise ConfigError(f"checkpoint {printable(folder)}: {min(problems)}; download it again.")
+    return model.eval()

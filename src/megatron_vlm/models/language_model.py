@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.models.attention_sizes import Heads, all_heads
+from megatron_vlm.checks.layout import misfit
+from megatron_vlm.config import ConfigError, ModelConfig, RunConfig
+from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.feed_forward import GatedMLP
@@ -30,7 +31,7 @@ from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.parallel import setup, weight_gradients
-from megatron_vlm.parallel.layout import megatron_settings, stage_layers
+from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
 from megatron_vlm.parallel.linears import BiasedRowParallelLinear, ColumnParallelLinear, RowParallelLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -66,13 +67,14 @@ class LanguageModelConfig(TransformerConfig):
 
 
 def language_model_config(
-    config: RunConfig, architecture: dict, layout: list[list[str]]
+    config: RunConfig, architecture: dict, stage_costs: tuple[int, float, float]
 ) -> LanguageModelConfig:
-    """The family's architecture under the run's precision and layout; `layout` is `pipeline_layout`'s.
+    """The family's architecture under the run's precision and layout; `pipeline_layout` takes `stage_costs`.
 
-    Raises ValueError if the layout does not divide the model.
+    Raises ConfigError if the layout does not divide the model.
     """
-    check_divisible(architecture, config.parallel)
+    if problem := misfit(config.parallel, architecture):
+        raise ConfigError(problem)
     check_positions(config.data.seq_length - 1, architecture.get("most_positions"), "data.seq_length")
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[config.model.dtype]
@@ -89,6 +91,7 @@ def language_model_config(
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            "moe_router_pre_softmax": architecture.get("moe_router_topk") == 1,  # Megatron asks for it
             **architecture,
             **balancing_settings(config, architecture),
         },
@@ -96,7 +99,7 @@ def language_model_config(
         attention_backend_name=attention_backend(config.model),
         images_spread=config.parallel.images_spread,
         **megatron_settings(config.parallel),
-        pipeline_model_parallel_layout=layout,
+        pipeline_model_parallel_layout=pipeline_layout(*stage_costs, config.parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -111,28 +114,6 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
-
-
-def check_divisible(sizes: dict, parallel: ParallelConfig) -> None:
-    """Raises ValueError if the layout does not divide the model. Megatron refuses some of it, too, but does
-    not say what to do."""
-    tp, experts = parallel.tp, sizes.get("num_moe_experts") or 0
-    if experts and tp > 1 and not parallel.sequence_parallel:
-        raise ValueError(
-            f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
-        )
-    divisors = [
-        ("tp", tp, "attention heads", sizes["num_attention_heads"]),
-        *[("tp", tp, "key/value heads", heads.groups) for heads in all_heads(sizes)],
-        ("tp", tp, "feed-forward channels", sizes["ffn_hidden_size"]),
-        ("tp", tp, "shared expert channels", sizes.get("moe_shared_expert_intermediate_size") or 0),
-        ("ep", parallel.ep, "experts", experts),
-    ]
-    for name, size, of_what, count in divisors:
-        if count % size:
-            raise ValueError(
-                f"parallel: {name} = {size} does not divide the model's {count} {of_what}; change {name}."
-            )
 
 
 def attention_backend(model: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from megatron_vlm.batch import GenericVisualInputs
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
-# Token ids of any shape -> TEXT, IMAGE or VIDEO for each. Tensors give tensors, numpy arrays give arrays.
+# Token ids (T,) of one document -> TEXT, IMAGE or VIDEO for each. Tensors give tensors, arrays give arrays.
 Kinds = Callable[[Any], Any]
 
 

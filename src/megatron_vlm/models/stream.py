@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
@@ -91,11 +91,12 @@ class StreamLayout:
 
     def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool | str, ranks: int):
         self.batch = batch
-        documents_BS = batch["attention_mask"].numpy()
-        self.real = np.flatnonzero(documents_BS)  # places of the stream -> indices into B * S
-        self.kinds = kinds(batch["input_ids"]).numpy().ravel()
-        lengths = _run_lengths(_row_and_document(documents_BS).ravel()[self.real])
-        blocks = _blocks(lengths, self.kinds[self.real] > 0) if bidirectional_images else []
+        ids, documents = batch["input_ids"].numpy().ravel(), document_spans(batch["attention_mask"])
+        self.real = np.flatnonzero(batch["attention_mask"])  # places of the stream -> indices into B * S
+        # of each place; of one document at a time, as what opens in one closes there
+        self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(ids[each]) for each in documents)])
+        lengths = [each.stop - each.start for each in documents]
+        blocks = _blocks(lengths, self.kinds > 0) if bidirectional_images else []
         self.placement = Placement(lengths, blocks, ranks, bidirectional_images == "windows")
 
     @property
@@ -117,7 +118,7 @@ class StreamLayout:
         """
         plan = AttentionPlan(self.placement, rank, length, windows, device)
         held = self.real[plan.places]
-        row_of = np.full(self.kinds.size, -1)  # index into B * S -> where it lies on this rank
+        row_of = np.full(self.batch["input_ids"].numel(), -1)  # index into B * S -> where it lies here
         row_of[held] = np.arange(len(held))
         taken = np.zeros(length, np.int64)  # padding repeats the first token; nothing depends on it
         taken[: len(held)] = held
@@ -157,18 +158,7 @@ class StreamLayout:
 
     def _placeholders(self) -> np.ndarray:
         """Places of all placeholders in the stream: those of images in order, then of videos."""
-        return np.concatenate([np.flatnonzero(self.kinds[self.real] == kind) for kind in (IMAGE, VIDEO)])
-
-
-def _row_and_document(documents_BS: np.ndarray) -> np.ndarray:
-    """A number for each document that no other in the batch has."""
-    rows, length = documents_BS.shape
-    return documents_BS.astype(np.int64) + np.arange(rows)[:, None] * (length + 1)
-
-
-def _run_lengths(values: np.ndarray) -> list[int]:
-    ends = np.flatnonzero(np.diff(values)) + 1
-    return np.diff(np.concatenate(([0], ends, [len(values)]))).tolist() if len(values) else []
+        return np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
 
 
 def _blocks(lengths: list[int], visual: np.ndarray) -> list[tuple[int, int, int]]:

@@ -25,7 +25,6 @@ from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
-from megatron_vlm.parallel.layout import pipeline_layout
 
 
 class VLMModel(MegatronModule):
@@ -97,7 +96,8 @@ class VLMModel(MegatronModule):
             hidden_TD = hidden_TD.index_copy(0, rows, features_MD)
             extras_TD = [zero.index_copy(0, rows, f) for zero, f in zip(extras_TD, deep_MD, strict=True)]
         elif self.training and self._trains_vision():
-            hidden_TD = hidden_TD + 0.0 * self._features_of_blank(hidden_TD.device).sum()
+            # none of its features: their gradient is zero, also where that of the hidden states is infinite
+            hidden_TD = hidden_TD + self._features_of_blank(hidden_TD.device).flatten()[:0].sum()
         embedded = torch.stack((hidden_TD, *extras_TD), dim=1)
         if self.adapters and torch.is_grad_enabled():
             # Megatron's recomputation and schedules begin a backward pass only where inputs have gradients
@@ -182,8 +182,7 @@ def build_model(
     costs = architecture["num_layers"], 0.0, 0.0
     if config.parallel.pp > 1:
         costs = stage_costs(config, architecture, image_cost(config, family, hf_config))
-    layout = pipeline_layout(*costs, config.parallel)
-    megatron_config = language_model_config(config, architecture, layout)
+    megatron_config = language_model_config(config, architecture, costs)
     if device.type == "cuda":
         check_kernels(megatron_config, device)
     vpp = config.parallel.vpp

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.failures import named
+from megatron_vlm.job.reasons import named
 from megatron_vlm.parallel.counts import SharedCounts
 from megatron_vlm.parallel.setup import collective_timeout, parallel_state
 
@@ -65,10 +65,10 @@ class BatchBroadcaster:
 
     def _agree(self, failure: ReadFailed | None, counts: SharedCounts | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
-        counted = counts.counted() if counts is not None else [0, 0]
-        failures, *everywhere = self._added([failure is not None, *counted])
+        told = counts.to_tell() if counts is not None else [0, 0, 0]
+        failures, *everywhere = self._added([failure is not None, *told])
         if counts is not None:
-            counts.tell_others([total - own for total, own in zip(everywhere, counted, strict=True)])
+            counts.tell_others([total - own for total, own in zip(everywhere, told, strict=True)])
         if not failures:
             return
         texts: list[Any] = [None] * dist.get_world_size()

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 
 class SharedCounts(Protocol):
-    """Two counts that are added over all ranks, such as those of `data.drops.DropReport`."""
+    """Counts that are added over all ranks: those of `data.drops.DropReport`."""
 
-    def counted(self) -> list[int]: ...
+    def to_tell(self) -> list[int]: ...
 
-    def tell_others(self, counted: list[int]) -> None: ...
+    def tell_others(self, told: list[int]) -> None: ...
 
 
 def add_counts(counts: dict[str, int]) -> dict[str, int]:

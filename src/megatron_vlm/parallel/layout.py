@@ -35,15 +35,9 @@ def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelCo
 
     `first` is the work of the tower and `last` that of the output layer, in layers. Each stage starts with
     one layer. Each further layer goes to the rank with the least work, and there to its lightest stage. So
-    the busiest rank has as little work as layers of equal work allow. Raises ValueError if there are more
-    stages than layers.
+    the busiest rank has as little work as layers of equal work allow. There are no more stages than layers.
     """
     stages = parallel.pp * parallel.vpp
-    if stages > layers:
-        raise ValueError(
-            f"parallel: pp · vpp = {stages} stages are more than the model's {layers} layers; "
-            "lower pp or vpp."
-        )
     held, extra = [1] * stages, [first] + [0.0] * (stages - 2) + [last]
 
     def work(stage: int) -> tuple[float, float]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.checks.settings import check_gpus, layout_problems
+from megatron_vlm import files
+from megatron_vlm.checks.layout import check_gpus, layout_problems
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import own_connection
@@ -103,6 +105,17 @@ def on_first_rank(do: Callable, *arguments: Any) -> Any:
     if answer[1] is not None:
         raise answer[1].with_traceback(None)
     return answer[0]
+
+
+@contextmanager
+def folder_aside(output: str | Path) -> Iterator[Path]:
+    """`files.folder_aside`, made and named by rank 0 for all ranks, which must share the file system.
+
+    Collective where it begins and where it ends; every rank raises what rank 0 does.
+    """
+    with ExitStack() as aside:
+        yield on_first_rank(aside.enter_context, files.folder_aside(output))
+        on_first_rank(aside.close)
 
 
 def data_parallel_place() -> tuple[int, int]:

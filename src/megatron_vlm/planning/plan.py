@@ -29,7 +29,6 @@ from megatron_vlm.models.language_model import (
 )
 from megatron_vlm.models.layers.deepstack import extras_before
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.planning.adapters import (
     ATTENTION,
     EXPERTS,
@@ -133,9 +132,9 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     architecture = family.architecture(hf_config)
     known = known or Known()
     image = known.image = known.image or costs.image_cost(config, family, hf_config)
-    layout = pipeline_layout(*costs.stage_costs(config, architecture, image), config.parallel)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
-    megatron_config = language_model_config(loaded, architecture, layout)
+    stage_costs = costs.stage_costs(config, architecture, image)
+    megatron_config = language_model_config(loaded, architecture, stage_costs)
     split = config.parallel.tp, config.parallel.ep
     if split not in known.held:
         with setup.pretended(config.parallel, gpus), torch.device("meta"):

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import Batch, GenericVisualInputs, is_raw
+from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
 
 BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
@@ -70,10 +70,9 @@ class RowReader:
         return row
 
     def rows(self, batch: Batch) -> list[Row]:
-        ids_BS, visual = batch["input_ids"], batch["visual_inputs"]
-        items, length = self._items(ids_BS.flatten(), visual) if visual is not None else [], ids_BS.shape[1]
-        found = []
-        for row in range(len(ids_BS)):
+        items, found = self._items(batch) if batch["visual_inputs"] is not None else [], []
+        rows, length = batch["input_ids"].shape
+        for row in range(rows):
             here = [(start - row * length, stop - row * length, pictures) for start, stop, pictures in items]
             found.append(self._row(batch, row, here))
         return found
@@ -93,11 +92,13 @@ class RowReader:
         tokens, trained = int((numbers_S > 0).sum()), int((batch["loss_mask"][row] > 0).sum())
         return Row(documents, tokens, trained, len(ids_S))
 
-    def _items(self, ids_S: Tensor, visual: GenericVisualInputs) -> list[tuple[int, int, tuple[str, ...]]]:
-        """(first token, stop, pictures) of every image and video, in text order."""
-        kinds_S = self._visual_kinds(ids_S)
-        places = {kind: iter((kinds_S == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
-        found = []
+    def _items(self, batch: Batch) -> list[tuple[int, int, tuple[str, ...]]]:
+        """(first token, stop, pictures) of every image and video, in text order; tokens of all rows."""
+        ids, visual, found = batch["input_ids"].flatten(), batch["visual_inputs"], []
+        kinds = torch.zeros_like(ids)
+        for span in document_spans(batch["attention_mask"]):
+            kinds[span] = self._visual_kinds(ids[span])
+        places = {kind: iter((kinds == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
         for item, count in zip(visual.items(), self._visual_tokens(visual), strict=True):
             kind = 1 if item.pixel_values is not None else 2
             taken = [next(places[kind]) for _ in range(count)]

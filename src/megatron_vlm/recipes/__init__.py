@@ -6,55 +6,26 @@ config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import read_text
 from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.recipes.published import RECIPES, Recipe
 
-
-def _recipes() -> dict[str, str]:
-    """Recipe -> its module: the public functions of each family's file, demos last."""
-    found = {}
-    for model_type in SUPPORTED:
-        module = importlib.import_module(f"{__name__}.{model_type}")
-        names = [name for name, value in vars(module).items() if _is_recipe(value, module.__name__)]
-        found |= dict.fromkeys(names, module.__name__)
-    return dict(sorted(found.items(), key=lambda item: item[0].endswith(DEMO)))
-
-
-def _is_recipe(value: Any, module: str) -> bool:
-    """Whether `value` is a public function of the module and takes the arguments of recipes."""
-    return (
-        inspect.isfunction(value)
-        and value.__module__ == module
-        and not value.__name__.startswith("_")
-        and bool(value.__code__.co_flags & inspect.CO_VARKEYWORDS)
-    )
-
-
-DEMO = "_tiny_digits"  # the end of a demo recipe's name
-RECIPES = _recipes()
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE_KEYS = ("recipe", "args", "overrides")
 
 
-def load_recipe(name: str) -> Callable[..., RunConfig]:
-    """The recipe function of that name. Raises ConfigError on an unknown name."""
+def load_recipe(name: str) -> Recipe:
+    """The recipe of that name. Raises ConfigError on an unknown name."""
     if name not in RECIPES:
         raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
-    return getattr(importlib.import_module(RECIPES[name]), name)
-
-
-def summary(name: str) -> str:
-    """The first line of a recipe's docstring."""
-    return (load_recipe(name).__doc__ or "").strip().splitlines()[0]
+    return RECIPES[name]
 
 
 def compose(
@@ -79,6 +50,9 @@ def compose(
     """
     written = _read_run_file(file) if file else {}
     given = {**as_settings(assumed or {}), **said(settings, arguments or {})}
+    if written and recipe and written.get("recipe") != recipe:
+        held = f"is of the recipe {written['recipe']}" if "recipe" in written else "is a whole configuration"
+        raise ConfigError(f"{file}: {held}, and --recipe says {recipe}; give one of them.")
     if "recipe" in written or recipe:
         overrides = flatten(written.get("overrides", {}))
         known = merged(written.get("args", {}), as_arguments(overrides), as_arguments(given))
@@ -122,11 +96,9 @@ def _check_said_once(flags: Mapping[str, Any], bare: Mapping[str, Any], dotted: 
 
 def _read_run_file(file: Path) -> dict[str, Any]:
     try:
-        written = load_yaml(file.read_text(encoding="utf-8"), place=str(file))
+        written = load_yaml(read_text(file), place=str(file))
     except OSError as error:
         raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: no text, but a binary file; give a YAML file of recipes/.") from error
     if "recipe" not in written:
         return written
     if not isinstance(written["recipe"], str):

@@ -83,32 +83,10 @@ def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
     the steps. Raises ConfigError on an unknown argument or a value of the wrong type; text from a command
     line is converted.
     """
-    arguments = merged({"run_dir": "runs/${name}"}, defaults, changes)
+    arguments = merged(defaults, changes)
+    arguments.setdefault("run_dir", f"runs/{arguments.get('name', RunConfig.name)}")
     config = apply_overrides(RunConfig(), as_settings(arguments))
     if "warmup_steps" not in changes:
         steps, warmup = config.train.steps, config.optimizer.warmup_steps
         config.optimizer.warmup_steps = None if steps is None else min(warmup or 0, steps // 10)
     return config
-
-
-TP2: RecipeArgs = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
-EP2: RecipeArgs = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
-
-
-def tiny_digits(model_type: str, own: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
-    """A run of `make demo`: a tiny model learns to read digits on two processor cores."""
-    defaults = {
-        "name": "demo" if model_type == "gemma3" else f"demo-{model_type}",
-        "hf_path": "${run_dir}/start",
-        "train_data_path": "${run_dir}/dataset",
-        "dtype": "fp32",
-        "seq_length": 128,
-        "num_workers": 1,
-        "lr": 2e-3,
-        "min_lr": 1e-5,
-        "warmup_steps": 20,
-        "steps": 500,
-        "global_batch_size": 32,
-        "eval_every": 100,
-    }
-    return build({**defaults, **own}, changes)

@@ -8,19 +8,19 @@ there; the server then says what it made of it, which has to be our prompt. Read
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import http.client
 import io
 import json
 import math
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import torch
 from torch import distributed as dist
 
@@ -32,6 +32,7 @@ from megatron_vlm.rl.policy import Policy
 from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
 
 SHOWN = 300  # characters of a refusal that are shown
+BYTES_PER_TOKEN = 1024  # of an answer: its id, text and log-probability take 100 to 300
 # A server's defaults come from the checkpoint's generation_config.json, and would be another distribution.
 ALL_TOKENS = {
     "top_k": -1,
@@ -46,22 +47,14 @@ class EngineError(ValueError):
     """The server did not answer, or not with what a sample needs; the same error on every rank."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_) -> None:
-        """A redirected POST would lose its body."""
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-
-
 @dataclass(frozen=True)
 class HttpEngine:
     """A server at `url` (such as http://10.0.0.5:8000) that serves the policy's weights as `model`.
 
     Its weights are the caller's matter: `Policy.hf_weights`, or an export. The first rank asks, with up to
     `at_once` requests under way. A request is repeated up to `retries` times if the server refuses the
-    connection, is busy (429) or fails (5xx), after `pause`, 2 * `pause`, … seconds; it has `timeout` seconds
-    each time. An answer to a request is refused above `most_bytes`.
+    connection, is busy (429) or fails (5xx), after `pause`, 2 * `pause`, … seconds. Each time it has
+    `timeout` seconds from the connection to the last byte. An answer may have 1 KiB for each token asked for.
 
     SGLang's log-probabilities are those at the temperature. vLLM's are those at temperature 1, unless it is
     started with `--logprobs-mode processed_logprobs`.
@@ -78,7 +71,6 @@ class HttpEngine:
     timeout: float = 600.0
     retries: int = 3
     pause: float = 1.0
-    most_bytes: int = 2**28
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -99,7 +91,7 @@ class HttpEngine:
         return samples_of(policy, prompts, said[0])
 
     def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
-        source = policy.source
+        source, reading = policy.source, threading.Lock()  # JSON may take 30 times its size
         stop = stop_tokens(source.folder, source.hf_config)
         size, kinds = (
             source.hf_config.get_text_config().vocab_size,
@@ -114,10 +106,21 @@ class HttpEngine:
 
         def ask(prompt: RolloutPrompt) -> list[Answered]:
             address, request = self._request(prompt, stop)
-            found = self._post(address, json.dumps(request).encode())
+            per_answer = BYTES_PER_TOKEN * self.max_new_tokens + 16 * len(prompt.inputs["input_ids"])
+            said = self._post(address, json.dumps(request).encode(), 2**16 + self.answers * per_answer)
             try:
-                return self._read(found, address, prompt, size, text_of)
-            except (AttributeError, LookupError, OverflowError, TypeError) as error:
+                with reading:
+                    return self._read(json.loads(said), address, prompt, size, text_of)
+            except EngineError:
+                raise
+            except (
+                AttributeError,
+                LookupError,
+                OverflowError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
                 raise EngineError(
                     f"{address}: the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."
@@ -152,22 +155,18 @@ class HttpEngine:
         request |= {"logprobs": True, "return_prompt_token_ids": True, "return_meta_info": True}
         return f"{base}/v1/chat/completions", request | {"messages": _with_images(prompt)}
 
-    def _post(self, address: str, body: bytes) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", **self.headers}
-        request = urllib.request.Request(address, body, headers)
+    def _post(self, address: str, body: bytes, most_bytes: int) -> bytes:
         for attempt in range(self.retries + 1):
             try:
-                with _OPENER.open(request, timeout=self.timeout) as response:
-                    found = json.loads(self._all_of(response, address))
-                    return found if isinstance(found, dict) else {}
-            except urllib.error.HTTPError as refusal:
-                problem = f"status {refusal.code}: {_start_of(refusal)}"
-                final = refusal.code < 500 and refusal.code != 429
-            except (TimeoutError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                problem, final = f"{type(error).__name__}: {printable(error)}", True
-            except (OSError, http.client.HTTPException) as error:
-                reason = getattr(error, "reason", error)
-                problem, final = printable(reason), isinstance(reason, TimeoutError)
+                status, said = asyncio.run(self._attempt(address, body, most_bytes))
+                if 200 <= status < 300:
+                    return said
+                problem = f"status {status}: {printable(said.decode('utf-8', 'replace'), SHOWN)}"
+                final = status < 500 and status != 429
+            except TimeoutError:
+                problem, final = f"no whole answer in {self.timeout:g} s", True
+            except (aiohttp.ClientError, OSError) as error:
+                problem, final = printable(error), False
             if final or attempt == self.retries:
                 raise EngineError(
                     f"{address}: {problem} (try {attempt + 1} of {self.retries + 1}); "
@@ -176,20 +175,24 @@ class HttpEngine:
             time.sleep(self.pause * 2**attempt)
         raise AssertionError("a last attempt returns or raises")
 
-    def _all_of(self, response: http.client.HTTPResponse, address: str) -> bytes:
-        """The body, which has to arrive whole within the time and the size."""
-        parts, size, deadline = [], 0, time.monotonic() + self.timeout
-        while part := response.read1(2**20):
-            parts.append(part)
-            size += len(part)
-            if size > self.most_bytes:
-                raise EngineError(
-                    f"{address}: the answer has more than {self.most_bytes} bytes; ask for fewer tokens or "
-                    "answers, or raise most_bytes."
-                )
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{size} bytes of the answer came in {self.timeout:g} s")
-        return b"".join(parts)
+    async def _attempt(self, address: str, body: bytes, most_bytes: int) -> tuple[int, bytes]:
+        """Status and body. Follows no redirect, as it would lose the request's body, and unpacks nothing."""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **self.headers}
+        limit, said = aiohttp.ClientTimeout(total=self.timeout), bytearray()
+        async with (
+            aiohttp.ClientSession(timeout=limit, auto_decompress=False) as session,
+            session.post(address, data=body, headers=headers, allow_redirects=False) as response,
+        ):
+            async for part in response.content.iter_any():
+                said += part
+                if response.status >= 300 and len(said) >= SHOWN:
+                    break
+                if len(said) > most_bytes:
+                    raise EngineError(
+                        f"{address}: the answer has more than the {most_bytes} bytes that {self.answers} "
+                        f"answers of {self.max_new_tokens} tokens take; see what the server sends."
+                    )
+            return response.status, bytes(said)
 
     def _read(
         self,
@@ -283,13 +286,6 @@ def _answered(choice: dict[str, Any], address: str, vocabulary: int) -> Answered
             f"{address}: an answer ended by {printable(choice['finish_reason'])}; see what the server logs."
         )
     return Answered(tokens, [float(value) for value in values], choice["finish_reason"] == "stop")
-
-
-def _start_of(refusal: urllib.error.HTTPError) -> str:
-    try:
-        return printable(refusal.read(SHOWN).decode("utf-8", "replace"), SHOWN)
-    except (OSError, http.client.HTTPException):
-        return "(no body)"
 
 
 def _first_difference(theirs: list[int], ours: list[int]) -> str:

@@ -3,7 +3,7 @@
 Arguments with a number per token have one shape: (N,), the trained tokens of a micro batch in any order, or
 any other. `weights` multiply the tokens' losses (None: all 1); a token of weight 0 counts nowhere, whatever
 stands in the other arguments. Losses are sums: means over tokens, documents or a constant are a matter of
-weights and of what the caller divides by, which only the whole step knows. No value is read on the host.
+weights and of what the caller divides by, which only the whole step knows. No value is brought to the host.
 """
 
 from __future__ import annotations
@@ -182,6 +182,12 @@ def _centred(rewards_B, groups_B) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards minus their group's mean in fp64, the group's number of each sample, the groups' sizes."""
     rewards_B, groups_B = torch.as_tensor(rewards_B, dtype=torch.float64), torch.as_tensor(groups_B)
     _same_shape(rewards=rewards_B, groups=groups_B)
+    if rewards_B.is_cpu and len(wrong := (~rewards_B.isfinite()).nonzero()):
+        sample, reward = wrong[0].item(), rewards_B[wrong[0]].item()
+        raise ValueError(
+            f"rewards: that of sample {sample} is {reward}, and so would be the advantages of its whole "
+            "group; give each sample a number."
+        )
     order_B = groups_B.argsort()
     is_next_B = groups_B[order_B].diff(prepend=groups_B[order_B][:1]) != 0
     numbers_B = torch.empty_like(order_B).scatter(0, order_B, is_next_B.cumsum(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -137,7 +137,11 @@ class MicroBatch:
 
 
 def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
+    """Raises ValueError for what has no length, and for one sample, or fields, in place of samples."""
     samples = samples.samples() if isinstance(samples, TensorBatch) else samples
+    if isinstance(samples, Mapping) or not isinstance(samples, Sized):
+        kind = type(samples).__name__
+        raise ValueError(f"samples are of type {kind}; give a list of samples, each a mapping of its fields.")
     return [Document(number, samples[number], needs) for number in range(len(samples))]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import alarm
+from megatron_vlm.messages import check_number
 from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import output_scores
 from megatron_vlm.models.hf import Source, open_source
@@ -82,7 +84,7 @@ class Policy:
 
         `max_tokens` is the length of a packed row; a longer sample has a row for itself, of any length.
         """
-        config = _joined(config)
+        config = _joined(config, max_tokens)
         source = open_source(config.model.hf_path)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         import_hf(chunks, source.folder, source.weight_map)
@@ -93,7 +95,7 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        config = setup.on_first_rank(begun, _joined(config))  # whose disk may be ahead
+        config = setup.on_first_rank(begun, _joined(config, max_tokens))  # whose disk may be ahead
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
         chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
         if config.adapter.used:
@@ -248,8 +250,8 @@ class Policy:
         self.optimizer.zero_grad()
 
     def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
-        if not SMALLEST_TEMPERATURE <= temperature < math.inf:
-            raise ValueError(f"temperature is {temperature}; give one from {SMALLEST_TEMPERATURE:g} upwards.")
+        wanted = f"one from {SMALLEST_TEMPERATURE:g} upwards"
+        check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, wanted)
         return partial(output_scores, temperature, entropy)
 
     @contextmanager
@@ -268,8 +270,8 @@ class Policy:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
         needs, rows, given, error = self.source.needs, [], Given(), None
         try:
-            if not 0 < normalizer < math.inf:
-                raise ValueError(f"normalizer is {normalizer}; give a number above 0, the same on all ranks.")
+            wanted = "a number above 0, the same on all ranks"
+            check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, wanted)
             if isinstance(fields, str):
                 raise ValueError(f"fields is {fields!r}; give a list of names.")
             documents = documents_of(samples, needs)
@@ -295,9 +297,10 @@ def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         yield from tensors
 
 
-def _joined(config: RunConfig) -> RunConfig:
+def _joined(config: RunConfig, max_tokens: int) -> RunConfig:
     """The configuration without a load-balancing loss, which would be weighed by tokens, not by `normalizer`.
     Several policies may live in one process; they have one layout."""
+    check_number("max_tokens", max_tokens, lambda n: index(n) >= 1, "a whole number above 0")
     if config.model.load_balancing:
         raise ConfigError(
             f"model.load_balancing: is {config.model.load_balancing}, but a policy's gradients are those of "

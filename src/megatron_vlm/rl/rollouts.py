@@ -15,8 +15,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.chatml import cook_chatml_sample, place_media
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
+from megatron_vlm.data.media.files import image_file
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.hf import Source
 from megatron_vlm.rl.containers import TensorBatch
@@ -36,11 +37,15 @@ class RolloutPrompt:
     inputs: Prompt
 
     @classmethod
-    def of(cls, source: Source, messages: list[dict], images: Sequence[bytes] = ()) -> RolloutPrompt:
-        """Encoded by the checkpoint's processor. `data.chatml` says what messages may look like, and raises
-        BadSample for others, and for more or fewer images than places for them."""
-        messages = place_media(cook_chatml_sample(messages)[0], len(images))
-        return cls(messages, [*images], encode_prompt(source.processor, messages, [*images], source.needs))
+    def of(cls, source: Source, messages: list[dict] | str, images: Sequence[Any] = ()) -> RolloutPrompt:
+        """Encoded by the checkpoint's processor; a text is the user's only turn, an image what `image_file`
+        takes. `data.chatml` says what messages may look like, and raises BadSample for others, and for more
+        or fewer images than places for them."""
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        messages, files = place_media(cook_chatml_sample(turns)[0], len(images)), [*map(image_file, images)]
+        if messages[-1]["role"] == "assistant":
+            raise BadSample("bad_conversation", "the last turn is a reply; a prompt ends with the user's")
+        return cls(messages, files, encode_prompt(source.processor, messages, files, source.needs))
 
 
 class Rollout(Protocol):

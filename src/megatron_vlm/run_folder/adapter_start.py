@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, naming, remove, sync_folder
+from megatron_vlm.files import copy_file, folder_aside
+from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, remove
 
 NAME = "adapter_start"
 
@@ -37,16 +36,7 @@ def keep(run_dir: str | Path, files: list[Path]) -> None:
     kept = of_run(run_dir)
     if files[0].parent == kept:
         return
-    unfinished = kept.with_suffix(".tmp")
-    with naming(unfinished):
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
+    remove(kept)
+    with folder_aside(kept) as aside:
         for file in files:
-            with open(file, "rb") as given, open(unfinished / file.name, "wb") as copy:
-                shutil.copyfileobj(given, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
-        sync_folder(unfinished)
-        remove(kept)
-        os.rename(unfinished, kept)
-        sync_folder(kept.parent)
+            copy_file(file, aside / file.name)

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import read_rows
-from megatron_vlm.job.failures import is_anothers_end, is_worker_death
-from megatron_vlm.messages import printable
+from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
+from megatron_vlm.job.reasons import is_anothers_end, is_worker_death
+from megatron_vlm.messages import listed, printable
 
 FOLDER = "batches"
-KEYS_SHOWN = 20
 
 
 class BatchLog:
@@ -31,14 +30,15 @@ class BatchLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in _files(self.folder):
             if _rank(path) % world_size == rank:
-                _keep_before(path, first_step)
-        self._file = (self.folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
+                keep_rows_before(path, first_step)
+        self._file = open_to_write(self.folder / f"rank{rank}.jsonl", append=True)
 
     def write(self, step: int, micro_batches: list[dict[str, Any]]) -> None:
         """Log a step before it is trained, so that the file names its samples however it ends."""
         for number, batch in enumerate(micro_batches):
             row = {"step": step, "micro_batch": number, "keys": batch["__key__"]}
-            self._file.write(json.dumps(row | {"restore_key": batch["__restore_key__"]}) + "\n")
+            row |= {"restore_key": batch["__restore_key__"]}
+            self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -63,26 +63,23 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 @contextmanager
 def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
     """Adds to an error from inside the step, its samples on this rank, and how to look at them, unless no
-    sample can be the cause. `micro_batches` of the error are the indices of those whose samples are named."""
+    sample can be the cause, as of a full disk, another rank's end or a killed worker.
+
+    `micro_batches` of the error are the indices of those whose samples are named.
+    """
     try:
         yield
     except Exception as error:
-        if _may_be_a_samples(error):
+        no_samples = isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error)
+        if not no_samples:
             numbers = getattr(error, "micro_batches", range(len(micro_batches)))
             error.add_note(_describe(run_dir, step, [micro_batches[number] for number in numbers]))
         raise
 
 
-def _may_be_a_samples(error: Exception) -> bool:
-    """Whether a sample may be the cause: not of a full disk, another rank's end or a killed worker."""
-    return not (isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error))
-
-
 def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
     keys = [key for batch in micro_batches for row in batch["__key__"] for key in row]
-    shown = ", ".join(map(printable, keys[:KEYS_SHOWN]))
-    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
-    here = f", on this rank with samples {shown}{more}" if keys else ""
+    here = f", on this rank with samples {listed([*map(printable, keys)])}" if keys else ""
     return (
         f"step {step}{here}; look at all of them: "
         f"megatron-vlm replay {run_dir} --step {step} --output page.html"
@@ -96,12 +93,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _rank(path: Path) -> int:
     return int(path.stem.removeprefix("rank"))
-
-
-def _keep_before(path: Path, first_step: int) -> None:
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as file:
-        for row in read_rows(path):
-            if row["step"] < first_step:
-                file.write(json.dumps(row) + "\n")
-    part.replace(path)

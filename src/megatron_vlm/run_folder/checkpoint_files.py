@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from megatron_vlm.files import open_file, read_text
 from megatron_vlm.messages import printable
 
 STATE = "state.json"
@@ -28,30 +29,26 @@ def state_text(state: dict[str, Any]) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint. Raises ValueError that names the file and says what is wrong with it.
-
-    Older checkpoints, without checksums, have neither "files" nor "checksum"; they get {} for "files".
-    """
+    """The state.json of a checkpoint. Raises ValueError that names the file and what is wrong with it."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(path / STATE))
         _check_types(state, int(path.name.removeprefix("step_")))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{printable(path / STATE)} is not what was saved: {error}") from error
-    checksum = state.pop("checksum", None)
-    if checksum is not None and checksum != _checksum_of(json.dumps(state)):
+    if state.pop("checksum", None) != _checksum_of(json.dumps(state)):
         raise ValueError(f"{printable(path / STATE)} is not what was saved: its checksum differs")
-    return {"files": {}, **state}
+    return state
 
 
 def _check_types(state: Any, step: int) -> None:
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__} and no mapping")
     for key, kind in _TYPES.items():
-        if not isinstance(state.get(key, {} if key == "files" else None), kind):
+        if not isinstance(state.get(key), kind):
             raise ValueError(f"{key} is {printable(state.get(key), 40)} and no {kind.__name__}")
     if state["step"] != step:
         raise ValueError(f"it is of step {state['step']}")
-    for name, known in state.get("files", {}).items():
+    for name, known in state["files"].items():
         plain = isinstance(known, list) and [type(value) for value in known] == [int, str]
         if os.path.basename(name) != name or not plain:
             raise ValueError(f"files: {printable(name)} is no file with its size and checksum")
@@ -95,7 +92,7 @@ def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
 
 def _size_and_checksum(path: Path, sync: bool = False) -> list:
     digest, size, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         while read := file.readinto(piece):
             digest.update(piece[:read])
             size += read

@@ -13,26 +13,36 @@ A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` n
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.files import (
+    naming,
+    need_room,
+    open_file,
+    read_file,
+    refuse_odd,
+    sync,
+    write_whole,
+)
+from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
 
-FOLDERS = ("checkpoints", "batches", "drops", "tensorboard")
+FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
+OWN = {"config.yaml", "recipe.yaml", "lock", "checkpoints", "errors", "ranks"}  # one of them is in every run
+OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
+NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
-_LEFTOVER = re.compile(r"step_\d{8}\.(tmp|deleted)", re.ASCII)
+_LEFTOVER = re.compile(r"step_\d{8}\.(tmp|deleted)|\..+\.[0-9a-f]{8}\.partial", re.ASCII)
 
 
 def checkpoints(run_dir: str | Path) -> Path:
@@ -88,7 +98,7 @@ def _named(pointer: Path) -> str | None:
 
 
 def _text(pointer: Path) -> str:
-    with open(pointer, "rb") as file:
+    with open_file(pointer) as file:
         return file.read(100).decode(errors="replace").strip()
 
 
@@ -130,20 +140,42 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
     It refuses a folder of another model's run, checkpoints without a valid `latest`, and a second run while
     the first is active. It changes nothing and imports nothing heavy.
     """
-    for name in ("", *FOLDERS):
-        place = Path(run_dir) / name
-        if os.path.lexists(place) and not place.is_dir():
-            raise ConfigError(f"run_dir: {printable(place)} is not a folder; give another run_dir.")
+    check_folder(run_dir)
     _check_owner(Path(run_dir), hf_path)
     latest_checkpoint(run_dir)
     with naming(Path(run_dir)):
         run_lock.check_free(run_dir)
 
 
+def check_folder(run_dir: str | Path) -> None:
+    """Raises ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`."""
+    refuse_links(run_dir)
+    names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
+    foreign = sorted(name for name in names if not name.startswith(".") and not name.endswith(NOTES))
+    found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
+    if not found and foreign and not OWN & {*names}:
+        found = [f"other things, such as {printable(foreign[0])}"]
+    if found:
+        raise ConfigError(
+            f"run_dir: {printable(run_dir)} holds {found[0]} and no run; give a folder that is new or empty."
+        )
+
+
+def refuse_links(run_dir: str | Path) -> None:
+    """Raises NotAFile for a link or a pipe in a run's folder, which may be a link itself: commands write
+    there. Checkpoints are only written aside and renamed, so links among them do no harm."""
+    for name in ("", *FOLDERS):
+        place = Path(run_dir) / name
+        if os.path.lexists(place) and not place.is_dir():
+            raise ConfigError(f"run_dir: {printable(place)} is not a folder; give another run_dir.")
+        if place.is_dir() and name != "checkpoints":
+            refuse_odd(place, links=False)
+
+
 def _check_owner(run_dir: Path, hf_path: str) -> None:
     """Raises ConfigError for the folder of another model's run; one without training or import is free."""
     file = run_dir / "config.yaml"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    text = read_file(file).decode(errors="replace") if file.exists() else ""
     if not text.strip():
         return
     try:
@@ -189,12 +221,7 @@ def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
     partial = checkpoints(run_dir) / f"step_{step:08d}.tmp"
     with naming(partial):
         tidy(run_dir)
-        if needed > (free := free_bytes(partial)):
-            sizes = f"{readable_size(needed)}, of which {readable_size(free)} are free"
-            raise OSError(
-                f"checkpoint: {printable(partial)} takes {sizes}. The last complete checkpoint stays; "
-                "make room and start again."
-            )
+        need_room(partial, needed)
         partial.mkdir(parents=True)
     return partial
 
@@ -206,17 +233,17 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
     """
     folder, final = partial.parent, partial.with_suffix("")
     with naming(partial):
-        _write_synced(partial / STATE, state_text(state))
-        sync_folder(partial)
+        write_whole(partial / STATE, state_text(state))
+        sync(partial)
         if os.path.lexists(final):
             os.rename(final, final.with_suffix(".deleted"))
         # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
-        _write_synced(folder / "latest.tmp", final.name + "\n")
-        sync_folder(folder)
+        write_whole(folder / "latest.tmp", final.name + "\n")
+        sync(folder)
         os.rename(partial, final)
-        sync_folder(folder)
+        sync(folder)
         os.replace(folder / "latest.tmp", folder / "latest")
-        sync_folder(folder)
+        sync(folder)
     return final
 
 
@@ -233,7 +260,7 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
         for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
             if name != best:
                 os.rename(folder / name, folder / f"{name}.deleted")
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
 
 
 def best_checkpoint(run_dir: str | Path) -> str | None:
@@ -254,12 +281,12 @@ def tidy(run_dir: str | Path) -> None:
     with naming(folder):
         if _named(folder / "latest.tmp") in complete_checkpoints(run_dir):
             os.replace(folder / "latest.tmp", folder / "latest")
-            sync_folder(folder)
+            sync(folder)
         (folder / "latest.tmp").unlink(missing_ok=True)
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Removes leftovers. One that a file system still keeps open is tried again at the next save."""
     for name in os.listdir(folder):
         if _LEFTOVER.fullmatch(name):
@@ -267,56 +294,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder as far as possible; for a link, only the link."""
-    if path.is_symlink():
+    """Remove a file, or a folder as far as possible; for a link, only the link."""
+    if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it holds all of the old or all of the new text if this process is killed."""
-    part = path.with_suffix(".part")
-    with naming(path):
-        _write_synced(part, text)
-        os.replace(part, path)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Makes an OSError from inside say what could not be written and, if that is why, how much is free."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # our own error
-            raise
-        place = printable(error.filename or path)
-        remedy = "give a run_dir that can be written"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
-        raise OSError(f"{place}: {error.strerror}; {remedy}.") from error
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes that may still be written to the file system of a path; the path need not exist."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 # ---- what to do about a damaged one -----------------------------------------------------------------------
@@ -339,12 +321,6 @@ def damaged(path: Path, problems: list[str]) -> str:
 
 def _sizes_fit(path: Path) -> bool:
     try:
-        return not size_problems(path, read_state(path)["files"] or _unsized(path))
+        return not size_problems(path, read_state(path)["files"])
     except (ValueError, OSError):
         return False
-
-
-def _unsized(path: Path) -> dict[str, list]:
-    """Files and sizes of an older checkpoint, without sizes in state.json: those present, those required."""
-    sizes = {name: [os.stat(path / name).st_size, ""] for name in os.listdir(path) if name != STATE}
-    return {".metadata": [-1, ""], "metadata.json": [-1, ""]} | sizes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import open_to_write
 from megatron_vlm.messages import printable
 
 FILE = "lock"
@@ -33,7 +34,7 @@ def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
     (the kernel needs time to end a killed process). The run folder must exist. Do not open the lock elsewhere
     in this process: closing any descriptor of the file frees it.
     """
-    file = _opened(run_dir)
+    file = open_to_write(Path(run_dir) / FILE, keep=True)
     _lock_all(file, run_dir, patience)
     file.truncate(0)
     _sign(file, 0)
@@ -43,7 +44,7 @@ def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
 
 def join(run_dir: str | Path, rank: int) -> BinaryIO:
     """The lock of a rank other than 0, taken after rank 0's. A run is alive as long as any of its ranks."""
-    file = _opened(run_dir)
+    file = open_to_write(Path(run_dir) / FILE, keep=True)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, RECORD, rank * RECORD)
     except OSError as error:
@@ -55,14 +56,9 @@ def join(run_dir: str | Path, rank: int) -> BinaryIO:
 
 def check_free(run_dir: str | Path, patience: float = 1.0) -> None:
     """Raises ConfigError as `take` does, but takes no lock."""
-    if (Path(run_dir) / FILE).is_file():
-        with _opened(run_dir) as file:
+    if (Path(run_dir) / FILE).exists():
+        with open_to_write(Path(run_dir) / FILE, keep=True) as file:
             _lock_all(file, run_dir, patience)
-
-
-def _opened(run_dir: str | Path) -> BinaryIO:
-    descriptor = os.open(Path(run_dir) / FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    return open(descriptor, "r+b", buffering=0)
 
 
 def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float) -> None:
@@ -85,8 +81,8 @@ def _try(file: BinaryIO, length: int, start: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         print(
-            f"{printable(file.name)}: no locks on this file system ({error.strerror}); a second run in this "
-            "folder would not be noticed.",
+            f"run_dir: no locks on this file system ({error.strerror}); a second run in this folder would "
+            "not be noticed.",
             file=sys.stderr,
         )
     return True

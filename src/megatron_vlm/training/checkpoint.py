@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.base import check_same
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
@@ -138,6 +139,7 @@ def saved(run_dir: str | Path) -> Saved:
     return on_first_rank(read)
 
 
+@reading("run_dir")
 def load_latest(
     run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None
 ) -> CheckpointState | None:
@@ -154,7 +156,7 @@ def load_latest(
         return None
     state = _checked_state(path)
     check_same(path, state.get("adapters"), _adapters(model_chunks))
-    read_tensors(path, bool(state["files"]), model_chunks, optimizer)
+    read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     same_layout = state["layout"] == layout()
@@ -193,8 +195,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 
 def _problems_at_sight(path: Path) -> list[str]:
-    files = _state(path)["files"]
-    return size_problems(path, files) if files else []  # checkpoints before checksums do not list their files
+    return size_problems(path, _state(path)["files"])
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import resource
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +97,7 @@ class StepFigures:
         self._sums = sums
 
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
-        """Of the step that the last sums are of; it took `seconds`, of which `data_seconds` without data."""
+        """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
         done, ranks = Work(*self._sums[: len(Work._fields)]), dist.get_world_size()
         rest, places = np.array(self._sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
         memory, experts, by_source = np.split(rest, places)
@@ -175,7 +174,7 @@ class BySource:
         return sums
 
     def figures(self, sums: np.ndarray) -> dict[str, float]:
-        """By the sums over all ranks, of sources that were there."""
+        """The figures of the sources that were there; `sums` are added over all ranks."""
         logs, sums = np.split(sums, [2 * len(self._logged)])
         found = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
@@ -207,5 +206,4 @@ def _peak_memory() -> int:
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

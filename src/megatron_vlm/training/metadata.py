@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_vlm.files import open_file
 from megatron_vlm.messages import printable
 
 _CHECKPOINT = "torch.distributed.checkpoint."
@@ -51,7 +52,7 @@ def check_metadata(path: Path) -> None:
     Nothing that it names is run. The files that it refers to must lie beside it.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"a {type(metadata).__name__}")

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
 from megatron_vlm.config import PROFILE_WARM_UP
+from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.language_model import LanguageModel
 from megatron_vlm.models.layers.attention import CoreAttention
@@ -87,17 +88,14 @@ class Profile:
         profiler.export_chrome_trace(f"{self._path}.json.gz")
         watchdog.beat("adding up the profile")
         text = table(seconds_by_part(profiler.events()), self._steps)
-        Path(f"{self._path}.txt").write_text(text + "\n", encoding="utf-8")
+        write_whole(f"{self._path}.txt", text + "\n")
         if setup.is_first_rank():
             self._say(f"{text}\ntrace: {self._path}.json.gz, for https://ui.perfetto.dev")
 
 
 def _first_of_its_stage() -> bool:
-    ranks = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_tensor_and_context_parallel_rank(),
-    )
-    return ranks == (0, 0)
+    first = parallel_state.get_data_parallel_rank() == 0
+    return first and parallel_state.get_tensor_and_context_parallel_rank() == 0
 
 
 def name_ranges(chunks: list[torch.nn.Module]) -> list[Any]:

@@ -25,6 +25,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import free_bytes, naming
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models import adapters
 from megatron_vlm.run_folder import folder as run_folder
@@ -47,10 +48,10 @@ def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     try:
-        with run_folder.naming(path):
+        with naming(path):
             dist_checkpointing.save(state, str(path), strategy)
     except CheckpointException as error:
-        free = run_folder.free_bytes(path)
+        free = free_bytes(path)
         if dist.get_rank() == 0:
             run_folder.remove(path)
         raise OSError(
@@ -66,10 +67,10 @@ def bytes_to_write(state: Any) -> int:
     return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
 
 
-def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer) -> None:
+def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
     """Restore model and, if given, optimizer in place, whose settings stay as configured now.
 
-    Raises ConfigError for files that are unsafe, of another model or, unless `known_intact`, damaged.
+    The files are as they were saved. Raises ConfigError for those that are unsafe, or of another model.
     """
     try:
         check_metadata(path / ".metadata")
@@ -80,9 +81,6 @@ def read_tensors(path: Path, known_intact: bool, model_chunks: list, optimizer) 
         with weights_only():
             loaded = dist_checkpointing.load(wanted, str(path))
     except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
-        if not known_intact:
-            problem = f"{printable(path)} cannot be read ({_reasons(error)})"
-            raise ConfigError(run_folder.damaged(path, [problem])) from error
         raise ConfigError(
             f"checkpoint: {printable(path)} does not fit this model and configuration ({_reasons(error)}). "
             "Train as it was trained, or in another run_dir."

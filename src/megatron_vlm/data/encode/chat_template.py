@@ -19,6 +19,7 @@ from megatron_vlm.data.encode.interleaved import DocumentText
 from megatron_vlm.data.encode.marks import RESERVED, RenderedChat
 from megatron_vlm.data.replies import Span, UntaggedReplies
 from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
+from megatron_vlm.messages import reading
 
 WORD_JOINER = "\u2060"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -159,6 +160,7 @@ class ChatTemplate:
         follows = self._control_tokens.match(prompt, stop)
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
+    @reading("the chat template")
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
         try:
             prompts, spans = render_jinja_template(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.batch import DROPPED, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import DropReport
@@ -63,6 +64,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         super().__init__()
         self.processor, self.data, self.needs = processor, data, needs or DataNeeds()
         self.drops = drops or DropReport()
+        self._dropped: Counter[str] = Counter()  # by this process, since its last batch
         self.documents = DocumentEncoder(processor, data, self.needs, chat_template, fast)
 
     @property
@@ -82,11 +84,16 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     @stateless
     def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:
-        """The batch of the contract (see `megatron_vlm.batch`), checked."""
+        """The batch of the contract (see `megatron_vlm.batch`), checked, with `taken_drops`."""
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
         for energon_only in ("__subflavors__", "__sources__"):
             del fields[energon_only]
-        return check(fields | {"__key__": fields.pop("document_keys")})
+        return check(fields | {"__key__": fields.pop("document_keys"), DROPPED: self.taken_drops()})
+
+    def taken_drops(self) -> dict[str, int]:
+        """What this process dropped since the last call, by reason."""
+        taken, self._dropped = self._dropped, Counter()
+        return dict(taken)
 
     def measure(self, sample: ChatMLSample) -> Measured:
         """What text and headers of media tell. Raises SkipSample, after counting the drop, if they show that
@@ -105,6 +112,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
             yield
         except BadSample as bad:
             self.drops.drop(sample.__key__, bad.reason, bad.detail, stage)
+            self._dropped[bad.reason] += 1
             raise SkipSample(f"{sample.__key__}: {bad}") from bad
         self.drops.passed(stage)
 

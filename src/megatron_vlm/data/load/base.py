@@ -5,7 +5,7 @@ Validation has equal length on every rank; a fingerprint holds the settings of e
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -13,10 +13,10 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch, fully_masked
+from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
-from megatron_vlm.data.load.limits import LimitedDrops
-from megatron_vlm.job.failures import worker_death
+from megatron_vlm.data.load.limits import LimitedDrops, close_loader, next_or_too_many_drops
 
 
 class TrainLoader(ABC):
@@ -27,6 +27,7 @@ class TrainLoader(ABC):
 
     sources: Sequence[str] = ()
     words: Sequence[str] = ()  # what a user should know of the data
+    _loader: DataLoader
 
     def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
         self._drops, self.fingerprint = drops, fingerprint
@@ -39,7 +40,7 @@ class TrainLoader(ABC):
         if self._batches is None:
             self._batches = self._make_batches()
         batches, self._batches = self._batches, iter(())  # stays empty after an error
-        batch = next_or_too_many_drops(batches, self._drops)
+        batch = next_or_too_many_drops(batches, self._drops, self._loader)
         if batch is None:
             raise RuntimeError("loader: an earlier error ended it; load the last saved state into a new one.")
         self._batches = batches
@@ -104,8 +105,10 @@ class ValidLoader(ABC):
 
     sources: Sequence[str] = ()  # as those of `TrainLoader`
     name: str  # what is read, for messages
-    _mine: Any  # this rank's share, as `_open` takes it
-    _all: Any  # the whole split, likewise
+    _encoder: Any
+    _num_workers: int
+    _mine: Any  # this rank's share
+    _all: Any  # the whole split
     _loader: DataLoader | None = None  # of the current pass
 
     def __init__(self, drops: LimitedDrops, length: int) -> None:
@@ -116,12 +119,12 @@ class ValidLoader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         last, yielded = None, 0
-        for last in self._checked(self._mine):
+        for last in self._checked():
             yield last
             yielded += 1
         assert yielded <= len(self), f"{yielded} batches where at most {len(self)} were expected"
         while yielded < len(self):
-            last = fully_masked(last or self._first_batch())
+            last = fully_masked(last or self.first_batch())
             yield last
             yielded += 1
 
@@ -131,49 +134,31 @@ class ValidLoader(ABC):
             close_loader(self._loader)
 
     @abstractmethod
-    def _open(self, share: Any) -> DataLoader: ...
+    def _open(self) -> DataLoader: ...
 
     @abstractmethod
-    def _batches(self, loader: DataLoader) -> Iterator[Batch]: ...
+    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]: ...  # and then what was dropped since
 
-    def _checked(self, share: Any) -> Iterator[Batch]:
-        loader = self._loader = self._open(share)
+    def _checked(self) -> Iterator[Batch]:
+        loader = self._loader = self._open()
         try:
             batches = self._batches(loader)
-            while (batch := next_or_too_many_drops(batches, self._drops)) is not None:
-                yield batch
+            while (batch := next_or_too_many_drops(batches, self._drops, loader)) is not None:
+                if "input_ids" in batch:
+                    yield batch
         finally:
             close_loader(loader)
 
-    def _first_batch(self) -> Batch:
-        for batch in self._checked(self._all):
+    def first_batch(self) -> Batch:
+        """The first batch of the whole split, read in this process; its drops are not counted.
+
+        Raises TooManyDrops, with all reasons, if the split has no sample to validate on.
+        """
+        alone, report = copy.copy(self), DropReport()
+        alone._encoder, alone._drops = copy.copy(self._encoder), LimitedDrops(report, 1.0)
+        alone._encoder.drops, alone._mine, alone._num_workers = alone._drops, self._all, 0
+        for batch in alone._checked():
             return batch
-        raise ValueError(f"data: {self.name} gives no sample; all were dropped.")
-
-
-def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops) -> Batch | None:
-    """The next batch; None after the last. If a worker gave up or was killed, the error says why in short."""
-    try:
-        batch = next(batches, None)
-    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: it died while sending a batch
-        drops.check()
-        if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
-            raise RuntimeError(worker_death(error)) from error
-        raise
-    drops.check()
-    return batch
-
-
-def close_loader(loader: DataLoader) -> None:
-    """End the workers at once; garbage collection would take 5 s for each worker of Energon.
-
-    The threads that fed them have ended, too. A worker forked while such a thread closes its pipe would have
-    a copy of the pipe, whose number may by then be that of the worker's own, and would close that.
-    """
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None:
-        with contextlib.suppress(RuntimeError):  # torch reports a killed worker here, too
-            iterator._shutdown_workers()
-        for queue in getattr(iterator, "_index_queues", ()):
-            if queue._thread is not None:
-                queue._thread.join(timeout=5)
+        raise TooManyDrops(
+            "\n".join([f"{self.name} gives no sample to validate on:", *report.reason_lines()])
+        )

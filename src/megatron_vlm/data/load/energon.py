@@ -31,7 +31,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.fingerprint import encoder_settings
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader, close_loader
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import (
     as_restored,
@@ -40,11 +40,12 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.limits import with_limited_drops
+from megatron_vlm.data.load.limits import close_loader, notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.paths import paths_of, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
+from megatron_vlm.messages import reading
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
@@ -53,7 +54,7 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 class EnergonProvider:
     """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
 
-    With several paths, `repetitions` says how often an epoch has every sample of each path; default: once.
+    With several paths, an epoch has every sample of each path once, or as often as its `DataSource` says.
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
     """
 
@@ -68,7 +69,7 @@ class EnergonProvider:
         Raises ValueError for a dataset description that names code, a truncated shard, fewer samples than
         workers, or an encoder whose buffers could not be restored; FileNotFoundError for a missing shard.
         """
-        data, sources = self._data, sources_of(self._data.train_data_path, self._data.repetitions)
+        data, sources = self._data, sources_of(self._data.train_data_path)
         paths = [one.path for one in sources]
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
@@ -84,10 +85,10 @@ class EnergonProvider:
             task_encoder=encoder,
         )
         dataset = open_dataset(worker_config=workers)
-        _check_enough_samples(dataset, workers, ", ".join(paths))
+        largest_share = _most_samples_of_a_worker(dataset, workers, ", ".join(paths))
         _check_restorable(dataset)
         held = data.shuffle_buffer_size + (packing_buffer_size or 0)
-        encoder.drops.set_share(_largest_share(dataset, workers), held)
+        encoder.drops.set_share(largest_share, held)
         shares = [one.share for one in sources]
         settings = {
             "shuffle_buffer_size": data.shuffle_buffer_size,
@@ -103,6 +104,7 @@ class EnergonProvider:
         loader.sources = path_names(paths) if len(paths) > 1 else []
         return loader
 
+    @reading("self._data.valid_data_path")
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> EnergonValidLoader | None:
@@ -112,19 +114,12 @@ class EnergonProvider:
         """
         data = self._data
         paths = paths_of(data.valid_data_path or data.train_data_path)
-        for path in paths:
-            check_dataset(path)
-        splits = {path: split_names(path) for path in paths}
         if data.valid_data_path is None:
-            paths = [path for path in paths if "val" in splits[path]]
+            for path in paths:
+                check_dataset(path)
+            paths = [path for path in paths if "val" in split_names(path)]
         if not paths:
             return None
-        for path in paths:
-            if splits[path] and "val" not in splits[path]:
-                raise ValueError(
-                    f"data.valid_data_path: {path} has no 'val' split, only {splits[path]}; prepare it as "
-                    "val=PATH."
-                )
         workers = self._worker_config(rank, world_size, seed)
         return EnergonValidLoader(paths, workers, with_limited_drops(encoder, data), micro_batch_size)
 
@@ -164,6 +159,7 @@ class EnergonTrainLoader(TrainLoader):
         )
         if workers.num_workers > 0:
             self._loader.dataset.get_checkpoint = partial(checkpoint_of_worker, self._loader.dataset)
+            notice_the_dead(self._loader)
         source = energon_fingerprint(self._loader.config(), workers)
         super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
 
@@ -204,17 +200,19 @@ class EnergonValidLoader(ValidLoader):
     """The base's loader over Energon; a share is the worker configuration that reads it."""
 
     def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
-        self.name = f"the 'val' split of {', '.join(paths)}"
+        self.name = f"data: the 'val' split of {', '.join(paths)}"
         self._paths, self._encoder, self._micro_batch_size = paths, encoder, micro_batch_size
         self.sources = path_names(paths) if len(paths) > 1 else []
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
-    def _open(self, share: WorkerConfig) -> DataLoader:
-        dataset = self._dataset(share)
-        return _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
+    def _open(self) -> DataLoader:
+        dataset = self._dataset(self._mine)
+        loader = get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
+        loader.dataset.datasets = (with_rest(loader.dataset.dataset, self._encoder),)
+        return _undisturbing(loader)
 
-    def _batches(self, loader: DataLoader) -> Iterator[Batch]:
+    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
         return iter(loader)
 
     def _dataset(self, workers: WorkerConfig):
@@ -260,21 +258,17 @@ def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = (
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
 
 
-def _check_enough_samples(dataset, workers: WorkerConfig, path: str) -> None:
-    for inner in _walk(dataset):
-        if isinstance(inner, RepeatDataset):
-            for worker in range(max(1, workers.num_workers)):
-                if inner.dataset.len_worker(worker) == 0:
-                    raise ValueError(
-                        f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x "
-                        f"{max(1, workers.num_workers)} workers; lower data.num_workers or use fewer ranks."
-                    )
-
-
-def _largest_share(dataset, workers: WorkerConfig) -> int:
-    """The most samples that any of this rank's workers has in an epoch."""
+def _most_samples_of_a_worker(dataset, workers: WorkerConfig, path: str) -> int:
+    """In an epoch, of this rank's workers. Raises ValueError if a worker has no sample of a training set."""
+    count = max(1, workers.num_workers)
     parts = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
-    return max(sum(part.len_worker(n) for part in parts) for n in range(max(1, workers.num_workers)))
+    lengths = [[part.len_worker(worker) for part in parts] for worker in range(count)]
+    if not all(map(all, lengths)):
+        raise ValueError(
+            f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x {count} "
+            "workers; lower data.num_workers or use fewer ranks."
+        )
+    return max(map(sum, lengths))
 
 
 def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig) -> int | None:

@@ -14,10 +14,14 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
 
-from megatron_vlm.data.description_files import RESTORE, check_fields, check_regular, damaged, read_mapping
+from megatron_vlm.data.description_files import RESTORE, check_fields, damaged, read_mapping
+from megatron_vlm.files import check_file, naming, read_file
+from megatron_vlm.messages import printable
 
 META = ".nv-meta"
 ALLOWED_CLASSES = {"CrudeWebdataset", "Metadataset", "MetadatasetV2"}
+MOST_DATASETS = 1000  # that a metadataset may hold, by whatever way
+RANGE, NESTED = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}"), re.compile(r"\{[^}]*\{")
 INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
 CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
@@ -38,9 +42,9 @@ def check_dataset(path: str | EPath) -> None:
 
     A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
     function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
-    and be as long as their index says.
+    and be as long as their index says. No description may stand for more than its dataset has.
     """
-    _check_path(EPath(path), ())
+    _check_path(EPath(path), (), [])
 
 
 def split_names(path: str | EPath) -> list[str]:
@@ -50,12 +54,15 @@ def split_names(path: str | EPath) -> list[str]:
         return []
     if path.name.endswith(".yaml"):
         return sorted(_read_description(path).get("splits") or {})
-    return sorted(_splits_of_folder(path))
+    return sorted(_split_parts(path))
 
 
-def _check_path(path: EPath, within: tuple[str, ...]) -> None:
+def _check_path(path: EPath, within: tuple[str, ...], met: list[EPath]) -> None:
+    met.append(path)
     if str(path) in within:
         raise damaged(path, f"contains itself, by way of {' and '.join(within)}", "take the reference out")
+    if len(met) > MOST_DATASETS:
+        raise damaged(met[0], f"names more than {MOST_DATASETS} datasets", "take references out")
     if path.name.endswith(".jsonl"):
         return _check_jsonl(path)
     if path.name.endswith(".yaml"):
@@ -63,7 +70,7 @@ def _check_path(path: EPath, within: tuple[str, ...]) -> None:
         _check_plain(description, path)
         _check_metadataset(description, path)
         for reference in _references(description):
-            _check_path(path.parent / reference, (*within, str(path)))
+            _check_path(path.parent / reference, (*within, str(path)), met)
         return None
     return _check_folder(path)
 
@@ -112,9 +119,8 @@ def _check_jsonl(path: EPath) -> None:
     index = path.local_path().with_name(path.name + ".idx")
     remedy = "run `megatron-vlm prepare` on it, or read it as it is with data.dataset_type=hf"
     for file in (path.local_path(), index):
-        check_regular(file, remedy)
-        if not file.exists():
-            raise damaged(file, "is missing", remedy)
+        with naming(file, remedy):
+            check_file(file)
     _check_index(index, path.local_path(), remedy=remedy)
 
 
@@ -131,8 +137,9 @@ def _check_folder(path: EPath) -> None:
     for name in ("dataset.yaml", "split.yaml"):
         if not _is_there(meta / name):
             raise damaged(meta / name, "is missing")
+    descriptions = {}
     for file in {*infos, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
-        description = _read_description(file)
+        description = descriptions[file.name] = _read_description(file)
         _check_plain(description, file)
         check_fields(file, description, FIELDS)
         if not any(set(description) <= keys for keys in (DATASET_KEYS, SPLIT_KEYS, INFO_KEYS)):
@@ -140,16 +147,29 @@ def _check_folder(path: EPath) -> None:
             raise ValueError(
                 f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
             )
-    counts = _read_description(infos[0]).get("shard_counts")
-    if not counts:
+    if not (counts := descriptions[infos[0].name].get("shard_counts")):
         raise damaged(infos[0], "has no shard_counts")
-    if not (splits := _splits_of_folder(path)):
+    if not descriptions["split.yaml"].get("split_parts"):
         raise damaged(meta / "split.yaml", "has no split_parts")
-    for shard in sorted({name for names in splits.values() for name in names}):
-        if shard not in counts:
-            raise damaged(infos[0], f"does not count {shard}, which split.yaml names")
-        if path.is_local():
-            _check_shard(path.local_path() / shard, counts[shard])
+    for name, description in sorted(descriptions.items()):
+        _check_shards(path, meta / name, description, counts)
+
+
+def _check_shards(path: EPath, file: EPath, description: dict, counts: dict[str, int]) -> None:
+    """Checks the shards that a description of splits names, and that it excludes no more than there is."""
+    shards = set()
+    for patterns in (description.get("split_parts") or {}).values():
+        for shard in _expanded(file, patterns, len(counts)):
+            if Path(shard).is_absolute() or ".." in Path(shard).parts:
+                raise damaged(file, f"names {printable(shard)}, which leads out of the dataset")
+            if shard not in counts:
+                raise damaged(file, f"names {printable(shard)}, which .info.json does not count")
+            shards.add(shard)
+    for shard in sorted(shards) if path.is_local() else ():
+        _check_shard(path.local_path() / shard, counts[shard])
+    samples = sum(counts[shard] for shard in shards)
+    for _ in _expanded(file, description.get("exclude") or [], len(counts) + samples):
+        pass  # each is a shard or a sample
 
 
 def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
@@ -215,27 +235,42 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-def _splits_of_folder(path: EPath) -> dict[str, list[str]]:
+def _split_parts(path: EPath) -> dict[str, list[str]]:
+    """The patterns of each split's shards."""
     file = path / META / "split.yaml"
-    parts = (_read_description(file).get("split_parts") or {}) if file.is_file() else {}
-    return {
-        split: [name for pattern in patterns for name in braceexpand.braceexpand(pattern)]
-        for split, patterns in parts.items()
-    }
+    return (_read_description(file).get("split_parts") or {}) if file.is_file() else {}
+
+
+def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:
+    """The names that patterns with braces stand for. Raises ValueError if there are more than `most`."""
+    names = 0
+    for pattern in patterns:
+        try:
+            ranges = [
+                (int(start), int(stop), int(step or 1) or 1) for start, stop, step in RANGE.findall(pattern)
+            ]
+            size = math.prod(abs(stop - start) // step + 1 for start, stop, step in ranges)
+            if NESTED.search(pattern) or size > most:  # braceexpand would make them all before the first
+                raise ValueError(f"braces in braces, or more than the {most} names that there are")
+            for name in braceexpand.braceexpand(pattern):
+                yield name
+                if (names := names + 1) > most:
+                    raise ValueError(f"more than the {most} names that there are")
+        except ValueError as error:
+            raise damaged(file, f"names {printable(pattern)}: {error}") from error
 
 
 def _check_shard(shard: Path, samples: int) -> None:
     index = shard.with_name(shard.name + ".idx")
     for file in (shard, index):
-        check_regular(file)
-        if not file.exists():
-            raise FileNotFoundError(f"data: {file} is missing; restore it or prepare the dataset again.")
+        with naming(file, RESTORE):
+            check_file(file)
     _check_index(index, shard, samples)
 
 
 def _check_index(index: Path, of: Path, samples: int | None = None, remedy: str = RESTORE) -> None:
     """An index holds where each sample begins, and where the last one ends."""
-    raw = index.read_bytes()
+    raw = read_file(index)
     offsets = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8")
     if len(raw) % 8 or len(offsets) < 2 or (offsets[1:] <= offsets[:-1]).any():
         raise damaged(index, f"of {len(raw)} bytes is no index of samples", remedy)

@@ -26,6 +26,7 @@ from megatron.energon.savable_loader import (
 from megatron.energon.state import FlexState
 
 from megatron_vlm.data.fingerprint import UNKNOWN, digest
+from megatron_vlm.files import read_file
 
 FORMAT = 1
 _CLASSES = {
@@ -142,7 +143,7 @@ def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
 
 def _index_digest(index: Path) -> str:
     """The digest of a shard's index (where each sample begins); UNKNOWN for a shard in an object store."""
-    return hashlib.sha256(index.read_bytes()).hexdigest()[:16] if index.is_file() else UNKNOWN
+    return hashlib.sha256(read_file(index)).hexdigest()[:16] if index.is_file() else UNKNOWN
 
 
 def checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:

@@ -21,9 +21,9 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.fingerprint import encoder_settings
 from megatron_vlm.data.ledger import Ledger, lost
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader, close_loader
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader
 from megatron_vlm.data.load.length_cache import measure_dataset
-from megatron_vlm.data.load.limits import with_limited_drops
+from megatron_vlm.data.load.limits import close_loader, with_limited_drops
 from megatron_vlm.data.load.orders import Place, RandomOrder, pieces
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows
@@ -35,7 +35,8 @@ from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.data.records.unread import unread_media
+from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.messages import reading
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
@@ -44,7 +45,7 @@ MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 class HFProvider:
     """Loaders of a folder in `datasets` format, parquet, a hub name, JSON(L), or a meta file of several.
 
-    An epoch has the rows of each path once, or as many as `repetitions` or the path's `DataSource` says. With
+    An epoch has the rows of each path once, or as many as the path's `DataSource` says. With
     1.5, a row comes once or twice in an epoch, and over all epochs as often as the path's others.
 
     With `streaming`, `StreamOrder` says how training rows come, shuffled within `shuffle_buffer_size`.
@@ -73,7 +74,7 @@ class HFProvider:
                     "or more data."
                 )
             rows.encoder.drops.epoch = count
-        shares = [one.rows or one.share for one in sources_of(data.train_data_path, data.repetitions)]
+        shares = [one.rows or one.share for one in sources_of(data.train_data_path)]
         settings = {
             "dataset": rows.fingerprint,
             "repetitions": shares if any(shares) else None,
@@ -92,7 +93,7 @@ class HFProvider:
     def train_rows(self, encoder, held_out: bool = False) -> EncodedRows:
         """All rows of the training paths but those that are held out; or these."""
         share = self._data.validation_share
-        sources = sources_of(self._data.train_data_path, self._data.repetitions)
+        sources = sources_of(self._data.train_data_path)
         splits = [source_splits(source.path, source.subset) for source in sources]
         for source in sources if share else ():
             if split := _validation_split(source):
@@ -120,9 +121,10 @@ class HFProvider:
         if data.packing == "none":
             return order
         size, begin = data.packing_buffer_size, (*order.place, 0)
-        measure, watch = _Measuring(rows, size, data.num_workers), rows.encoder.drops.watch_epochs
-        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin, watch)
+        measure = _Measuring(rows, size, data.num_workers)
+        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin)
 
+    @reading("self._data.valid_data_path")
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
@@ -137,7 +139,8 @@ class HFProvider:
             return None
         share_of_ranks = rank, world_size, micro_batch_size, data.num_workers
         if data.validation_share:
-            return HFValidLoader(self.train_rows(encoder, held_out=True), *share_of_ranks)
+            rows = self.train_rows(encoder, held_out=True)
+            return HFValidLoader("data.validation_share: what is held out", rows, *share_of_ranks)
         sources = sources_of(data.valid_data_path or data.train_data_path)
         found = [(one, _validation_split(one)) for one in sources]
         if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
@@ -145,7 +148,9 @@ class HFProvider:
         if not found:
             return None
         rows = self._rows(found, encoder, data.datasets if data.valid_data_path is None else ())
-        return HFValidLoader(rows, *share_of_ranks)
+        key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
+        paths = ", ".join(f"{one.path} ({split})" if split else one.path for one, split in found)
+        return HFValidLoader(f"data.{key}: {paths}", rows, *share_of_ranks)
 
     def _rows(self, found: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]) -> EncodedRows:
         table = open_sources(found, layout=self._layout, media_dir=self._data.media_dir, datasets=names)
@@ -183,12 +188,13 @@ class _Measuring(Dataset):
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
             due = [(place, key(row)) for place, [row] in piece]
-            if [(place, key(row)) for place, row, _ in measured] != due:
+            if [known for known, _ in measured] != due:
                 raise lost([key for _, key in due], "not measured by the worker asked to")
-            yield from measured
+            for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
+                yield place, row, costs
 
-    def __getitem__(self, piece: list[tuple[Place, list[int]]]) -> list[Measured]:
-        return [(place, index, self._rows.measured(index)) for place, [index] in piece]
+    def __getitem__(self, piece: list[tuple[Place, list]]) -> list[tuple[tuple[Place, str], Any]]:
+        return [((place, self._rows.table.key(row)), self._rows.measured(row)) for place, [row] in piece]
 
     def close(self) -> None:
         if self._loader is not None:
@@ -204,21 +210,16 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self.sources, self.words = sources_of_keys(rows.table), list(unread_media(rows.table))
+        self.sources, self.words = sources_of_keys(rows.table), list(first_words(rows.table))
+        rows.encoder.drops.note(self.words)
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = _loader(rows, self._ledger, num_workers)
         self._place = order.place
 
     def _make_batches(self) -> Iterator[Batch]:
-        samples, watch = [], self._drops.watch_epochs(self._place)
-        for place, sample in self._ledger.settled(self._loader):
-            watch.see(place, sample is not None)
-            if sample is not None:
-                samples.append(sample)
-            if len(samples) == self._micro_batch_size:
-                self._place = place
-                yield self._rows.batch(samples)
-                samples = []
+        settled = self._drops.over_epochs(self._place, self._ledger.settled(self._loader))
+        for self._place, batch in self._rows.batches(settled, self._micro_batch_size):  # noqa: B020
+            yield batch
 
     def state_dict(self) -> dict:
         return self._state(place=list(self._place), moves=self._order.moves)
@@ -240,13 +241,14 @@ class HFTrainLoader(TrainLoader):
     def rows_in(self, epochs: int) -> int | None:
         return self._order.rows_in(epochs)
 
-    def replay(self, restore_key: list[list[int]]) -> Batch:
-        samples = [self._rows[None, indices][1] for indices in restore_key]
-        if any(sample is None for sample in samples):
-            found = zip(restore_key, samples, strict=True)
-            dropped = [self._rows.table.key(row) for rows, one in found if one is None for row in rows]
+    def replay(self, restore_key: list[list]) -> Batch:
+        table = self._rows.table
+        found = iter(table.at([place for places in restore_key for place in places]))
+        rows = [list(itertools.islice(found, len(places))) for places in restore_key]
+        made = [self._rows[None, row] for row in rows]
+        if dropped := [table.key(row[n]) for row, (*_, gone) in zip(rows, made, strict=True) for n in gone]:
             raise ValueError(f"replay: {dropped}, once trained on, are dropped; the dataset has changed.")
-        return self._rows.batch(samples)
+        return self._rows.batch([sample for _, sample, _ in made])
 
     def close(self) -> None:
         close_loader(self._loader)
@@ -256,31 +258,27 @@ class HFTrainLoader(TrainLoader):
 class HFValidLoader(ValidLoader):
     """The base's loader over a table; a share is a list of row numbers."""
 
-    name = "the validation data"
-
-    def __init__(
-        self, rows: EncodedRows, rank: int, world_size: int, micro_batch_size: int, num_workers: int
-    ) -> None:
-        self._rows, self._all = rows, np.sort(rows.table.rows_of(0, 0)).tolist()
+    def __init__(self, name: str, rows: EncodedRows, rank: int, world_size: int, *how: int) -> None:
+        self.name, self._encoder, self._table = name, rows.encoder, rows.table
+        self._all = np.sort(rows.table.rows_of(0, 0)).tolist()
         self._mine = self._all[rank::world_size]
         self.sources = sources_of_keys(rows.table)
-        self._micro_batch_size, self._num_workers = micro_batch_size, num_workers
+        self._micro_batch_size, self._num_workers = how
         most_rows = -(-len(self._all) // world_size)
-        super().__init__(rows.encoder.drops, -(-most_rows // micro_batch_size))
+        super().__init__(rows.encoder.drops, -(-most_rows // self._micro_batch_size))
 
     def keys(self) -> list[str]:
         """Those of all rows, over all ranks."""
-        return [self._rows.table.key(row) for row in self._all]
+        return [self._table.key(row) for row in self._all]
 
-    def _open(self, share: list[int]) -> DataLoader:
-        order, documents = [(None, [index]) for index in share], self._rows.encoder.documents
-        ledger = Ledger(order, self._rows.table.key, documents.per_sample)
-        return _loader(self._rows, ledger, self._num_workers)
+    def _open(self) -> DataLoader:
+        order, documents = [(None, [index]) for index in self._mine], self._encoder.documents
+        ledger = Ledger(order, self._table.key, documents.per_sample)
+        return _loader(EncodedRows(self._table, self._encoder), ledger, self._num_workers)
 
-    def _batches(self, loader: DataLoader) -> Iterator[Batch]:
-        encoded = (sample for _, sample in loader.sampler.settled(loader) if sample is not None)
-        while samples := list(itertools.islice(encoded, self._micro_batch_size)):
-            yield self._rows.batch(samples)
+    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
+        rows, settled = EncodedRows(self._table, self._encoder), loader.sampler.settled(loader)
+        return (batch for _, batch in rows.batches(settled, self._micro_batch_size))
 
 
 def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:

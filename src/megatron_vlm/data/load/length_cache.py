@@ -1,12 +1,12 @@
 """Tokens and patches of every row of a dataset, measured once and kept on disk.
 
-They lie in a folder named after the data and all settings that decide them, in parts that are written whole.
-So an interrupted measurement continues where it was, and several processes on one folder share the work.
+They lie in a folder named after the data and all settings that decide them, in parts that are written whole
+and carry a checksum. So an interrupted measurement continues where it was, a damaged part is measured again,
+and several processes on one folder share the work.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 
@@ -16,10 +16,12 @@ import transformers
 from numpy import ndarray
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
+from xxhash import xxh3_64_digest
 
-from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.fingerprint import digest, encoder_settings
+from megatron_vlm.files import naming, read_file, write_whole
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
 
 PART = 1000  # rows in a file
 DROPPED = -1
@@ -39,18 +41,15 @@ def measure_dataset(
     different parts; a rank measures the parts of others too if they are missing, so no rank waits.
     """
     folder = Path(folder or default_folder()) / _key(rows)
-    try:
+    with naming(folder, "set data.lengths_cache to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"data.lengths_cache: {folder} cannot be made ({error.strerror}); set it to a folder that can be "
-            "written."
-        ) from error
-    parts = [folder / f"{start:012d}.npy" for start in range(0, len(rows), PART)]
-    missing = [number for number, path in enumerate(parts) if not path.exists()]
+    parts = _Parts(rows, folder)
+    missing = [number for number in range(len(parts)) if parts.read(number) is None]
+    if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
+        tqdm.write(f"data.lengths_cache: {damaged} damaged files of {printable(folder)} are measured again")
     missing.sort(key=lambda number: (number - rank) % world_size)
     loader = DataLoader(
-        _Parts(rows, parts),
+        parts,
         batch_size=None,
         sampler=missing,
         num_workers=num_workers if missing else 0,
@@ -64,34 +63,42 @@ def measure_dataset(
         for count in loader:
             bar.update(count)
             watchdog.beat()
-    measured = np.concatenate([np.load(path) for path in parts])
-    if len(measured) != len(rows):
-        raise ValueError(
-            f"{folder}: lengths of {len(measured)} rows, the data has {len(rows)}; delete the folder."
-        )
-    return measured[:, 0], measured[:, 1]
+    tokens, patches = np.concatenate([parts.read(number) for number in range(len(parts))]).T
+    return tokens, patches
 
 
 class _Parts(Dataset):
-    """Number of a part → how many rows it has. Writes the part's file if it is missing."""
+    """Number of a part → how many rows it has. Writes its file, with a checksum before the numbers, if it is
+    missing or damaged."""
 
-    def __init__(self, rows, paths: list[Path]) -> None:
-        self._rows, self._paths = copy.copy(rows), paths
-        self._rows.encoder = copy.copy(rows.encoder)
-        self._rows.encoder.drops = DropReport()  # the run counts a drop when it reaches the sample
+    def __init__(self, rows, folder: Path) -> None:
+        self._rows, self._folder = rows, folder
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return -(-len(self._rows) // PART)
 
     def __getitem__(self, number: int) -> int:
-        path, indices = self._paths[number], range(number * PART, min((number + 1) * PART, len(self._rows)))
-        if not path.exists():
+        indices = self._indices(number)
+        if self.read(number) is None:
             costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in indices]
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            with temporary.open("wb") as file:
-                np.save(file, np.array(costs, np.int32))
-            temporary.replace(path)
+            content = np.array(costs, "<i4").tobytes()
+            write_whole(self.path(number), xxh3_64_digest(content) + content)
         return len(indices)
+
+    def path(self, number: int) -> Path:
+        return self._folder / f"{number * PART:012d}.lengths"
+
+    def read(self, number: int) -> ndarray | None:
+        """(tokens, patches) of each row of a part; None if its file is missing or is not what was written."""
+        try:
+            raw = read_file(self.path(number))
+        except (OSError, ValueError):
+            return None
+        is_whole = len(raw) == 8 * (1 + len(self._indices(number))) and xxh3_64_digest(raw[8:]) == raw[:8]
+        return np.frombuffer(raw[8:], "<i4").reshape(-1, 2) if is_whole else None
+
+    def _indices(self, number: int) -> range:
+        return range(number * PART, min((number + 1) * PART, len(self._rows)))
 
 
 def _key(rows) -> str:

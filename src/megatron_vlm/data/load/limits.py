@@ -1,13 +1,23 @@
-"""Ends the run if a dataset drops too much, also if it gives no batch at all."""
+"""Ends the run if a dataset drops too much, also if it gives no batch at all, or if a data worker dies."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from typing import Any
 
+from torch.utils.data import DataLoader
+
+from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
+from megatron_vlm.job.reasons import worker_death
 
 PATIENCE = 30  # see `LimitedDrops.set_share`
 
@@ -21,7 +31,7 @@ class LimitedDrops:
         self.epoch: int | None = None  # samples in an epoch of all ranks; None if epochs are not exact
         self._most_in_a_row: int | None = None  # as many drops of one process end the run, see `set_share`
         self._in_a_row: Counter[str] = Counter()  # drops in a row, by stage
-        self.keep = report.keep
+        self.keep, self.arrived = report.keep, report.arrived
 
     def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
         self._report.drop(key, reason, detail)
@@ -30,10 +40,9 @@ class LimitedDrops:
             self._report.epoch_was_dropped(self._in_a_row[stage])
         self.check()
 
-    @property
-    def latest(self) -> str | None:
-        """The key that this process counted last."""
-        return self._report.latest
+    def note(self, hints: Sequence[str]) -> None:
+        """Messages about dropped samples end with these lines."""
+        self._report.hints = hints
 
     def passed(self, stage: str) -> None:
         """One more sample went through a stage of its encoding."""
@@ -49,37 +58,23 @@ class LimitedDrops:
         """Raises TooManyDrops."""
         self._report.check(self._max_share, epoch=self.epoch)
 
-    def watch_epochs(self, place: Sequence[int]) -> EpochWatch:
-        return EpochWatch(self._report, place)
+    def over_epochs(self, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:
+        """What a ledger settled, read from `place` on: an epoch, and how much of it is done.
 
-
-class EpochWatch:
-    """Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
-    were dropped. Otherwise the rank would read on without a batch, and all others would wait without end.
-
-    `place` is where the reading begins: an epoch, and how much of it is done.
-    """
-
-    def __init__(self, report: DropReport, place: Sequence[int]) -> None:
-        self._report = report
-        self._epoch, begins = place[0], not any(place[1:])
-        self._ends = int(begins)  # epoch ends since the last sample; the beginning of the first epoch counts
-        self._kept, self._dropped_before = False, report.counted()[1]
-
-    def see(self, place: Sequence[int], kept: bool) -> None:
-        """Notes that the reading has reached `place`, and whether a sample was `kept` since the last call."""
-        self._kept |= kept
-        if place[0] == self._epoch:
-            return
-        if self._kept:
-            self._ends, self._dropped_before = 0, self._report.counted()[1]
-        else:
-            self._ends += place[0] - self._epoch
-        self._epoch, self._kept = place[0], False
-        dropped = self._report.counted()[1] - self._dropped_before
-        if self._ends > 1 and dropped >= MIN_SAMPLES:
-            self._report.epoch_was_dropped(dropped)
-            self._report.check(1.0)
+        Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
+        were dropped. The rank would read on without a batch, and all others would wait without end.
+        """
+        epoch, kept, dropped = place[0], False, 0
+        ends = int(not any(place[1:]))  # of epochs since the last sample; the beginning of the first counts
+        for after, sample, reasons in settled:
+            kept, dropped = kept or sample is not None, dropped + len(reasons)
+            if after[0] != epoch:
+                ends, dropped = (0, 0) if kept else (ends + after[0] - epoch, dropped)
+                epoch, kept = after[0], False
+                if ends > 1 and dropped >= MIN_SAMPLES:
+                    self._report.epoch_was_dropped(dropped)
+                    self.check()
+            yield after, sample, reasons
 
 
 def with_limited_drops(encoder, data: DataConfig):
@@ -87,3 +82,58 @@ def with_limited_drops(encoder, data: DataConfig):
     limited = copy.copy(encoder)
     limited.drops = LimitedDrops(encoder.drops, data.max_drop_share)
     return limited
+
+
+def with_rest(batches: Iterable[Batch], encoder: Any) -> Iterator[Batch | dict]:
+    """The batches of a pass as a worker makes them, and then what was dropped since the last."""
+    encoder.taken_drops()  # of a pass that was left before its end, in this same process
+    yield from batches
+    yield {DROPPED: encoder.taken_drops()}
+
+
+def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops, loader: DataLoader) -> Batch | None:
+    """The next batch, and its drops have arrived; None after the last. If a worker gave up or was killed, the
+    error says why in short."""
+    try:
+        batch = next(batches, None)
+    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: it died while sending a batch
+        drops.check()
+        if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
+            raise RuntimeError(worker_death(workers_of(loader))) from error
+        raise
+    drops.check()
+    drops.arrived.update(batch.pop(DROPPED, {}) if batch else {})
+    return batch
+
+
+def workers_of(loader: DataLoader) -> Sequence[BaseProcess]:
+    """The processes that read for a loader; none before it is asked for a batch."""
+    return getattr(getattr(loader, "_iterator", None), "_workers", ())
+
+
+def notice_the_dead(loader: DataLoader) -> None:
+    """Makes a loader of Energon raise where it would wait without end for the answer of a dead worker."""
+
+    def answer(worker: int, answers: Queue, get: Callable[[], Any]) -> Any:
+        asked = workers_of(loader)[worker]
+        if answers._reader not in wait([answers._reader, asked.sentinel]):
+            raise RuntimeError(worker_death([asked]))
+        return get()
+
+    for worker, answers in enumerate(loader.result_queues):
+        answers.get = partial(answer, worker, answers, answers.get)
+
+
+def close_loader(loader: DataLoader) -> None:
+    """End the workers at once; garbage collection would take 5 s for each worker of Energon.
+
+    The threads that fed them have ended, too. A worker forked while such a thread closes its pipe would have
+    a copy of the pipe, whose number may by then be that of the worker's own, and would close that.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        with contextlib.suppress(RuntimeError):  # torch reports a killed worker here, too
+            iterator._shutdown_workers()
+        for queue in getattr(iterator, "_index_queues", ()):
+            if queue._thread is not None:
+                queue._thread.join(timeout=5)

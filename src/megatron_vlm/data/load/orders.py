@@ -55,9 +55,6 @@ class RandomOrder(Order):
     place: Place = (0, 0)  # epoch, position of the rank
     moves: Sequence[Move] = ()
 
-    def settings(self) -> dict[str, Any]:
-        return {"epochs": "one sequence"}  # before, every epoch began with rank 0
-
     def rows_in(self, epochs: int) -> int:
         return epochs * self._rows
 

@@ -24,9 +24,8 @@ class BufferedPacking(Order):
 
     measure      for each row of an order: the place after it, its index, and its tokens and patches
     select_rows  (tokens, patches) of a buffer -> the documents of each row; depends on nothing else
-    watch        takes the place of the beginning; its `see(place, kept)` is called after each buffer, `kept`
-                 says whether the buffer has documents; may raise
 
+    Dataset rows without a measure come before the rows of their buffer, each alone, for the encoder to count.
     A place is the place in `order` at which the buffer begins, and how many of the buffer's rows are done.
     """
 
@@ -35,7 +34,6 @@ class BufferedPacking(Order):
     measure: Callable[[RandomOrder], Iterator[Measured]]
     select_rows: Callable[[list[int], list[int]], list[list[int]]]
     place: Place = (0, 0, 0)
-    watch: Callable[[Place], Any] | None = None
 
     @property
     def moves(self) -> Sequence[Move]:
@@ -48,9 +46,6 @@ class BufferedPacking(Order):
     @property
     def other_ranks_go_on(self) -> bool:
         return self.order.other_ranks_go_on
-
-    def settings(self) -> dict[str, Any]:
-        return self.order.settings()
 
     def close(self) -> None:
         self.measure.close()
@@ -68,28 +63,26 @@ class BufferedPacking(Order):
             return tuple(begin), []
         order = replace(self.order, rank=rank, world_size=world_size, place=tuple(begin))
         buffer = list(itertools.islice(self.measure(order), self.buffer_size))
-        rows, documents = self._rows(buffer)
-        return buffer[-1][0], [documents[document][0] for row in rows[done:] for document in row]
+        return buffer[-1][0], [document[0] for row in self._rows(buffer)[done:] for document in row]
 
-    def _rows(self, buffer: list[Measured]) -> tuple[list[list[int]], list[Measured]]:
+    def _rows(self, buffer: list[Measured]) -> list[list[Measured]]:
         documents = [measured for measured in buffer if measured[2] is not None]
         tokens, patches = ([costs[i] for *_, costs in documents] for i in (0, 1))
-        return self.select_rows(tokens, patches), documents
+        return [[documents[number] for number in row] for row in self.select_rows(tokens, patches)]
 
     def __iter__(self) -> Iterator[tuple[Place, list[int]]]:
         *begin, done = self.place
         self.order.place = tuple(begin)
         measured = self.measure(self.order)
-        watch = self.watch and self.watch(self.order.place)
         while True:
             buffer = list(itertools.islice(measured, self.buffer_size))
-            rows, documents = self._rows(buffer)
-            if watch:
-                watch.see(buffer[-1][0], bool(documents))
+            rows, end = self._rows(buffer), buffer[-1][0]
+            places = [*((*begin, number) for number in range(len(rows))), (*end, 0)]  # before each, and after
+            if done == 0:
+                yield from ((places[0], [row]) for _, row, costs in buffer if costs is None)
             for number in range(done, len(rows)):
-                following = (*begin, number + 1) if number + 1 < len(rows) else (*buffer[-1][0], 0)
-                yield following, [documents[document][1] for document in rows[number]]
-            begin, done = buffer[-1][0], 0
+                yield places[number + 1], [row for _, row, _ in rows[number]]
+            begin, done = end, 0
 
 
 @dataclass

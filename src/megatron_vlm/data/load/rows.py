@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.energon import SkipSample
 from torch.utils.data import Dataset
 
-from megatron_vlm.batch import Batch
+from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
-from megatron_vlm.data.ledger import LostSample, lost
+from megatron_vlm.data.ledger import lost
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
 from megatron_vlm.data.records.streams import StreamedRows
 
 
 class EncodedRows(Dataset):
-    """(place, rows) → (place, their documents as one encoded sample or None, which of the rows were dropped).
+    """(place, rows) → (place, their documents as one encoded sample or None, {n: why the n-th was dropped}).
 
     A row is its number in the table, or what the stream gave.
     """
@@ -31,29 +32,37 @@ class EncodedRows(Dataset):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, list[int]]:
+    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, dict[int, str]]:
         place, indices = item
-        encoded = [self._kept(self.encoder.encode_document, index) for index in indices]
-        dropped = [number for number, sample in enumerate(encoded) if sample is None]
-        if len(dropped) == len(indices):
+        encoded, places, dropped = [], [], {}
+        for number, index in enumerate(indices):
+            try:
+                encoded.append(self._naming(self.encoder.encode_document, index))
+                places.append(self.table.place(index))
+            except SkipSample as skipped:
+                if not isinstance(bad := skipped.__cause__, BadSample):  # the encoder counts it, and says so
+                    raise lost(
+                        [self.table.key(index)], "skipped without being counted as dropped"
+                    ) from skipped
+                dropped[number] = bad.reason
+        if not encoded:
             return place, None, dropped
-        row = self.encoder.join([sample for sample in encoded if sample is not None])
-        row.__restore_key__ = indices
+        row = self.encoder.join(encoded)
+        row.__restore_key__ = places
         return place, row, dropped
 
     def measured(self, index: int) -> tuple[int, int] | None:
-        """(tokens, patches) of a row's encoding, None when it is dropped."""
-        found = self._kept(self.encoder.measure, index)
-        return found and (found.length, found.patches)
+        """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
+        try:
+            found = self._naming(self.encoder.documents.measure, index)
+        except BadSample:
+            return None
+        return found.length, found.patches
 
-    def _kept(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
+    def _naming(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
             return encode(self.sample(index))
-        except SkipSample as skipped:
-            if self.encoder.drops.latest != (key := self.table.key(index)):
-                raise lost([key], "skipped without being counted as dropped") from skipped
-            return None
-        except (TooManyDrops, LostSample):
+        except (BadSample, SkipSample, TooManyDrops):
             raise
         except Exception as error:
             raise RuntimeError(
@@ -74,6 +83,17 @@ class EncodedRows(Dataset):
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
             fields = {"conversation": "", "problem": problem}
         return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
+
+    def batches(self, settled: Iterable[tuple], size: int) -> Iterator[tuple[Any, Batch | dict]]:
+        """(place, batch of `size`) from what a ledger settled; at last, samples and drops that are left."""
+        samples, dropped = [], Counter()
+        for place, sample, reasons in settled:
+            dropped.update(reasons.values())
+            samples += [] if sample is None else [sample]
+            if len(samples) == size:
+                yield place, self.batch(samples) | {DROPPED: dropped}
+                samples, dropped = [], Counter()
+        yield None, (self.batch(samples) if samples else {}) | {DROPPED: dropped}
 
     def batch(self, samples: list[HFEncoderTaskSample]) -> Batch:
         return self.encoder.encode_batch(self.encoder.batch(samples))

@@ -1,32 +1,43 @@
-"""The bytes of a media file that a record names, from inside its media root and nowhere else."""
+"""The bytes of media files: those of records, inside their media root and nowhere else; those of programs."""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
+import io
+import os
 from pathlib import Path
 
+from PIL import Image, ImageOps
+
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.media.images import to_rgb
+from megatron_vlm.data.on_disk.named import is_base64, meant
 from megatron_vlm.files import check_file, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 
 
 def read_media(name: str, root: Path) -> bytes:
-    """A file under `root`, a value of an LMDB under `root` (`db.lmdb::key`), or a base64 `data:` address.
+    """A file under `root`, a value of an LMDB under `root` (`db.lmdb::key`), or base64, with or without a
+    `data:` head. A path may differ in slashes, case and spaces at its ends from the only file that fits.
 
     Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
     over 2 GiB, and ImportError for an LMDB if the package `lmdb` is not installed.
     """
     if name.startswith("data:"):
         return _inline(name)
+    if is_base64(name):
+        return _inline(f";base64,{name}")
     if "://" in name:
         raise BadSample("missing_media", f"{name[:200]} is an address; download it and give its path")
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:
         if not is_lmdb:
-            return read_file(_inside(name, root))
+            file = _inside(name, root)
+            if not file.exists() and (found := meant(name, root)) is not None:
+                file = _inside(str(found.relative_to(root)), root)
+            return read_file(file)
         database = _inside(path + LMDB_KEY.removesuffix("::"), root)
         if not database.exists():
             raise BadSample("missing_media", f"there is no database {database}")
@@ -37,6 +48,20 @@ def read_media(name: str, root: Path) -> bytes:
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")
     return value
+
+
+def image_file(image: bytes | str | os.PathLike | Image.Image) -> bytes:
+    """The file of an image as a program has it: its bytes, its path, or a PNG of PIL's, turned upright."""
+    if isinstance(image, str | os.PathLike):
+        return read_file(image)
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        to_rgb(ImageOps.exif_transpose(image)).save(file, "PNG")
+        return file.getvalue()
+    if not isinstance(image, bytes):
+        kind = type(image).__name__
+        raise ValueError(f"an image is of type {kind}; give the bytes of its file, its path, or PIL's Image.")
+    return image
 
 
 def _inside(name: str, root: Path) -> Path:
@@ -51,8 +76,8 @@ def _inline(address: str) -> bytes:
     if not header.endswith(";base64"):
         raise BadSample("missing_media", f"{header[:80]}: only base64 data addresses are read")
     try:
-        return base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return base64.b64decode("".join(content.split()), validate=True)
+    except ValueError as error:
         raise BadSample("missing_media", f"{header[:80]}: {error}") from error
 
 
@@ -71,9 +96,16 @@ def _from_lmdb(database: Path, key: str) -> bytes | None:
 @functools.lru_cache(maxsize=16)
 def _open_lmdb(database: Path):
     """The open LMDB, cached, as lmdb refuses to open it twice. Read-only and without locks, so that forked
-    workers may use it too."""
+    workers may use it too. Raises ValueError for a file cut short: reading what is gone would be SIGBUS."""
     import lmdb
 
-    return lmdb.open(
-        str(database), subdir=database.is_dir(), readonly=True, lock=False, readahead=False, max_readers=1024
+    is_folder = database.is_dir()
+    opened = lmdb.open(
+        str(database), subdir=is_folder, readonly=True, lock=False, readahead=False, max_readers=1024
     )
+    file = database / "data.mdb" if is_folder else database
+    size, least = file.stat().st_size, (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
+    if size < least:
+        opened.close()
+        raise ValueError(f"{file} is cut short, {size} of {least} bytes; copy it again")
+    return opened

@@ -16,11 +16,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.signatures import unreadable
 
-MAX_DECODED_PIXELS = 80_000_000  # below Pillow's own bomb warning; 80 megapixels decode to 240 MB
+# Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
+# in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/test_images.py measures).
+MAX_DECODED_PIXELS = 80_000_000
+BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
 MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
@@ -32,16 +36,8 @@ PNG_ROTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 BARE_SEGMENTS = {bytes([0xFF, kind]) for kind in (0xE0, 0xEE, 0xFE, 0xC0, 0xC2, 0xC4, 0xDB, 0xDD)}
 # What Pillow's decoders raise on damaged files.
 DECODE_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    EOFError,
-    IndexError,
-    OverflowError,
-    RuntimeError,  # AVIF
-    struct.error,
-    zlib.error,
+    *(OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, OverflowError),
+    *(RuntimeError, struct.error, zlib.error),  # the first is AVIF's
 )
 
 
@@ -49,7 +45,7 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
     """An RGB image with between `min_pixels` and `max_pixels` pixels, its aspect kept.
 
     Transparency is composited on white; the EXIF rotation is applied; 16-bit and float grey is scaled to 8
-    bits (see `_to_8_bit`); an animation gives its first frame; colour profiles are ignored.
+    bits (see `_range`); an animation gives its first frame; colour profiles are ignored.
     Raises BadSample; the size is checked before anything is decoded.
     """
     with _bad_samples(data):
@@ -58,7 +54,8 @@ def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | N
         image.load()
         if _swaps_axes(image):
             size = size[::-1]
-        image = _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        image = to_rgb(image)
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
@@ -70,7 +67,11 @@ def decode_pixels(data: bytes, max_pixels: int | None = None, min_pixels: int | 
         usual = colours in ("YCbCr", "RGB") and target_size((width, height), max_pixels, min_pixels)
         if usual == (width, height) and (_is_bare(data) or _is_upright(data)):
             return simplejpeg.decode_jpeg(data)  # the same bits as Pillow in three quarters of its time
-    return np.array(decode_image(data, max_pixels, min_pixels))
+    image = decode_image(data, max_pixels, min_pixels)
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for (_, top, _, bottom), band in _bands(image):
+        pixels[top:bottom] = band
+    return pixels
 
 
 def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> tuple[int, int]:
@@ -92,6 +93,9 @@ def _opened(
     """The image, with its header read and its size checked, and the size that it is to get."""
     image = Image.open(io.BytesIO(data), formats=_readable_formats())
     _check_size(image.size)
+    tags = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is
+    if tags.get(TiffImagePlugin.TILEWIDTH, 1) * tags.get(TiffImagePlugin.TILELENGTH, 1) > MAX_DECODED_PIXELS:
+        raise BadSample("image_too_large", f"its tiles have more than {MAX_DECODED_PIXELS} pixels")
     return image, target_size(image.size, max_pixels, min_pixels)
 
 
@@ -103,7 +107,7 @@ def _bad_samples(data: bytes) -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
-        raise BadSample("image_undecodable", f"{len(data)} bytes of no known image format") from error
+        raise BadSample("image_undecodable", unreadable(data, "image")) from error
     except DECODE_ERRORS as error:
         reason = "image_truncated" if "truncated" in str(error).lower() else "image_undecodable"
         raise BadSample(reason, f"{type(error).__name__}: {error}") from error
@@ -153,24 +157,43 @@ def target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int |
     return size
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "F" or image.mode.startswith("I"):
-        image = _to_8_bit(image)
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+def _bands(image: Image.Image) -> Iterator[tuple[tuple[int, int, int, int], Image.Image]]:
+    """The image in parts of whole rows, each with its place."""
+    rows = max(1, BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(image.height, top + rows))
+        yield box, image if rows >= image.height else image.crop(box)
 
 
-def _to_8_bit(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits as 8 bits. Integers up to 65535 are 16-bit; floats up to 1 go from black to
-    white; floats up to 255 are 8-bit values; anything else is stretched from its least to its greatest."""
-    values = np.asarray(image, dtype=np.float64)
-    low, high = float(values.min()), float(values.max())
+def to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    ends = _range(image) if image.mode == "F" or image.mode.startswith("I") else None
+    if image.width * image.height <= BAND_PIXELS:
+        return _band_to_rgb(image, ends)
+    whole = Image.new("RGB", image.size)
+    for box, band in _bands(image):
+        whole.paste(_band_to_rgb(band, ends), box)
+    return whole
+
+
+def _band_to_rgb(band: Image.Image, ends: tuple[float, float] | None) -> Image.Image:
+    if ends:
+        black, white = ends
+        values = (np.asarray(band, dtype=np.float64) - black) * (255 / (white - black))
+        band = Image.fromarray(np.rint(values).astype(np.uint8))
+    if "transparency" in band.info or band.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        band = band.convert("RGBA")
+        band = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
+    return band.convert("RGB")
+
+
+def _range(image: Image.Image) -> tuple[float, float]:
+    """What is black and what white in grey of more than 8 bits: integers up to 65535 are 16-bit; floats up to
+    1 go from black to white; floats up to 255 are 8-bit values; others go from the least to the greatest."""
+    ends = [(values.min(), values.max()) for values in (np.asarray(band) for _, band in _bands(image))]
+    low, high = float(np.min(ends)), float(np.max(ends))
     if not math.isfinite(low) or not math.isfinite(high):
         raise BadSample("image_undecodable", "the image holds values that are not finite")
     limits = (1.0, 255.0) if image.mode == "F" else (65535.0,)
-    white = next((limit for limit in limits if low >= 0 and high <= limit), None)
-    if white is None:
-        values, white = values - low, high - low
-    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    return next(((0.0, limit) for limit in limits if low >= 0 and high <= limit), (low, high))

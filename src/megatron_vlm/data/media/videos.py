@@ -23,6 +23,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
+from megatron_vlm.signatures import unreadable
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
@@ -287,7 +288,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
                 )
             yield container, stream
     except av.FFmpegError as error:
-        raise BadSample("video_undecodable", f"{type(error).__name__}: {error}") from error
+        raise BadSample("video_undecodable", f"{error}; {unreadable(data, 'video')}") from error
 
 
 def _is_video(stream: Any) -> bool:

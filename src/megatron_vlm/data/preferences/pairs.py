@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig, RunConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, parsed
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import VLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
@@ -78,10 +78,7 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     after those that both begin with. Raises BadSample if they do not differ in answers, and only in these."""
     if sample.problem is not None:
         raise sample.problem
-    try:
-        record = json.loads(sample.conversation)
-    except (ValueError, RecursionError) as error:
-        raise BadSample("bad_json", str(error)) from error
+    record = parsed(sample.conversation)
     record = with_pair(record, TURNS, PROMPTS, QUERIES) if isinstance(record, dict) else {}
     if not (rejected := record.pop(REJECTED_TURNS, None)):
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")

@@ -20,7 +20,6 @@ import io
 import math
 import os
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,8 @@ from tqdm import tqdm
 
 from megatron_vlm.data.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, ShardJob, ShardResult, Source
-from megatron_vlm.messages import printable_lines
+from megatron_vlm.files import folder_aside, read_file, read_text, refuse_existing, write_whole
+from megatron_vlm.messages import printable_lines, reading
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
@@ -52,6 +52,7 @@ class PrepareSummary:
     total_bytes: int  # of the shards
     skipped: dict[str, int]  # per reason
     seconds: float
+    words: list[str]  # what the first records of the sources tell
 
     def __str__(self) -> str:
         lines = [f"{self.output}: {self.total_bytes / 1e6:.1f} MB in {self.seconds:.1f} s"]
@@ -61,9 +62,10 @@ class PrepareSummary:
         ]
         lines += [f"  {self.images} images", f"  {sum(self.skipped.values())} records skipped"]
         lines += [f"    {reason}: {count}" for reason, count in sorted(self.skipped.items())]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {words}" for words in self.words])
 
 
+@reading("source")
 def prepare_energon_dataset(
     source: str | Path | Mapping[str, str | Path],
     output: str | Path,
@@ -96,8 +98,7 @@ def prepare_energon_dataset(
     output = Path(output).resolve()  # the rename at the end cannot replace a link
     if output.is_mount():
         raise ValueError(f"prepare: {output} is a mounted file system; choose a folder in it.")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"prepare: {output} is not empty; choose another output or remove it first.")
+    refuse_existing(output)
     if samples_per_shard < 1:
         raise ValueError(f"prepare: samples_per_shard is {samples_per_shard}; it must be at least 1.")
     if format not in FORMATS:
@@ -111,20 +112,18 @@ def prepare_energon_dataset(
         "kind": None if format == "auto" else format,
     }
     parts = _plan(source, options, splits, seed)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    partial.mkdir(parents=True)
-    try:
+    with folder_aside(output) as aside:
         total = sum(len(part.rows) for part in parts)
-        jobs = _shard_jobs(parts, partial, samples_per_shard)
+        jobs = _shard_jobs(parts, aside, samples_per_shard)
         if workers is None and engine == "local":
             workers = 1 if total < FEW_RECORDS else os.cpu_count() or 1
         with tqdm(total=total, unit="record", desc="prepare", disable=None if progress else True) as bar:
             results = sorted(ENGINES[engine](jobs, workers, bar), key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.split_names))
-        summary = _finish(partial, output, names, results)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        from megatron_vlm.data.records.unread import first_words
+
+        words = [word for part in parts for word in first_words(part.source.open())]
+        summary = _finish(aside, output, names, results, words)
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -261,18 +260,20 @@ def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Ite
 # -- index and summary
 
 
-def _finish(folder: Path, output: Path, splits: list[str], results: list[ShardResult]) -> PrepareSummary:
+def _finish(
+    folder: Path, output: Path, splits: list[str], results: list[ShardResult], words: list[str]
+) -> PrepareSummary:
     """Write the index and `skipped.jsonl`. Raises ValueError when no sample was written."""
     skipped: Counter = sum((result.skipped for result in results), Counter())
     _merge_skipped(folder / "skipped.jsonl", results)
     kept = [result for result in results if result.samples]
     if not kept:
-        examples = (folder / "skipped.jsonl").read_text().splitlines()[:3] if skipped else []
+        examples = read_text(folder / "skipped.jsonl").splitlines()[:3] if skipped else []
         what = (
             f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
         remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
-        lines = [f"prepare: nothing to write; {what}", *map(printable_lines, examples), *remedies]
+        lines = [f"prepare: nothing to write; {what}", *map(printable_lines, examples), *remedies, *words]
         raise ValueError("\n".join(lines))
     for result in results:
         if not result.samples:
@@ -287,15 +288,14 @@ def _finish(folder: Path, output: Path, splits: list[str], results: list[ShardRe
         total_bytes=sum(result.path.stat().st_size for result in kept),
         skipped=dict(skipped),
         seconds=0.0,
+        words=words,
     )
 
 
 def _merge_skipped(path: Path, results: list[ShardResult]) -> None:
     files = [result.path.with_suffix(".skipped") for result in results]
     if any(result.skipped for result in results):
-        with path.open("w") as merged:
-            for file in files:
-                merged.write(file.read_text())
+        write_whole(path, map(read_file, files))
     for file in files:
         file.unlink()
 
@@ -312,5 +312,5 @@ def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
         )
     meta = folder / ".nv-meta"
     parts = {split: names for split, names in shards.items() if names}
-    (meta / "split.yaml").write_text(yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
-    (meta / "dataset.yaml").write_text(DATASET_YAML)
+    write_whole(meta / "split.yaml", yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
+    write_whole(meta / "dataset.yaml", DATASET_YAML)

@@ -19,6 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_vlm.files import open_to_write
+
 
 @dataclass(frozen=True)
 class Source:
@@ -171,7 +173,11 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
 
     table = job.source.open()
     result = ShardResult(job.order, job.split, job.path)
-    with tarfile.open(job.path, "w") as tar, job.path.with_suffix(".skipped").open("w") as skipped:
+    with (
+        open_to_write(job.path, new=True) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+        open_to_write(job.path.with_suffix(".skipped"), new=True) as skipped,
+    ):
         for number, index in job.items:
             try:
                 parts = _sample_parts(table, index)
@@ -179,7 +185,8 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
                 result.skipped[bad.reason] += 1
                 source, record = table.origin(index)
                 entry = {"source": source, "record": record, "split": job.split}
-                skipped.write(json.dumps(entry | {"reason": bad.reason, "detail": bad.detail}) + "\n")
+                line = json.dumps(entry | {"reason": bad.reason, "detail": bad.detail})
+                skipped.write(line.encode() + b"\n")
             else:
                 for name, content in parts.items():
                     _add(tar, f"{job.split}-{number:09d}.{name}", content)

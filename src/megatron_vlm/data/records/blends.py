@@ -33,6 +33,10 @@ class Table(Protocol):
 
     def key(self, index: int) -> str: ...
 
+    def place(self, index: int) -> Any: ...  # where a row lies, as JSON data of a few numbers
+
+    def at(self, places: Sequence) -> list: ...  # the rows there
+
     def content(self) -> str:
         """A digest of all rows in their order, the same wherever the files lie."""
 
@@ -40,7 +44,13 @@ class Table(Protocol):
 
 
 class Numbered:
-    """What all tables share."""
+    """What all tables share: a row's place is its number."""
+
+    def place(self, index: int) -> int:
+        return index
+
+    def at(self, places: Sequence[int]) -> list[int]:
+        return list(places)
 
     def fingerprint(self) -> str:
         """Identifies the rows by their content, so that a dataset may move, but no row may change."""
@@ -163,7 +173,7 @@ def path_names(paths: Sequence[str]) -> list[str]:
     parts = [PurePosixPath(str(path).rstrip("/")).parts for path in paths]
     for path, own in zip(paths, parts, strict=True):
         if parts.count(own) > 1:
-            raise ValueError(f"data: {path} is given twice; give it once, and how often in data.repetitions.")
+            raise ValueError(f"data: {path} is given twice; give it once, as {path}*2.")
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1

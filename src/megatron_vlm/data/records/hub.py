@@ -5,22 +5,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from megatron_vlm.data.description_files import check_fields, check_regular, damaged, read_mapping
+from megatron_vlm.data.description_files import check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.plain import plain_file, table_of
+from megatron_vlm.files import check_file, read_file
+from megatron_vlm.messages import printable
+from megatron_vlm.overrides import load_yaml
+from megatron_vlm.signatures import what_file
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
 WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # raised by readers that do not check a description
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
+OWN_FILES = "put the data into the dataset's folder, or give its own path"
 SAVED = {  # the description files of `save_to_disk`, and the fields that are read from them
     "dataset_dict.json": {"splits": "list of text"},
     "state.json": {"_data_files": "list", "_fingerprint": "text"},
@@ -43,9 +52,7 @@ def open_rows(path: str | Path, split: str | None = None, subset: str | None = N
     if isinstance(loaded, dict):
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))
-        if split not in loaded:
-            raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
-        loaded = loaded[split]
+        loaded = loaded[_split_of(path, split, loaded)]
     return _keep_media_encoded(loaded)
 
 
@@ -58,25 +65,34 @@ def open_stream(path: str | Path, split: str | None = None) -> datasets.Iterable
         raise ValueError(
             f"dataset {path}: saved by `save_to_disk`, its rows are read where they lie; drop data.streaming."
         )
-    if Path(path).exists():
-        _check_files(Path(path))
+    builder = _builder(path)
     with naming_the_damaged(path):
-        loaded = datasets.load_dataset(*_builder(path), **_files(path), streaming=True)
+        loaded = builder.as_streaming_dataset()
     split = next(iter(loaded)) if split is None and len(loaded) == 1 else split or "train"
-    if split not in loaded:
-        raise ValueError(f"dataset {path}: split {split!r} is not one of its splits {sorted(loaded)}.")
-    stream = loaded[split]
+    stream = loaded[_split_of(path, split, loaded)]
     return stream.decode(False) if stream.features is not None else stream
+
+
+def _split_of(path: str | Path, split: str | None, splits: Iterable[str]) -> str:
+    """The split, if it is one of them; raises ValueError if not."""
+    if split not in splits:
+        asked = "has no split train" if split is None else f"has no split {split!r}"
+        folder = Path(path, min(splits))
+        one = f"the folder of one, {folder}" if folder.is_dir() else "a meta file that names one as `split`"
+        raise ValueError(f"dataset {path}: {asked}, but {', '.join(sorted(splits))}; give {one}.")
+    return split
 
 
 def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | datasets.DatasetDict:
     """What `datasets` makes of `path`. Raises ValueError that names the file that cannot be read."""
-    if Path(path).exists():
+    if _is_saved_folder(Path(path)):
         _check_files(Path(path))
-    with naming_the_damaged(path):
-        if _is_saved_folder(Path(path)):
+        with naming_the_damaged(path):
             return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(*_builder(path), name=subset, **_files(path))
+    builder = _builder(path, subset)
+    with naming_the_damaged(path):
+        builder.download_and_prepare()
+        return builder.as_dataset()
 
 
 @contextmanager
@@ -99,17 +115,18 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
 
 def _check_files(path: Path) -> None:
     """Raises ValueError if a description of a saved folder is wrong, or any file is a pipe."""
-    if not path.is_dir():
-        return check_regular(path)
-    for file in path.rglob("*"):
-        if file.suffix in READERS and not (file.is_dir() and file.suffix != ".json"):
-            check_regular(file)
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        read = file == path or file.suffix in READERS
+        if read and file.exists() and (file.suffix == ".json" or not file.is_dir()):
+            check_file(file)
     if not _is_saved_folder(path):
         return
     folders = [path]
     if (path / "dataset_dict.json").exists():
         found = _saved_description(path, "dataset_dict.json")
         folders = [path / split for split in found.get("splits", [])]
+        for split in found.get("splits", []):
+            _check_inside(path, split, path / "dataset_dict.json")
     for folder in folders:
         state = _saved_description(folder, "state.json")
         info = _saved_description(folder, "dataset_info.json")
@@ -122,6 +139,7 @@ def _check_files(path: Path) -> None:
         for entry in state["_data_files"]:
             if not (isinstance(entry, dict) and isinstance(entry.get("filename"), str)):
                 raise damaged(folder / "state.json", f"names a data file {entry}")
+            _check_inside(path, str(folder / entry["filename"]), folder / "state.json")
             if not (folder / entry["filename"]).is_file():
                 raise damaged(folder / entry["filename"], "is missing")
 
@@ -160,18 +178,21 @@ def _read_parquet(file: Path) -> None:
 READERS: dict[str, Callable[[Path], Any]] = {
     ".arrow": _read_arrow,
     ".parquet": _read_parquet,
-    ".json": lambda file: json.loads(file.read_bytes()),
+    ".json": lambda file: json.loads(read_file(file)),
 }
 
 
 def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
-    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    for file in files:
-        if file.suffix in READERS and file.is_file():
-            try:
-                READERS[file.suffix](file)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                return file, error
+    if path.is_file():
+        readers = {path: READERS.get("." + _reader_of(path)[0], Path.read_text)}
+    else:
+        files = sorted(path.rglob("*")) if path.is_dir() else []
+        readers = {file: READERS[file.suffix] for file in files if file.suffix in READERS and file.is_file()}
+    for file, read in readers.items():
+        try:
+            read(file)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return file, error
     return None
 
 
@@ -225,13 +246,73 @@ def _is_saved_folder(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _builder(path: str | Path) -> tuple[str]:
-    return (Path(path).suffix[1:] if _files(path) else str(path),)
+def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBuilder:
+    """What `datasets` would read, and has not yet. Raises ValueError unless all of it is the dataset's own:
+    a folder's inside of it, a hub name's on the hub."""
+    local, name, options = Path(path), str(path), {}
+    if local.exists():
+        _check_files(local)
+    if local.is_dir():
+        _check_card(local)
+    elif local.is_file():
+        name, options = _reader_of(local)
+    with naming_the_damaged(path):
+        builder = datasets.load_dataset_builder(name, name=subset, **options)
+    for file in chain.from_iterable((builder.config.data_files or {}).values()):
+        if local.is_dir():
+            _check_inside(local, file, file)
+        elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
+            raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
+    return builder
 
 
-def _files(path: str | Path) -> dict[str, str]:
-    is_file = Path(path).suffix in (".parquet", ".arrow") and Path(path).is_file()
-    return {"data_files": str(path)} if is_file else {}
+def _reader_of(path: Path) -> tuple[str, dict[str, Any]]:
+    """What `datasets` calls files of this kind, and how it is to read this one."""
+    plain = plain_file(path)
+    options: dict[str, Any] = {"data_files": str(plain)}
+    if known := what_file(plain):
+        return known.name, options
+    if table := table_of(plain):
+        features = datasets.Features(dict.fromkeys(table[1][0], datasets.Value("string")))
+        options |= {"sep": table[0], "features": features, "keep_default_na": False}
+    return "csv", options
+
+
+def _check_card(folder: Path) -> None:
+    """Raises ValueError if a card names data that is not in its folder: `datasets` would fetch or read it."""
+    for file in (folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME):
+        if not (file.is_file() and file.stat().st_size):
+            continue
+        settings = read_mapping(file, _settings_of_card if file.suffix == ".md" else load_yaml, "mend it")
+        configs = settings.get("configs") or []
+        for config in configs if isinstance(configs, list) else [configs]:
+            given = [config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else []
+            for pattern in _texts(given):
+                if urlsplit(pattern).scheme or "::" in pattern:
+                    raise damaged(file, f"names the data {printable(pattern)}", OWN_FILES)
+                _check_inside(folder, pattern, file)
+
+
+def _settings_of_card(text: str) -> dict:
+    block = REGEX_YAML_BLOCK.search(text)
+    return load_yaml(block[2]) if block and block[2].strip() else {}
+
+
+def _check_inside(folder: Path, name: str, named_by: Any) -> None:
+    """Raises ValueError if a path, or what it is a link to, is not in the folder. The hub's cache is links to
+    what lies beside its snapshots."""
+    home = folder.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home
+    if ".." in Path(name).parts or not (folder / name).resolve().is_relative_to(home):
+        raise damaged(named_by, f"leads to {printable(name)}, outside of {printable(folder)}", OWN_FILES)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:

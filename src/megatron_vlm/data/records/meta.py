@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.data.description_files import check_fields, damaged
+from megatron_vlm.data.paths import DataSource
 from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
 META_SOURCES = ("file_name", "hf_hub_url")
@@ -31,16 +33,10 @@ class Entry:
     """One dataset of a meta file: how to open its table, and how many of its rows an epoch has."""
 
     place: str  # its name in errors
-    source: str | Path
+    source: DataSource
     layout: RecordLayout
     media_dir: Path
     split: str | None
-    subset: str | None
-    sample_ratio: float | None
-    num_samples: int | None
-
-    def rows_in_an_epoch(self, rows: int) -> int:
-        return int(self.num_samples or 0) or max(1, round(rows * (self.sample_ratio or 1.0)))
 
 
 def entries_of(
@@ -76,15 +72,15 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
         layout = RecordLayout(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    source = entry.get("hf_hub_url") or folder / entry["file_name"]
-    if isinstance(source, Path) and not source.exists():
-        raise FileNotFoundError(f"{place}: {source} does not exist.")
+    path = entry.get("hf_hub_url") or folder / entry["file_name"]
+    if isinstance(path, Path) and not path.exists():
+        raise FileNotFoundError(f"{place}: {path} does not exist.")
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
-    ratio, count = _share(place, entry)
-    return Entry(place, source, layout, media_dir, entry.get("split"), entry.get("subset"), ratio, count)
+    source = DataSource(str(path), entry.get("subset"), *_rows_and_share(place, entry))
+    return Entry(place, source, layout, media_dir, entry.get("split"))
 
 
-def _share(place: str, entry: dict) -> tuple[float | None, int | None]:
+def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
     ratio, count = entry.get("sample_ratio"), entry.get("num_samples")
     if ratio is not None and count is not None:
         raise ValueError(f"{place}: sample_ratio {ratio} and num_samples {count}; give one of them.")
@@ -94,16 +90,16 @@ def _share(place: str, entry: dict) -> tuple[float | None, int | None]:
             raise ValueError(f"{place}: {value!r} rows; give a positive number, or leave the dataset out.")
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
-    return ratio, None if count is None else int(count)
+    return None if count is None else int(count), ratio
 
 
 def read_meta(path: Path) -> dict[str, dict] | None:
     """The entries of a meta file; None for a file that is something else."""
-    if path.stat().st_size > LARGEST_META:
-        return None
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path, LARGEST_META))
     except (ValueError, RecursionError):  # JSON Lines, or damaged: who reads it line by line will see
         return None
     is_meta = isinstance(content, dict) and content and all(isinstance(e, dict) for e in content.values())
-    return content if is_meta else None
+    entries = content.values() if is_meta else ()  # or {id: record}
+    named = any({*META_SOURCES} & entry.keys() or entry.keys() <= META_KEYS for entry in entries)
+    return content if named else None

@@ -22,18 +22,9 @@ from megatron_vlm.data.records.parts import MEDIA, TIMES, media_of_parts, withou
 from megatron_vlm.data.records.preferences import REJECTED_TURNS
 
 
-def conversation_of(record: Any) -> dict:
-    """The turns of `record` under their own key, with `system` and `tools` where it has them.
-
-    Raises BadSample when there are no turns.
-    """
-    if isinstance(record, list):
-        record = {"messages": record}
-    if not isinstance(record, dict):
-        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    key = next((key for key in TURNS if record.get(key)), None)
-    if key is None:
-        raise BadSample("bad_conversation", f"none of {list(TURNS)} among {sorted(record)}")
+def conversation_of(record: dict) -> dict:
+    """The turns of `record` under their own key, with `system` and `tools` where it has them."""
+    key = next((key for key in TURNS if record.get(key)), TURNS[0])
     others = {name: record[name] for name in ("system", "tools") if record.get(name) is not None}
     for kind, names in MEDIA.items():
         others |= limits_beside(kind, next((record[name] for name in names if record.get(name)), []))
@@ -48,19 +39,18 @@ def conversation_json(conversation: dict) -> bytes:
         raise BadSample("bad_json", str(error)) from error
 
 
-def images_of(record: Any, root: Path) -> list[bytes]:
+def images_of(record: dict, root: Path) -> list[bytes]:
     """The encoded image files of `record`, in order. Raises BadSample for one that cannot be read."""
-    return [_file_bytes(image, root) for image in _media(record, "image")]
+    return [_file_bytes(image, root) for image in media_of(record, "image")]
 
 
-def videos_of(record: Any, root: Path) -> list[bytes | dict]:
+def videos_of(record: dict, root: Path) -> list[bytes | dict]:
     """The videos of `record`, in order, as `media.videos` takes them. Raises BadSample as `images_of`."""
-    return [_video(video, root) for video in _media(record, "video")]
+    return [_video(video, root) for video in media_of(record, "video")]
 
 
-def _media(record: Any, kind: str) -> list:
-    if not isinstance(record, dict):
-        return [] if not isinstance(record, list) else list(media_of_parts({"messages": record}, kind))
+def media_of(record: dict, kind: str) -> list:
+    """The images or the videos of a record, as it names them."""
     media = next((record[name] for name in MEDIA[kind] if record.get(name)), None)
     if media is None:
         return list(media_of_parts(record, kind))

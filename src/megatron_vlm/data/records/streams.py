@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from megatron_vlm.data.fingerprint import digest
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.records import conversation_of, without_nulls
 
-Row = tuple[str, dict]  # key and record as the stream gave it
+Row = tuple[tuple[int, int], dict]  # shard and number in it; the record as the stream gave it
 
 
 @dataclass
@@ -29,18 +31,32 @@ class StreamedRows:
         from megatron_vlm.data.records.hub import media_root, open_stream
         from megatron_vlm.data.records.tables import kind_of
 
-        if (kind := kind_of(path)) != "hf":
-            raise ValueError(f"data.streaming: {path} is {kind}, read where it lies; drop data.streaming.")
+        if kind_of(path) != "hf":
+            raise ValueError(f"data.streaming: {path} is read where it lies; drop data.streaming.")
         stream = open_stream(path)
         if stream.features is not None:
             layout.check_columns(list(stream.features), path)
         return cls(path, stream, Path(media_dir) if media_dir else media_root(path), layout)
 
     def key(self, row: Row) -> str:
+        return "{:05d}-{:09d}".format(*row[0])
+
+    def place(self, row: Row) -> tuple[int, int]:
         return row[0]
 
+    def at(self, places: Sequence[tuple[int, int]]) -> list[Row]:
+        """The rows at these places. Each of their shards is read from its beginning to the last of them."""
+        found, wanted = {}, {tuple(place) for place in places}
+        for shard in {shard for shard, _ in wanted}:
+            end = max(number for of, number in wanted if of == shard) + 1
+            records = itertools.islice(self.stream.shard(self.stream.num_shards, shard), end)
+            found |= {(shard, n): record for n, record in enumerate(records) if (shard, n) in wanted}
+        if missing := sorted(wanted - found.keys()):
+            raise ValueError(f"data: {self.name} has no more the rows (shard, number) {missing}; it changed.")
+        return [(tuple(place), found[tuple(place)]) for place in places]
+
     def origin(self, row: Row) -> tuple[str, str]:
-        return self.name, row[0]
+        return self.name, self.key(row)
 
     def record(self, row: Row) -> tuple[dict, Path]:
         return self.layout(without_nulls(row[1])), self.root
@@ -57,7 +73,7 @@ class StreamedRows:
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")
         try:
-            conversation = conversation_of(self.record(("", first))[0])
+            conversation = conversation_of(self.record(((0, 0), first))[0])
         except BadSample as bad:
             conversation = bad.reason
         return (

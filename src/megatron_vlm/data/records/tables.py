@@ -6,21 +6,21 @@ with the package's column names, and the folder under which its media lie.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.description_files import check_regular
-from megatron_vlm.data.paths import DataSource
+from megatron_vlm.data.description_files import damaged
+from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
+from megatron_vlm.data.paths import ROWS, DataSource
 from megatron_vlm.data.records.blends import Blend, Table, Whole, blend_tables, path_names
 from megatron_vlm.data.records.columns import RecordLayout
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
+from megatron_vlm.files import check_file
 from megatron_vlm.messages import suggestion
-
-FILES = (".json", ".jsonl", ".parquet", ".arrow")
+from megatron_vlm.signatures import what_file
 
 
 @dataclass
@@ -66,12 +66,12 @@ def open_table(
     kind: str | None = None,
     subset: str | None = None,
 ) -> Table:
-    """The rows of `path`: JSON(L), a meta file, or what `datasets` opens (folder, parquet, arrow, hub name).
+    """The rows of `path`: a file of rows, a meta file, or what `datasets` opens (folder, hub name).
 
     layout      how its records are laid out
     media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
     datasets    the datasets of a meta file to read; default: all
-    kind        a key of TABLES; default: the name and the first bytes tell
+    kind        a key of TABLES; default: what it holds tells
 
     Raises ValueError that names the file if a source cannot be read, FileNotFoundError if it does not exist.
     """
@@ -99,20 +99,22 @@ def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any)
 
 
 def kind_of(path: str | Path) -> str:
-    """The key of TABLES whose opener reads `path`."""
+    """The key of TABLES whose opener reads `path`, by what the file holds. Raises ValueError."""
     path = Path(path)
-    if path.suffix in FILES and not path.exists():
+    if path.suffix in ROWS and not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give the path of a file or folder.")
-    if not path.is_dir() or path.suffix in (".json", ".jsonl"):
-        check_regular(path)
-    if not path.is_file() or path.suffix in (".parquet", ".arrow"):
+    if path.exists() and not path.is_dir() or path.suffix in (".json", ".jsonl"):
+        check_file(path)
+    if not path.is_file():
         return "hf"
-    if path.suffix != ".json":
-        return "jsonl"
-    with path.open("rb") as file:
-        if file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            return "json"
-    return "jsonl" if read_meta(path) is None else "meta"
+    plain = plain_file(path)
+    if (known := what_file(plain)) is not None:
+        if known.name in TABULAR:
+            return "hf"
+        raise damaged(path, f"is {known.what}", known.remedy)
+    if table_of(plain) is not None:
+        return "hf"
+    return "json" if read_meta(plain) is None else "meta"
 
 
 def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
@@ -130,33 +132,32 @@ def _open_hf(path, split, layout: RecordLayout, root: Path | None, datasets, sub
     return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), layout)
 
 
-def _open_json(
-    path, split, layout: RecordLayout, root: Path | None, datasets, subset, lines=False
-) -> JsonTable:
-    return JsonTable(Path(path), root or Path(path).parent, layout, lines)
+def _open_json(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> JsonTable:
+    return JsonTable(Path(path), root or Path(path).parent, layout)
 
 
 def _open_meta(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> Blend:
     entries = entries_of(Path(path), layout, root, datasets)
     tables = {name: _open_entry(entry) for name, entry in entries.items()}
-    return Blend(tables, {name: entries[name].rows_in_an_epoch(len(table)) for name, table in tables.items()})
+    return Blend(
+        tables, {name: entries[name].source.rows_in_an_epoch(len(table)) for name, table in tables.items()}
+    )
 
 
 def _open_entry(entry: Entry) -> Table:
-    if isinstance(entry.source, Path) and kind_of(entry.source) == "meta":
-        raise ValueError(f"{entry.place}: {entry.source} is a meta file itself; name its datasets here.")
-    split = entry.split or ("train" if "train" in source_splits(entry.source) else None)
-    table = open_table(
-        entry.source, split, layout=entry.layout, media_dir=entry.media_dir, subset=entry.subset
-    )
+    path, subset = entry.source.path, entry.source.subset
+    if kind_of(path) == "meta":
+        raise ValueError(f"{entry.place}: {path} is a meta file itself; name its datasets here.")
+    split = entry.split or ("train" if "train" in source_splits(path) else None)
+    table = open_table(path, split, layout=entry.layout, media_dir=entry.media_dir, subset=subset)
     if not len(table):
-        raise ValueError(f"{entry.place}: {entry.source} has no records.")
+        raise ValueError(f"{entry.place}: {path} has no records.")
     return table
 
 
 TABLES = {
     "hf": _open_hf,
     "json": _open_json,
-    "jsonl": functools.partial(_open_json, lines=True),
+    "jsonl": _open_json,
     "meta": _open_meta,
 }

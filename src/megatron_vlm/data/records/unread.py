@@ -1,58 +1,58 @@
-"""Columns that look like images or videos and are not read, because they have another name."""
+"""What the first records of a source tell its user: what is not read, or not as it is written."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
 from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Blend, Table
-from megatron_vlm.data.records.columns import IMAGES, VIDEOS
-from megatron_vlm.data.records.parts import MEDIA, media_of_parts
+from megatron_vlm.data.records.parts import MEDIA
+from megatron_vlm.data.records.records import conversation_of, media_of
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
 LOOKED_AT = 20  # records of each source
+Record = tuple[dict, Path, dict[str, list]]  # with the root of its media, and these by their kind
 
 
-def unread_media(table: Table | StreamedRows) -> Iterator[str]:
-    """What a user should know of each source whose first records have no media, but something like it; of
-    a stream nothing, as reading it would take its records."""
+def first_words(table: Table | StreamedRows) -> Iterator[str]:
+    """What a user should know of each source by its first records: media that are not read, and what is read
+    in another form than it is written. Of a stream nothing, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
         if isinstance(part, Blend):
-            yield from unread_media(part)
-            continue
-        records = list(_first_records(part))
-        if any(record.get(name) for record in records for name in (*IMAGES, *VIDEOS)):
-            continue
-        if any(map(_names_media, records)):
-            continue
-        for ours, ends in (("images", PICTURES), ("videos", FILMS)):
-            found = (key for record in records for key, value in record.items() if _is(value, ends))
-            for theirs in dict.fromkeys(found):
-                yield (
-                    f"data: {printable(part.origin(0)[0])}: its first records have no images or videos, and "
-                    f"{printable(theirs)}, which looks like them, is not read; data.columns.{ours}="
-                    f"{printable(theirs)} reads it"
-                )
+            yield from first_words(part)
+        elif records := list(_first_records(part)):
+            for words in (*_unread(records), *_other_paths(records), *_placeholders(records)):
+                yield f"data: {printable(part.origin(0)[0])}: {words}"
 
 
-def _names_media(record: dict) -> bool:
-    """Whether parts of turns name media, be it in a way that is none."""
-    try:
-        return any(True for kind in MEDIA for _ in media_of_parts(record, kind))
-    except BadSample:
-        return True
-
-
-def _first_records(table: Table) -> Iterator[dict]:
+def _first_records(table: Table) -> Iterator[Record]:
     for index in range(min(LOOKED_AT, len(table))):
         with suppress(BadSample):
-            yield table.record(index)[0]
+            record, root = table.record(index)
+            yield record, root, {kind: media_of(record, kind) for kind in MEDIA}
+
+
+def _unread(records: list[Record]) -> Iterator[str]:
+    """Columns that look like media, if no record has any that are read."""
+    if any(any(media.values()) for _, _, media in records):
+        return
+    items = [item for record, _, _ in records for item in record.items()]
+    for ours, ends in (("images", PICTURES), ("videos", FILMS)):
+        for theirs in dict.fromkeys(printable(key) for key, value in items if _is(value, ends)):
+            yield (
+                f"its first records have no images or videos, and {theirs}, which looks like them, is not "
+                f"read; data.columns.{ours}={theirs} reads it"
+            )
 
 
 def _is(value: Any, ends: tuple[str, ...]) -> bool:
@@ -60,5 +60,48 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
     if isinstance(value, list):
         return bool(value) and all(_is(item, ends) for item in value)
     if isinstance(value, dict):  # an image of `datasets`
-        return isinstance(value.get("bytes"), bytes) and ends == PICTURES
+        value = value.get("bytes")
+    if isinstance(value, bytes):
+        return ends == PICTURES
     return isinstance(value, str) and value.lower().endswith(ends)
+
+
+def _other_paths(records: list[Record]) -> Iterator[str]:
+    """Paths that are those of files in another form."""
+    found = []
+    for _, root, media in records:
+        for name in (name for named in media.values() for name in named if _is_path(name)):
+            with suppress(OSError):
+                if not os.path.lexists(root / name) and (path := meant(name, root)):
+                    found.append((name, path.relative_to(root)))
+    if found:
+        name, path = found[0]
+        yield (
+            f"{len(found)} media paths of its first {len(records)} records differ from those of files in "
+            f"slashes, case or spaces; '{printable(name)}' is read as {printable(path)}"
+        )
+
+
+def _is_path(named: Any) -> bool:
+    return isinstance(named, str) and named[:5] != "data:" and not is_base64(named)
+
+
+def _placeholders(records: list[Record]) -> Iterator[str]:
+    """Placeholders of other models: what becomes of them."""
+    for kind in MEDIA:
+        read, left = [], []
+        for record, _, media in records:
+            with suppress(BadSample):
+                messages, _ = cook_chatml_sample(conversation_of(record))
+                known = any(part["type"] == kind for message in messages for part in message["content"])
+                if media[kind] and (foreign := foreign_placeholders(messages, kind)):
+                    fit = not known and stand_for(foreign, len(media[kind]))
+                    (read if fit else left).append(printable(foreign[0]))
+        begin = f"of its first {len(records)} records write"
+        if read:
+            yield f"{len(read)} {begin} {read[0]} where their {kind}s stand; it is read as <{kind}>"
+        if left:
+            yield (
+                f"{len(left)} {begin} {left[0]} not once for each of their {kind}s, so it stays text; write "
+                f"<{kind}> there instead"
+            )

@@ -8,8 +8,9 @@ from pathlib import Path
 import xxhash
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import open_file
 from megatron_vlm.messages import printable
-from megatron_vlm.weight_files import weight_files
+from megatron_vlm.weight_files import header, weight_files
 
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor
 
@@ -22,14 +23,13 @@ def fingerprint(folder: Path) -> str:
     """
     seen = []
     for name in weight_files(folder):
-        with (folder / name).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            for key, entry in json.loads(file.read(length)).items():
-                if key != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    file.seek(8 + length + max(start, (start + end - SAMPLE) // 2))
-                    sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
-                    seen.append([key, entry["dtype"], entry["shape"], sample])
+        tensors, first = header(folder / name)
+        with open_file(folder / name) as file:
+            for key, entry in tensors.items():
+                start, end = entry["data_offsets"]
+                file.seek(first + max(start, (start + end - SAMPLE) // 2))
+                sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
+                seen.append([key, entry["dtype"], entry["shape"], sample])
     return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())
 
 

@@ -10,12 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, pad
 
 from megatron_vlm.models.adapters.lora import Lora, initial_A
 from megatron_vlm.models.adapters.targets import Target
-
-ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
+from megatron_vlm.parallel.linears import grouped_product
 
 
 class ExpertLora(Lora):
@@ -70,11 +68,9 @@ class AdaptedExperts:
 
     def __call__(self, rows_RD: Tensor, output: Tensor, ends_E: Tensor) -> Tensor:
         """The projection's output with what the adapters add; rows are sorted by expert."""
-        missing = -self.lora.target.rank % ALIGNED
-        A = pad(self.lora.lora_A.to(output.dtype), (0, 0, 0, missing))
-        B = pad(self.lora.lora_B.to(output.dtype) * self.lora.scale, (0, missing))
-        low = grouped_mm(rows_RD, A.mT, offs=ends_E)
-        return output + grouped_mm(low, B.mT, offs=ends_E)
+        low = grouped_product(rows_RD, self.lora.lora_A.to(output.dtype), ends_E)
+        B = self.lora.lora_B.to(output.dtype) * self.lora.scale
+        return output + grouped_product(low, B, ends_E)
 
     def begin(self) -> None:
         """Nothing but DoRA's magnitudes, which these have not, begins with the weights' values."""

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
-from megatron_vlm.files import read_file
-from megatron_vlm.messages import printable
+from megatron_vlm.files import folder_aside, read_file, write_whole
+from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
 from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
@@ -33,10 +33,11 @@ from megatron_vlm.run_folder.adapter_start import keep, of_run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
-READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save")
+LAYERS = ("layers_to_transform", "layers_pattern")  # one, or a list
+READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save", *LAYERS)
 # what changes nothing in the adapter's numbers, whatever its value
 WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
-WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "layers_pattern")
+WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size")
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
 MOST_BYTES = 1 << 24  # of a config file
 
@@ -71,7 +72,8 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
             raise ConfigError(
                 f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
             )
-    settings = {f"adapter.{key}": given[key] for key in READ if given.get(key)}
+    given |= {key: [given[key]] for key in LAYERS if type(given.get(key)) in (int, str)}
+    settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
     return _checked(place, settings)
@@ -99,12 +101,14 @@ def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
         run = apply_overrides(run, settings)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-    problems = [*adapter_problems(run), *(["adapter.r: is missing"] if run.adapter.r < 1 else [])]
-    if problems:
-        raise ConfigError(f"{place}: {'; '.join(problems)}")
+    if run.adapter.r < 1:
+        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
+    for problem in adapter_problems(run):
+        raise ConfigError(f"{place}: {problem}")
     return run.adapter
 
 
+@reading("start")
 def load_adapters(
     chunks: list[MegatronModule], base: Path, start: str | None, run_dir: str | None = None
 ) -> None:
@@ -126,8 +130,10 @@ def load_adapters(
             f"adapter.start: {printable(start)} has no {WEIGHTS}; save the adapter as safetensors, as "
             "pickles are not read."
         )
-    if problems := list(weight_files.problems(file)):
-        raise ConfigError(f"adapter.start: {problems[0]}")
+    try:
+        weight_files.header(file)
+    except ValueError as error:
+        raise ConfigError(f"adapter.start: {error}") from error
     with safe_open(file, framework="pt") as stored:
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
@@ -159,7 +165,7 @@ def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
             values, local = stored.get_slice(key), getattr(lora, name)
-            if list(values.get_shape()) != shape or not values.get_dtype().startswith(("F", "BF")):
+            if list(values.get_shape()) != shape or values.get_dtype() not in weight_files.FLOATS:
                 raise ConfigError(
                     f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
                     f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
@@ -178,7 +184,6 @@ def save_adapters(
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
-    output = Path(output)
     ranks = dist.get_process_group_ranks(group := parallel_state.get_pipeline_model_parallel_group())
     mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if 0 in ranks}
     stages: list[Any] = [None] * len(ranks)
@@ -186,22 +191,12 @@ def save_adapters(
         dist.gather_object(mine, stages if dist.get_rank() == 0 else None, group=group)
 
     def write() -> None:
-        if output.exists():
-            raise FileExistsError(f"{output} exists; export to a new folder or remove it")
-        unfinished = output.with_name(output.name + ".partial")
-        unfinished.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
-        try:
-            save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # its text alone tells what the disk said
-            raise OSError(
-                f"{printable(unfinished)} could not be written ({printable(error)}); make room there, or "
-                "give another folder."
-            ) from error
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
-        (unfinished / CONFIG).write_text(text + "\n", encoding="utf-8")
-        unfinished.rename(output)
+        with folder_aside(output) as aside:
+            save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+            write_whole(aside / CONFIG, text + "\n")
 
     on_first_rank(write)
 
@@ -211,7 +206,7 @@ def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> d
     given = {key: getattr(adapter, key) for key in READ}
     if given["target_modules"] is None or str(given["target_modules"]).lower() == "all-linear":
         given |= {"target_modules": modules, "exclude_modules": None}
-    given |= {key: given[key] or None for key in ("target_parameters", "modules_to_save")}
+    given |= {key: given[key] or None for key in ("target_parameters", "modules_to_save", *LAYERS)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from megatron_vlm.checks.patterns import matching
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.weights import (
@@ -23,6 +23,7 @@ from megatron_vlm.models.weights import (
     hub_name,
     named_weights,
 )
+from megatron_vlm.weight_files import FLOATS
 
 PREFIX = "base_model.model."  # of all keys in peft's files
 
@@ -36,10 +37,11 @@ class Saved:
     shapes: list[list[int]]  # of the whole HF tensors
 
 
-def in_saved(names: list[str], module: str) -> bool:
-    """Whether a module lies in one of `modules_to_save`: peft gives it no adapter then
+def outside_saved(names: list[str], modules: list[str]) -> list[str]:
+    """Those that lie in none of `modules_to_save`: peft gives the others no adapter
     (`tuners_utils.check_target_module_exists`)."""
-    return any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in names)
+    inside = {found for name in names for found in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
+    return [name for name in modules if name not in inside]
 
 
 def find_saved(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> dict[str, Saved]:
@@ -128,8 +130,9 @@ def fill_saved(chunk: MegatronModule, stored: Any) -> None:
     for one, weight in saved_weights(chunk):
         sources = [stored.get_slice(PREFIX + key) for _, key in one.keys]
         for source, (_, key), shape in zip(sources, one.keys, one.shapes, strict=True):
-            if list(source.get_shape()) != shape:
-                raise ValueError(f"{PREFIX}{key} is {source.get_shape()} and must be {shape}")
+            if list(source.get_shape()) != shape or source.get_dtype() not in FLOATS:
+                stored = f"{source.get_shape()} of {source.get_dtype()}"
+                raise ValueError(f"{PREFIX}{key} is {stored} and must be floats of shape {shape}")
         one.rule.operation.load(weight, sources, rank, size)
         if not weight.isfinite().all():
             raise ValueError(f"{PREFIX}{one.keys[0][1]} holds values that are not finite")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.checks.patterns import matching
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.adapters.saved import Saved, find_saved, in_saved
+from megatron_vlm.models.adapters.saved import Saved, find_saved, outside_saved
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
 
 ALL_LINEAR = "all-linear"
@@ -47,33 +48,35 @@ def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) 
     built = hf_modules(hf_config)
     modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
     linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
-    linears = [name for name in linears if not in_saved(adapter.modules_to_save, name)]
+    linears = outside_saved(adapter.modules_to_save, linears)
     placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
     wanted = adapter.target_modules
     experts = _experts(adapter.target_parameters, built, weight_map)
     if wanted is None:
         of_text = [name for name in linears if (placed[name] or ("", ""))[1].startswith("language_model.")]
-        found = [name for name in of_text if not fits(weight_map.peft_experts, name)]
+        found = _but(weight_map.peft_experts, of_text)
     elif isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         found = linears
     else:
         _check_names("adapter.target_modules", wanted, modules, linears)
-        found = [name for name in modules if name and fits(wanted, name)]
-        found = [name for name in found if not in_saved(adapter.modules_to_save, name)]
+        found = outside_saved(adapter.modules_to_save, fitting(wanted, filter(None, modules)))
+    found = _of_layers(adapter, found)
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, found)
-        found = [name for name in found if not fits(adapter.exclude_modules, name)]
-    without = [name for name in found if placed.get(name) is None or fits(weight_map.peft_experts, name)]
+        found = _but(adapter.exclude_modules, found)
+    as_experts = fitting(weight_map.peft_experts, found)
+    without = [name for name in found if placed.get(name) is None or name in as_experts]
     for name in without:
-        _refuse(name, modules[name], fits(weight_map.peft_experts, name), _all_but(without, found))
+        _refuse(name, modules[name], name in as_experts, _all_but(without, found))
     if not (found or experts):
         raise ConfigError("adapter.exclude_modules: leaves no module with an adapter; exclude less.")
     all_found = [*found, *experts]
+    sizes = {name: (built[name].out_features, built[name].in_features) for name in found}
     ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, all_found)
     alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, all_found)
+    _check_ranks(ranks, [*sizes.values(), *(experts[name].rule.row_shape for name in experts)])
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
     scales = [alpha / rank**root for rank, alpha in zip(ranks, alphas, strict=True)]
-    sizes = {name: (built[name].out_features, built[name].in_features) for name in found}
     return [
         Target(*(name, *placed[name], *sizes[name], rank, scale, adapter.use_dora))
         if name in sizes
@@ -90,7 +93,7 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
     found = {}
     for name, module in modules.items():
         own = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
-        mine = [key for key in own if fits(names, key)]
+        mine = fitting(names, own)
         for outside, key in enumerate(reversed(mine)):
             placed = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
             if placed is None or placed[0].rows is None:
@@ -103,7 +106,7 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
             place_of_peft = rule.rows, name + outside * ".base_layer"
             found[key] = Target(key, *placed, *rule.row_shape, 0, 0.0, False, *place_of_peft)
     for name in names:
-        if not any(fits([name], key) for key in found):
+        if not fitting([name], found):
             fused = [key for rule in weight_map.rules if rule.rows for key in rule.hf]
             known = suggestion(name, sorted({"experts." + key.rpartition(".")[2] for key in fused}))
             known = known if fused else ", whose family has no routed experts"
@@ -111,6 +114,15 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
                 f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"
             )
     return found
+
+
+def _check_ranks(ranks: list[int], sizes: list[tuple[int, int]]) -> None:
+    """Raises ConfigError for a rank above the smaller side of every matrix: it would only cost memory."""
+    if (rank := max(ranks)) > (most := max(map(min, sizes))):
+        raise ConfigError(
+            f"adapter.r: a rank of {rank} is more than any matrix with an adapter has, at most {most}; give "
+            "a smaller one: 8 to 64 are usual."
+        )
 
 
 def find_whole(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> dict[str, Saved]:
@@ -125,33 +137,59 @@ def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
     return dict(model.named_modules())
 
 
-def fits(names: str | Iterable[str], module: str) -> bool:
-    """Whether a regex fits the whole name of a module, or one of a list of names its end, as in peft
+def fitting(names: str | Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The modules whose whole name a regex fits, or whose end is in a list of names, as in peft
     (`tuners_utils.check_target_module_exists`)."""
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+        return list(matching(names, modules))
+    ends = tuple(f".{name}" for name in names)
+    return [module for module in modules if f".{module}".endswith(ends)]
+
+
+def _but(names: str | Iterable[str], modules: list[str]) -> list[str]:
+    without = set(fitting(names, modules))
+    return [name for name in modules if name not in without]
+
+
+def _of_layers(adapter: AdapterConfig, modules: list[str]) -> list[str]:
+    """Those in `layers_to_transform`; a module's layer is the first number in its name, or the first after
+    one of `layers_pattern`, as in peft."""
+    wanted = adapter.layers_to_transform
+    if not wanted:
+        return modules
+    layers: dict[str, int] = {}
+    for start in [rf"(?:^|.*?\.){name}" for name in adapter.layers_pattern] or [r".*?\.[^.]*"]:
+        for module, found in matching(rf"{start}\.(?P<idx>\d+)\.", modules, "match").items():
+            layers.setdefault(module, int(found["idx"]))
+    if missing := sorted(set(wanted) - set(layers.values())):
+        raise ConfigError(
+            f"adapter.layers_to_transform: {missing[0]} is the layer of no module in target_modules; known "
+            f"are {', '.join(map(str, sorted(set(layers.values()))))}."
+        )
+    return [name for name in modules if layers.get(name) in wanted]
 
 
 def _key(module: str, weight_map: WeightMap) -> str:
     return hub_name(f"{module}.weight", weight_map.renames)
 
 
-def _by_pattern(key: str, patterns: dict[str, int], default: int, modules: list[str]) -> list[int]:
+def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: list[str]) -> list[float]:
     """The value of each module: that of the first pattern that fits the end of its name, as in peft."""
-    first = [next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None) for module in modules]
-    for pattern in patterns:
-        if pattern not in first:
+    values: dict[str, float] = {}
+    for pattern, value in patterns.items():
+        left = [name for name in modules if name not in values]
+        if not (found := matching(rf"(.*\.)?({pattern})$", left, "match")):
             known = suggestion(pattern, _endings(modules))
             raise ConfigError(f"{key}: {printable(pattern)} fits no module that has an adapter{known}")
-    return [default if pattern is None else patterns[pattern] for pattern in first]
+        values |= dict.fromkeys(found, value)
+    return [values.get(name, default) for name in modules]
 
 
 def _check_names(key: str, names: str | list[str], modules: Iterable[str], linears: list[str]) -> None:
     for name in [names] if isinstance(names, str) else names:
-        if not any(fits(name if isinstance(names, str) else [name], module) for module in modules):
+        if not fitting(name if isinstance(names, str) else [name], modules):
             ends = name.split(",") if isinstance(names, str) else ()
-            if ends and all(any(fits([end], module) for module in modules) for end in ends):
+            if ends and all(fitting([end], modules) for end in ends):
                 raise ConfigError(
                     f"{key}: {printable(name)} is read as a regex, which fits no whole name of a module; "
                     f"give ends of names as a list: {key}=[{printable(name)}]."
@@ -174,7 +212,7 @@ def _all_but(without: list[str], found: list[str]) -> str | None:
     ends = sorted({".".join(part[-2:]) for part in parts})
     path = re.escape(".".join(os.path.commonprefix(parts))) + r"(\..*)?"
     for names, written in ((ends, f"[{','.join(ends)}]"), (path, f"'{path}'")):
-        if others and not any(fits(names, name) for name in others):
+        if others and not fitting(names, others):
             return written
     return None
 

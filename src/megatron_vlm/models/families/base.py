@@ -66,7 +66,7 @@ class Family:
     of_processor: Callable[[Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]] = lambda hf_config: dict
     # what the work of tower and projector grows with, but for attention; None: the number of features
     tower_units: Callable[[Any, GenericVisualInputs], int] | None = None
-    # gives the function (token ids) -> which of them stand for image features, which for video features
+    # gives the function (token ids of a document) -> which stand for image features, which for video features
     visual_kinds: Callable[[Any], Kinds] = kinds_by_token
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config

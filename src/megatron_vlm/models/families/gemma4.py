@@ -29,7 +29,7 @@ FULL = "full_attention"
 
 
 def _chosen(count: Any, text: Any) -> bool:
-    return not text.enable_moe_block or (count is not None and 2 <= count <= (text.num_experts or 0))
+    return not text.enable_moe_block or (count is not None and 1 <= count <= (text.num_experts or 0))
 
 
 def _stands_for_media(token: Any, text: Any) -> bool:
@@ -60,11 +60,11 @@ SECTIONS = keys.sections(
         | keys.any_of("serialize_explicit_per_layer_config", "output_router_logits")
         | {
             "layer_types": keys.LAYER_TYPES,
-            "moe_intermediate_size": keys.OF_EXPERTS,
+            "moe_intermediate_size": keys.SIZE,
             "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
             "use_bidirectional_attention": keys.only("vision"),
             "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
-            "top_k_experts": keys.Values("2 to num_experts", _chosen),
+            "top_k_experts": keys.Values("1 to num_experts", _chosen),
             "hidden_size_per_layer_input": keys.Values(
                 "0 (embeddings of each layer's own are not implemented)", lambda size, _: not size
             ),

@@ -10,7 +10,7 @@ from megatron_vlm.models.weights import Rule, Whole
 
 
 def _chosen(count: Any, text: Any) -> bool:
-    return 2 <= count <= text.n_routed_experts
+    return 1 <= count <= text.n_routed_experts
 
 
 def _groups(count: Any, text: Any) -> bool:
@@ -34,7 +34,7 @@ SECTIONS = glm4v.sections(
             ),  # Megatron: 1
             "norm_topk_prob": keys.only(True),
             "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
-            "num_experts_per_tok": keys.Values("2 to n_routed_experts", _chosen),
+            "num_experts_per_tok": keys.Values("1 to n_routed_experts", _chosen),
             "n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups),
         },
         rope=glm4v.MROPE.keys(),

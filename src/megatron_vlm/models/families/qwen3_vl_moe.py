@@ -11,7 +11,7 @@ from megatron_vlm.models.weights import Rule
 
 
 def _chosen(count: Any, text: Any) -> bool:
-    return not text.num_experts or 2 <= count <= text.num_experts
+    return not text.num_experts or 1 <= count <= text.num_experts
 
 
 SECTIONS = keys.sections(
@@ -21,7 +21,7 @@ SECTIONS = keys.sections(
         qwen3_vl.TEXT
         | moe_rules.TEXT
         | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
-        | {"num_experts_per_tok": keys.Values("2 to num_experts", _chosen)},
+        | {"num_experts_per_tok": keys.Values("1 to num_experts", _chosen)},
         no_effect=("sliding_window",),  # Transformers sets it and never looks at it
         rope=qwen3_vl.MROPE.keys(),
     ),

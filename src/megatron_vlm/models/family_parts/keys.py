@@ -128,6 +128,8 @@ def _rope_problems(section: Section, config: Any) -> Iterator[str]:
     rules = config.rope_parameters
     if not section.rope_by_layer:
         rules = {"": rules}
+    elif without := [kind for kind in sorted(set(config.layer_types)) if not rules.get(kind)]:
+        yield _problem(f"rope_parameters.{without[0]}", None, "a rule for each of layer_types")
     for kind, rule in rules.items():
         prefix = "rope_parameters." + (f"{kind}." if kind else "")
         if not isinstance(rule, dict):
@@ -195,10 +197,6 @@ def _whole_heads(head_dim: Any, text: Any) -> bool:
     return head_dim in (None, text.hidden_size // text.num_attention_heads)
 
 
-def _grouped(size: Any, text: Any) -> bool:
-    return not size or (size > 0 == size % 8 == text.hidden_size % 8)
-
-
 def _divides_heads(groups: Any, text: Any) -> bool:
     return groups is None or (groups > 0 == text.num_attention_heads % groups)
 
@@ -209,8 +207,6 @@ WHOLE_HEADS = Values("hidden_size / num_attention_heads", _whole_heads)
 NAMED = Values("the names of Transformers' activations", lambda name, section: name in ACT2FN)
 TOKEN = Values("a token of the vocabulary", _is_token)  # of the whole model's section
 COLOURS = only(3)  # of pixels
-# torch's grouped products want rows of 16 bytes, also in 16 bits
-OF_EXPERTS = Values("a multiple of 8, as must be hidden_size", _grouped)
 EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)
 GROUPS = Values("a divisor of num_attention_heads, or null", _divides_heads)
 FULL_ATTENTION = Values('null, or "full_attention" in every layer', _full_attention)

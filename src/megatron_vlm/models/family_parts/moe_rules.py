@@ -10,7 +10,7 @@ from megatron_vlm.models.family_parts.llama import layer_rule
 from megatron_vlm.models.weights import Cut, GatedMLP, Rule, Whole
 
 TEXT = keys.any_of("output_router_logits", "router_aux_loss_coef")
-TEXT |= {"moe_intermediate_size": keys.OF_EXPERTS}
+TEXT |= {"moe_intermediate_size": keys.SIZE}
 
 
 def balance(text: Any) -> float:

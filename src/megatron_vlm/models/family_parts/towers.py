@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import keys
-from megatron_vlm.models.positions import TEXT, Kinds
+from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
 
 TOWER = keys.VISION | {
     **keys.any_of("num_hidden_layers", "tie_last_hidden_states"),
@@ -70,16 +70,22 @@ def misfit(
     visual: GenericVisualInputs | None,
 ) -> str | None:
     """Why a document is none that the model can take: its tower refuses the media, or they have other numbers
-    of features than placeholders, as where config.json and the processor are not of one model."""
-    placeholders = int((kinds(input_ids_T) != TEXT).sum())
+    of features than placeholders, as where config.json and the processor are not of one model. Images and
+    videos each for themselves: a packed row has the features of all images before those of videos."""
+    held = visual.as_model_kwargs() if visual else {}
+    for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
+        if name in held and not (is_raw(held[name]) or held[name].sum(dtype=torch.float64).isfinite()):
+            return f"{name} hold numbers that are not finite"
+    alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
     try:
-        alike = visual and GenericVisualInputs(**visual.normalized_for_model())
-        features = sum(visual_tokens(alike)) if alike else 0
+        counts = visual_tokens(alike) if visual else []
     except ValueError as error:
         return str(error)
-    if features == placeholders:
-        return None
-    return f"{placeholders} placeholders for {features} features of its images and videos"
+    kinds_T, images = kinds(input_ids_T), len(counts) - alike.videos
+    for kind, name, features in ((IMAGE, "images", counts[:images]), (VIDEO, "videos", counts[images:])):
+        if (placeholders := int((kinds_T == kind).sum())) != sum(features):
+            return f"{placeholders} placeholders for {sum(features)} features of its {name}"
+    return None
 
 
 def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:

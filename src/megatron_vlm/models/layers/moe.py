@@ -22,12 +22,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import grouped_mm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, Exchange, Join, Order, Spread
-from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
+from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, grouped_product
 
 
 class Choice:
@@ -73,9 +72,13 @@ class Router(TopKRouter):
             padding_mask, routes_TC = routes_SBC[..., 0] == ROUTE_OF_PADDING, routes_SBC.flatten(0, 1)
         self.router_replay = choice = Choice(routes_TC)
         try:
-            return super().forward(hidden_SBD, padding_mask)[0], choice.experts_TC
+            weights_TE = super().forward(hidden_SBD, padding_mask)[0]
         finally:
             self.router_replay = None
+        if self.topk == 1:  # Transformers divides by the sum of one weight, too, and Megatron does not
+            scale = self.config.moe_router_topk_scaling_factor or 1.0
+            weights_TE = weights_TE / (weights_TE.sum(-1, keepdim=True) + 1e-20) * scale
+        return weights_TE, choice.experts_TC
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
@@ -135,7 +138,7 @@ class Experts(MegatronModule):
         return self._projected("linear_fc2", inner, ends_E)
 
     def _projected(self, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
-        output = grouped_mm(rows, getattr(self, name).mT, offs=ends_E)
+        output = grouped_product(rows, getattr(self, name), ends_E)
         return self.adapted[name](rows, output, ends_E) if name in self.adapted else output
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:

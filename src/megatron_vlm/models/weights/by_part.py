@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 from torch.nn import Module, Parameter
 
+from megatron_vlm.checks.patterns import matching
 from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
@@ -37,28 +37,30 @@ def _of_setting(
     setting: str, keys: Collection[str], trained: list[Named], groups: Groups
 ) -> dict[str, list[Parameter]]:
     found: dict[str, list[Parameter]] = {key: [] for key in keys}
-    problems, parts, patterns = [], set(), [key for key in keys if key not in groups]
+    problems, parts, names = [], set(), [hf_name for *_, hf_names in trained for hf_name in hf_names]
+    fits = {key: set(matching(key, names, "search")) for key in keys if key not in groups}
     for name, param, hf_names in trained:
         part = next((part for part, prefixes in groups.items() if name.startswith(tuple(prefixes))), None)
         parts.add(part)
-        finding = [key for key in patterns if any(re.search(key, hf_name) for hf_name in hf_names)]
+        finding = {key: hits for key in fits if (hits := fits[key].intersection(hf_names))}
         problems += [f"{setting}: {text}" for text in _unclear(finding, hf_names)]
-        for key in finding[:1] or ([part] if part in found else []):
+        for key in list(finding)[:1] or ([part] if part in found else []):
             found[key].append(param)
     used = {key: bool(found[key]) or key in parts for key in keys}
     _agree(setting, groups, used, problems, [names[0] for _, _, names in trained[:1]])
     return found
 
 
-def _unclear(finding: list[str], hf_names: list[str]) -> Iterator[str]:
-    """Why the patterns that find a parameter's HF tensors do not tell what it has."""
-    for key in finding:
-        missed = [name for name in hf_names if not re.search(key, name)]
+def _unclear(finding: dict[str, set[str]], hf_names: list[str]) -> Iterator[str]:
+    """Why the patterns that find some of a parameter's HF tensors do not tell what it has."""
+    for key, hits in finding.items():
+        missed = [name for name in hf_names if name not in hits]
         if missed:
-            hit = next(name for name in hf_names if name not in missed)
+            hit = next(name for name in hf_names if name in hits)
             yield f"{key} finds {hit} and not {missed[0]}, which is one parameter with it; let it find both."
     if len(finding) > 1:
-        yield f"both {finding[0]} and {finding[1]} find {hf_names[0]}; narrow one of them."
+        first, second = list(finding)[:2]
+        yield f"both {first} and {second} find {hf_names[0]}; narrow one of them."
 
 
 def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Named]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
 
+from megatron_vlm.config import ConfigError
+from megatron_vlm.files import copy_file, read_text, write_whole
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -30,6 +32,7 @@ from megatron_vlm.models.weights.rules import (
 )
 from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
 from megatron_vlm.models.weights.ties import asks_for_ties
+from megatron_vlm.parallel.setup import folder_aside, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE
 
 SHARD_BYTES = 2**30  # export starts a new file after this much
@@ -147,33 +150,35 @@ def export_hf(
     files while it gathers, weight by weight; `output` appears when everything is written. Raises
     FileExistsError if it exists.
     """
-    output, checkpoint = Path(output), HFCheckpoint(source, weight_map.renames)
-    unfinished = output.with_name(output.name + ".partial")
-    if dist.get_rank() == 0:
-        if output.exists():
-            raise FileExistsError(f"{output} exists; export to a new folder or remove it")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        copy_side_files(checkpoint.folder, unfinished)
-        adapt_config(unfinished / CONFIG_FILE, weight_map, checkpoint.is_fp8)
-    dist.barrier()
-    written = _write_stage(chunks, weight_map.rules, checkpoint, unfinished, shard_bytes)
-    stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(stages, written)
-    if dist.get_rank() == 0:
-        files = {file: keys for stage in stages for file, keys in stage.items()}
-        _check_complete(files, checkpoint, weight_map.ignored)
-        name_shards(unfinished, files)
-        unfinished.rename(output)
-    dist.barrier()
+    checkpoint = HFCheckpoint(source, weight_map.renames)
+    with folder_aside(output) as aside:
+        on_first_rank(copy_side_files, checkpoint.folder, aside)
+        on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
+        written = _write_stage(chunks, weight_map.rules, checkpoint, aside, shard_bytes)
+        stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(stages, written)
+        if dist.get_rank() == 0:
+            files = {file: keys for stage in stages for file, keys in stage.items()}
+            _check_complete(files, checkpoint, weight_map.ignored)
+            name_shards(aside, files)
 
 
 def copy_side_files(source: Path, output: Path) -> None:
-    """Copies config, tokenizer, processor and chat template: everything small that is not a weight."""
+    """Copies config, tokenizer, processor and chat template: everything small that is not a weight.
+
+    Links are followed within the folder and to where config.json's own file lies, as in the hub's cache or in
+    a folder of links to another. Raises ConfigError for one that leads elsewhere: exports are published.
+    """
+    homes = {source.resolve(), (source / CONFIG_FILE).resolve().parent}
     for file in source.iterdir():
         is_index = file.name.endswith(".safetensors.index.json")
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
-            shutil.copyfile(file, output / file.name)
+            if not homes & {*file.resolve().parents}:
+                raise ConfigError(
+                    f"{printable(file)} leads out of its folder, to {printable(file.resolve())}; put a copy "
+                    "of that file there, or remove the link."
+                )
+            copy_file(file, output / file.name)
 
 
 def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
@@ -181,7 +186,7 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
 
     It then says whether the output layer is its own: other readers do not look at the weights to find out.
     """
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     source = json.loads(text)
     config = weight_map.portable_config(source)
     if dequantised:
@@ -189,7 +194,7 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     if not weight_map.tied and asks_for_ties(json.loads(text)):
         config = config | {"tie_word_embeddings": False}
     if config != source:
-        file.write_text(json.dumps(config, indent=2) + "\n")
+        write_whole(file, json.dumps(config, indent=2) + "\n")
 
 
 def _write_stage(
@@ -220,6 +225,7 @@ def _write_stage(
         file_of[name].write(name, piece.tensor.mT if is_turned else piece.tensor, piece.row)
     for file in files:
         file.close()
+        watchdog.beat()
     return {file.path.name: file.names for file in files}
 
 
@@ -245,8 +251,8 @@ def _keys_of_stage(chunks: list[MegatronModule], rules: list[Rule], files: Colle
 def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignored: Collection[str]) -> None:
     exported = [key for keys in files.values() for key in keys]
     expected = {
-        stored
-        for key, (_, stored) in checkpoint.files.items()
+        tensor.key
+        for key, tensor in checkpoint.files.items()
         if not any(matches(pattern, key) for pattern in ignored)
     }
     assert len(exported) == len(set(exported)), "an HF key was exported twice"

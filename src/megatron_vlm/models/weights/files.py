@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_vlm.files import read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.rules import Slices
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
 from megatron_vlm.supported import CONFIG_FILE, resolve
-from megatron_vlm.weight_files import weight_files
+from megatron_vlm.weight_files import OnDisk, tensors_of
 
-SCALE = "_scale_inv"  # an FP8 tensor's key + this is the key of its scale
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read
 
 
@@ -33,33 +36,32 @@ def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
 class Dequantised:
     """An FP8 tensor on disk times its scale, in fp32, read slice by slice.
 
-    `scale` is one number or a grid of one number per block, where blocks are equal parts of each axis.
+    `scale` is one number, or one per block: `blocks` is that of `OnDisk`. Bytes are exponents.
     """
 
-    def __init__(self, values: Slices, scale: Tensor):
-        self._values, shape = values, values.get_shape()
-        self._scale = (scale if scale.dim() == len(shape) else scale.reshape([1] * len(shape))).float()
-        if any(length % blocks for length, blocks in zip(shape, self._scale.shape, strict=True)):
-            raise ValueError(f"FP8 tensor of shape {shape} is not divisible by its scales {[*scale.shape]}")
+    def __init__(self, values: Slices, scale: Tensor, blocks: Sequence[Sequence[int]] = ()):
+        self._values, self._blocks = values, [torch.tensor(axis) for axis in blocks]
+        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+        self._scale = scale if blocks else scale.reshape(())
 
     def get_shape(self) -> list[int]:
         return self._values.get_shape()
 
     def __getitem__(self, index: Any) -> Tensor:
-        parts = () if index is Ellipsis else index
-        scale = self._scale
-        for axis, length in enumerate(self.get_shape()):
-            if (blocks := scale.shape[axis]) > 1:
-                block_of = torch.arange(length) // (length // blocks)
-                scale = scale.index_select(axis, block_of[parts[axis]] if axis < len(parts) else block_of)
+        parts = index if isinstance(index, tuple) else () if index is Ellipsis else (index,)
+        scale, axis = self._scale, 0
+        for block_of, part in zip_longest(self._blocks, parts[: len(self._blocks)], fillvalue=slice(None)):
+            chosen = block_of[part]  # has no axis if `part` is a number
+            scale = scale[(slice(None),) * axis + (chosen,)]
+            axis += chosen.dim()
         return self._values[index].float().mul_(scale)
 
 
 class HFCheckpoint:
     """The safetensors of an HF folder (or hub name), by hub key whatever prefixes the files use.
 
-    FP8 weights with scales (`weight_scale_inv`, one per tensor or per block) are read as the values that they
-    stand for; scales, also those of activations, have no keys here. Other tensors are views of mapped files.
+    FP8 weights with scales are read as the values that they stand for, other tensors are views of mapped
+    files. Scales have no keys here. Raises ConfigError as `tensors_of` when `files` is first asked for.
     """
 
     def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
@@ -69,28 +71,22 @@ class HFCheckpoint:
         self._touched, self._lock = 0, threading.Lock()
 
     @cached_property
-    def files(self) -> dict[str, tuple[str, str]]:
-        """hub key -> (file, key in that file)."""
-        scales = {key for key in self._all_files if _scaled_weight(key) in self._all_files}
-        return {key: place for key, place in self._all_files.items() if key not in scales}
+    def files(self) -> dict[str, OnDisk]:
+        """What there is, by hub key."""
+        return tensors_of(self.folder, lambda key: hub_name(key, self._renames))
+
+    def wrapper(self, key: str) -> str | None:
+        """What all names here begin with, such as `module.`, if `key` is there behind it."""
+        stored = [tensor.key for tensor in self.files.values()]
+        common = os.path.commonprefix(stored)
+        for start in (common[: dot + 1] for dot, letter in enumerate(common) if letter == "."):
+            if any(hub_name(name.removeprefix(start), self._renames) == key for name in stored):
+                return printable(start)
+        return None
 
     @property
     def is_fp8(self) -> bool:
-        return len(self.files) < len(self._all_files)
-
-    @cached_property
-    def _all_files(self) -> dict[str, tuple[str, str]]:
-        found: dict[str, tuple[str, str]] = {}
-        for file in weight_files(self.folder):
-            for key in self._file(file).keys():
-                name = hub_name(key, self._renames)
-                if name in found:
-                    raise ValueError(
-                        f"{self.folder}: {printable(key)} of {file} and {printable(found[name][1])} of "
-                        f"{found[name][0]} are the same tensor of the model; remove one of them."
-                    )
-                found[name] = (file, key)
-        return found
+        return any(tensor.scale for tensor in self.files.values())
 
     def _file(self, name: str) -> Any:
         file = self._open.get(name)  # another thread may release it at any time
@@ -115,36 +111,24 @@ class HFCheckpoint:
                 self._open.clear()
                 self._touched = 0
 
-    def problem(self, key: str) -> str | None:
-        """Why the tensor of that key cannot be trained as it is stored; None if it can."""
-        file, stored_key = self.files[key]
-        dtype = self._file(file).get_slice(stored_key).get_dtype()
-        if dtype not in _DTYPES:
-            return f"is stored as {dtype}"
-        scale = self._all_files.get(key + SCALE)
-        if (dtype == _FP8) != bool(scale):
-            return f"is stored as {dtype} {'with' if scale else 'without'} a scale ({key + SCALE!r})"
-        return None
-
     def shape(self, key: str) -> list[int]:
-        return self.slices(key).get_shape()
+        return self.files[key].shape
 
     def slices(self, key: str) -> Slices:
-        file, stored_key = self.files[key]
-        values = self._file(file).get_slice(stored_key)
-        if scale := self._all_files.get(key + SCALE):
-            return Dequantised(values, self._file(scale[0]).get_tensor(scale[1]))
+        tensor = self.files[key]
+        values = self._file(tensor.file).get_slice(tensor.key)
+        if scale := tensor.scale:
+            return Dequantised(values, self._file(scale.file).get_tensor(scale.key), tensor.blocks)
         return values
 
     def stored(self, key: str) -> Stored:
         """The tensor as the files hold it; FP8 weights in the config's dtype."""
-        file, stored_key = self.files[key]
-        slices = self._file(file).get_slice(stored_key)
-        dtype = _DTYPES[slices.get_dtype()]
-        if key + SCALE in self._all_files:
-            config = json.loads((self.folder / CONFIG_FILE).read_text())
+        tensor = self.files[key]
+        dtype = _DTYPES[tensor.dtype]
+        if tensor.scale:
+            config = json.loads(read_text(self.folder / CONFIG_FILE))
             dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return Stored(stored_key, dtype, tuple(slices.get_shape()))
+        return Stored(tensor.key, dtype, tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
@@ -152,13 +136,4 @@ class HFCheckpoint:
         return sum(self.stored(key).nbytes for key in self.files)
 
 
-def _scaled_weight(key: str) -> str | None:
-    """The FP8 weight whose scale `key` is; None if it is not named like a scale."""
-    for suffix, weight in {SCALE: "", ".activation_scale": ".weight"}.items():
-        if key.endswith(suffix):
-            return key.removesuffix(suffix) + weight
-    return None
-
-
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_FP8 = DTYPE_NAMES[torch.float8_e4m3fn]

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from tqdm import tqdm
 
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -28,6 +29,7 @@ from megatron_vlm.models.weights.rules import (
 READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
 
 
+@reading("path")
 def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: WeightMap) -> None:
     """Fill the weights of this rank's model chunks from the HF checkpoint, reading only their slices.
 
@@ -66,12 +68,10 @@ class Load:
         for key, needed in zip(self.keys, self.rule.hf_shapes(self.param, self.size), strict=True):
             what = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
             if key not in checkpoint.files:
-                raise ValueError(f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete?")
-            if problem := checkpoint.problem(key):
-                raise ValueError(
-                    f"{checkpoint.folder}: {key!r} {problem}; only floating-point numbers, and FP8 with "
-                    "scales, are trained: take the checkpoint in bf16 that it was made from."
-                )
+                why = "is the download complete?"
+                if wrapped := checkpoint.wrapper(key):
+                    why = f"its names begin with {wrapped!r}: save it without"
+                raise ValueError(f"{checkpoint.folder}: lacks {key!r}: {what}; {why}")
             stored = checkpoint.shape(key)
             if not self.rule.fits(stored, needed):
                 raise ValueError(

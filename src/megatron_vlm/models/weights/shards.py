@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vlm.files import open_to_write, write_whole
 from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
 
 DTYPE_NAMES = {
@@ -52,7 +53,7 @@ def split(tensors: Iterable[Stored], shard_bytes: int) -> Iterator[list[Stored]]
 class SafetensorsFile:
     """A file of the given tensors, whose values may come in any order and in parts.
 
-    `close` raises AssertionError if bytes of any tensor are missing. Format:
+    It is on disk after `close`, which raises AssertionError if bytes of any tensor are missing. Format:
     https://huggingface.co/docs/safetensors/index#format
     """
 
@@ -70,7 +71,7 @@ class SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self.path, self._missing = path, end
         self._place = {t.name: (t, 8 + len(text) + header[t.name]["data_offsets"][0]) for t in ordered}
-        self._file = path.open("wb", buffering=0)
+        self._file = open_to_write(path, new=True, buffering=0)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     @property
@@ -89,6 +90,7 @@ class SafetensorsFile:
             self._missing -= part.nbytes
 
     def close(self) -> None:
+        os.fsync(self._file.fileno())
         self._file.close()
         assert not self._missing, f"{self.path}: {self._missing} bytes were not written"
 
@@ -121,4 +123,4 @@ def name_shards(folder: Path, files: dict[str, list[str]]) -> None:
         weight_map |= dict.fromkeys(keys, name)
     size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    write_whole(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")

@@ -109,7 +109,7 @@ class Milestones:
 
 
 def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: int = 0) -> Milestones:
-    """Those of a run that has trained `done` steps, and `rows` rows of its data.
+    """The milestones of a run that has trained `done` steps, and `rows` rows of its data.
 
     With `train.epochs`, the last step is the first after which every row of these epochs has had its place in
     a global batch. If the rows do not fill that batch, rows of the following epoch do, so no row is left out

@@ -1,0 +1,48 @@
+"""Media as records name them: paths in another form than the file's, and base64 without a head."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import unicodedata
+from collections import defaultdict
+from pathlib import Path, PurePosixPath
+
+from megatron_vlm.signatures import is_medium, what_is
+
+SHORTEST_FILE = 100  # characters of base64
+
+
+def meant(name: str, root: Path) -> Path | None:
+    """The file under `root` whose path differs from `name` only in slashes, case, how accents are written and
+    spaces at its ends; None unless there is exactly one."""
+    path = PurePosixPath(name.strip().replace("\\", "/"))
+    if path.is_absolute() and path.is_relative_to(root):
+        path = path.relative_to(root)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        return None
+    found = [root]
+    for part in path.parts:
+        found = [folder / name for folder in found for name in _names(folder).get(_form(part), ())]
+    return found[0] if len(found) == 1 and found[0].is_file() else None
+
+
+@functools.lru_cache(maxsize=16)
+def _names(folder: Path) -> dict[str, list[str]]:
+    names = defaultdict(list)
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        names[_form(name)].append(name)
+    return names
+
+
+def _form(name: str) -> str:
+    return unicodedata.normalize("NFC", name).strip().casefold()
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is an image or a video in base64, by its beginning."""
+    try:
+        return len(text) >= SHORTEST_FILE and is_medium(what_is(base64.b64decode(text[:64], validate=True)))
+    except ValueError:
+        return False

@@ -1,0 +1,73 @@
+"""A process beside one that nothing waits for: it says why that ended, if it could not say so itself.
+
+A crash in compiled code, a kill, and code that never lets the interpreter go leave no time for Python. The
+guard needs nothing of the process that it guards. faulthandler writes stacks to it, through a socket so small
+that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `last_words`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+
+from megatron_vlm.job import ranks
+from megatron_vlm.job.last_words import by_signal, held, say
+
+# as faulthandler calls them
+_CRASHES = {"Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}
+_CRASHES |= {"Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE}
+_SPEAKS_AFTER = 0.05  # seconds, in which the first line has come
+_RANKS_END = 10  # seconds, in which ranks notice that their launcher is no more
+
+
+def start(record: ranks.RankFile, stacks: int = 2, folder: str | None = None) -> int:
+    """Start the guard of this process, which ends with it; `record` must be in memory.
+
+    What faulthandler writes to the returned descriptor goes to the descriptor `stacks`. A process that has a
+    `folder` for the time of its work is done when it has removed that; else the guard removes it.
+    """
+    try:
+        guarded = os.pidfd_open(os.getpid())
+    except OSError:  # Linux before 5.3, or a container that forbids it: the stacks are all that is left
+        return stacks
+    ours, heard = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its least, some 4 KB
+    if (between := os.fork()) == 0:
+        try:
+            os.setsid()
+            if os.fork() == 0:  # nobody's child, so that nobody waits for it or takes it for a data worker
+                ours.close()
+                _attend(record, heard, guarded, stacks, folder)
+        finally:
+            os._exit(0)
+    os.waitpid(between, 0)
+    heard.close()
+    os.close(guarded)
+    return ours.detach()  # it stays open as long as this process lives
+
+
+def _attend(
+    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int, folder: str | None
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    first = ""
+    if heard in select.select([heard, guarded], [], [])[0]:
+        time.sleep(_SPEAKS_AFTER)
+        first = heard.recv(256, socket.MSG_PEEK).decode(errors="replace")
+    content = record.read()
+    if not content["ended"] and (folder is None or os.path.exists(folder)):
+        who = f"process {content['pid']}"
+        number = next((number for name, number in _CRASHES.items() if name in first), None)
+        said = held(who, content) if first.startswith("Timeout") else by_signal(who, number, content)
+        say(f"megatron-vlm: {said}")
+    while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
+        os.write(stacks, stack)
+    if folder is not None:
+        os.closerange(0, 3)  # who reads what the process printed shall not wait
+        time.sleep(_RANKS_END)
+        shutil.rmtree(folder, ignore_errors=True)

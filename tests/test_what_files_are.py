@@ -1,0 +1,358 @@
+"""What a file of rows or media is decides how it is read, not what it is called."""
+
+import base64
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+from sources import image_bytes, record, write_sharegpt
+
+from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm.data.chatml import BadSample, training_conversation
+from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.data.load.limits import LimitedDrops
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.on_disk import plain
+from megatron_vlm.data.on_disk.lines import first_records
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.records import conversation_of, images_of
+from megatron_vlm.data.records.streams import StreamedRows
+from megatron_vlm.data.records.tables import open_table
+from megatron_vlm.data.records.unread import first_words
+
+RECORDS = [record(number) for number in range(7)]
+PLAIN = [{"question": f"où, {n}?\n<image>", "answer": '"là"', "image": f"images/{n}-0.jpg"} for n in range(4)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in RECORDS)
+
+
+def zipped(text: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("inside/rows.txt", text)
+    return buffer.getvalue()
+
+
+def table(delimiter: str, newline: str = "\r\n") -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(PLAIN[0]), delimiter=delimiter, lineterminator=newline)
+    writer.writeheader()
+    writer.writerows(PLAIN)
+    return text.getvalue()
+
+
+def parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(pa.Table.from_pylist(PLAIN), sink)
+    return sink.getvalue().to_pybytes()
+
+
+UTF_8 = LINES.encode()
+FORMS = {
+    "lines": UTF_8,
+    "old line ends": UTF_8.replace(b"\n", b"\r"),
+    "windows' line ends": UTF_8.replace(b"\n", b"\r\n"),
+    "byte order mark": b"\xef\xbb\xbf" + UTF_8,
+    "utf-16": LINES.encode("utf-16"),
+    "utf-16 of the other order": b"\xfe\xff" + LINES.encode("utf-16-be"),
+    "array": json.dumps(RECORDS).encode(),
+    "pretty array": b"\n" + json.dumps(RECORDS, indent=2).encode(),
+    "an array of lines": b"[\n" + b",\n".join(UTF_8.splitlines()) + b"\n]",
+    "commas first": b"[" + b"\n,".join(UTF_8.splitlines()) + b"]\n",
+    "mapping": json.dumps({f"id {n}": row for n, row in enumerate(RECORDS)}).encode(),
+    "pretty mapping": json.dumps({str(n): row for n, row in enumerate(RECORDS)}, indent=1).encode(),
+    "data": json.dumps({"version": 1, "data": RECORDS}).encode(),
+    "pretty objects": "\n".join(json.dumps(row, indent=1) for row in RECORDS).encode(),
+    "gzip": gzip.compress(UTF_8),
+    "zstd": pa.compress(UTF_8, "zstd", asbytes=True),
+    "bz2": bz2.compress(UTF_8),
+    "xz": lzma.compress(UTF_8),
+    "zip": zipped(UTF_8),
+    "gzip of utf-16 of an array": gzip.compress(json.dumps(RECORDS).encode("utf-16")),
+}
+TABLES = {
+    "csv": table(",").encode(),
+    "tsv": table("\t").encode(),
+    "semicolons": table(";").encode("utf-8-sig"),
+    "csv with old line ends": table(",", "\r").encode(),
+    "gzip of csv in utf-16": gzip.compress(table(",").encode("utf-16")),
+    "parquet": parquet(),
+    "zip of parquet": zipped(parquet()),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows"])
+@pytest.mark.parametrize("form", FORMS)
+def test_records_are_read_from_any_form_under_any_name(tmp_path, form, name):
+    write_sharegpt(tmp_path, len(RECORDS))
+    (tmp_path / name).write_bytes(FORMS[form])
+    rows = open_table(tmp_path / name)
+    assert [rows.record(index) for index in range(len(rows))] == [(row, tmp_path) for row in RECORDS]
+    assert rows.origin(0)[0] == str(tmp_path / name)
+    assert list(first_records(tmp_path / name)) == RECORDS
+    assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
+    again = open_table(tmp_path / name)
+    assert (again.fingerprint(), again.identity) == (rows.fingerprint(), rows.identity)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+@pytest.mark.parametrize("form", TABLES)
+def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
+    write_sharegpt(tmp_path, len(RECORDS))
+    (tmp_path / name).write_bytes(TABLES[form])
+    rows = open_table(tmp_path / name)
+    found = [rows.record(index) for index in range(len(rows))]
+    assert [root for _, root in found] == [tmp_path] * len(PLAIN)
+    stream = StreamedRows.open(str(tmp_path / name), RecordLayout())
+    assert [row["answer"] for row in stream.stream] == [row["answer"] for row in PLAIN]
+    for (read, root), row in zip(found, PLAIN, strict=True):
+        assert [turn["content"] for turn in read["messages"]] == [row["question"], row["answer"]]
+        assert images_of(read, root) == [(tmp_path / row["image"]).read_bytes()]
+    assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
+
+
+def test_prepare_writes_what_a_packed_file_holds(tmp_path):
+    write_sharegpt(tmp_path, len(RECORDS))
+    (tmp_path / "rows").write_bytes(gzip.compress(FORMS["pretty mapping"]))
+    summary = prepare_energon_dataset(tmp_path / "rows", tmp_path / "out", workers=1, progress=False)
+    assert sum(summary.samples.values()) == len(RECORDS)
+
+
+def test_a_changed_packed_file_is_unpacked_again(tmp_path):
+    for count in (2, 3):
+        (tmp_path / "rows.gz").write_bytes(gzip.compress(b"".join(UTF_8.splitlines(True)[:count])))
+        assert len(open_table(tmp_path / "rows.gz")) == count
+
+
+def test_processes_that_start_together_read_one_copy(tmp_path):
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(FORMS["pretty array"]))
+    with ThreadPoolExecutor(8) as together:
+        tables = list(together.map(open_table, [tmp_path / "rows.gz"] * 8))
+    assert [len(table) for table in tables] == [len(RECORDS)] * 8
+    assert len(list((tmp_path / "cache/unpacked").iterdir())) == 2  # what was packed, and its lines
+
+
+def test_what_is_unpacked_leaves_room_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain, "free_bytes", lambda path: 1_000_000)
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(bytes(3 << 20)))
+    with pytest.raises(ValueError, match="a gzip file, cannot be read .it holds over 0.9 MB, and no more is"):
+        open_table(tmp_path / "rows.gz")
+    assert not (tmp_path / "cache/unpacked").exists()
+
+
+def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "one.jsonl").write_text(json.dumps(turns))
+    assert open_table(tmp_path / "one.jsonl").record(0)[0] == {"messages": turns}
+    (tmp_path / "two.jsonl").write_text(f"{json.dumps(turns)}\n" * 2)
+    assert list(first_records(tmp_path / "two.jsonl")) == [{"messages": turns}] * 2
+    (tmp_path / "cut.jsonl").write_bytes(
+        UTF_8[9:] + '{"question": "où?"}\n'.encode("latin-1") + "{}çà".encode()
+    )
+    rows = open_table(tmp_path / "cut.jsonl")
+    assert [rows.record(index)[0] for index in range(1, 7)] == RECORDS[1:]
+    for index, said in (
+        (0, "Extra data|Expecting"),
+        (7, "text that is not in UTF-8; run"),
+    ):
+        with pytest.raises(BadSample, match=f"bad_json.*(?:{said})"):
+            rows.record(index)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (
+            LINES.replace("Which", "Où").encode("latin-1"),
+            "is text that is not in UTF-8; run `iconv",
+        ),
+        (b"<!doctype html><html>", "is an HTML or XML page; download the file itself again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*; run `git lfs pull`"),
+        (image_bytes(1), "is a JPEG image; name it under `images` in a record"),
+        (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; download it again, or unpack it"),
+        (zipped(UTF_8)[:-40], "a zip archive, cannot be read .*; download it again, or unpack it"),
+        (
+            pa.compress(UTF_8 * 99, "zstd", asbytes=True)[:-10],
+            "a zstd file, cannot be read .*; download it again, or unpack it",
+        ),
+        (b"", "is an empty file; download"),
+        (bytes(99), "begins with zeros alone; download it again"),
+        (b"Hello.\nThis, then, is text.\n", "holds no JSON record|is not valid JSON"),
+    ],
+)
+def test_what_cannot_be_rows_is_named(tmp_path, content, said):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=f"rows.jsonl.*(?:{said})"):
+        open_table(tmp_path / "rows.jsonl")
+    [problem] = source_problems(str(tmp_path / "rows.jsonl"), None, {}, False)
+    assert re.search(said, problem)
+
+
+# -- media
+
+
+@pytest.mark.parametrize(
+    "name", ["im\\A b.PNG", "IM/a B.png", " Im/A b.PNG\n", "./im//A b.PNG", "{root}/im/a b.PNG"]
+)
+def test_a_path_in_another_form_leads_to_the_only_file_that_fits(tmp_path, name):
+    (tmp_path / "Im").mkdir()
+    (tmp_path / "Im/A b.PNG").write_bytes(b"image")
+    assert read_media(name.format(root=tmp_path), tmp_path) == b"image"
+
+
+def test_of_several_files_that_fit_none_is_taken_and_none_outside(tmp_path):
+    for name in ("root/Im/A.PNG", "root/im/a.png", "out/b.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "root/LINK").symlink_to(tmp_path / "out")
+    assert read_media("Im/A.PNG", tmp_path / "root") == b"root/Im/A.PNG"
+    for name in ("IM/A.png", "..\\out\\b.png", "link\\b.png", "/Im/a.png"):
+        with pytest.raises(BadSample, match="missing_media"):
+            read_media(name, tmp_path / "root")
+
+
+def test_base64_is_read_without_its_head(tmp_path):
+    for content in (image_bytes(1), image_bytes(1, "PNG"), image_bytes(1, "WEBP"), image_bytes(1, "BMP")):
+        assert read_media(base64.b64encode(content).decode(), tmp_path) == content
+        assert read_media(base64.encodebytes(content).decode(), tmp_path) == content
+    with pytest.raises(BadSample, match="missing_media"):
+        read_media(base64.b64encode(content).decode()[:-3] + "!", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(9), "a HEIC image; convert it to PNG or JPEG"),
+        (b"%PDF-1.7\n", "a PDF; convert its pages"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the file; run"),
+        (b"ID3\4", "an MP3 sound; sound is not read"),
+        (b"\n<html>404", "an HTML or XML page; download"),
+        (b"\0\0\0\x18ftypisom\0\0\0\0isommp41" + bytes(9), "an MP4 or MOV video; name it under `videos`"),
+        (b"\x89PNG\r\n\x1a\nthis is no more", "a PNG image by its beginning, and damaged; replace it"),
+        (b"not found", "it is text; replace it"),
+    ],
+)
+def test_what_cannot_be_an_image_is_named(content, said):
+    with pytest.raises(BadSample, match=f"image_undecodable.*{said}"):
+        decode_image(content)
+
+
+def told(folder: Path, rows: list[dict]) -> list[str]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(first_words(open_table(folder / "rows.jsonl")))
+
+
+def test_other_forms_are_counted_and_said_once(tmp_path):
+    (tmp_path / "im").mkdir()
+    for number in range(3):
+        (tmp_path / f"im/{number}.png").write_bytes(image_bytes(number))
+    plain = {"question": "q", "answer": "a"}
+    [said] = told(
+        tmp_path, [plain | {"image": f"IM\\{n}.png"} for n in range(3)] + [plain | {"image": "im/0.png"}]
+    )
+    assert "3 media paths of its first 4 records" in said and said.endswith("is read as im/0.png")
+    [mapped, left] = told(
+        tmp_path,
+        [
+            *(plain | {"question": "<img> q", "image": "im/0.png"} for _ in range(2)),
+            plain | {"question": "<img><img> q", "image": "im/0.png"},
+            plain | {"question": "what is <img> in HTML?"},
+        ],
+    )
+    assert "2 of its first 4 records write <img> where their images stand; it is read as <image>" in mapped
+    assert "1 of its first 4 records write <img> not once for each of their images, so it stays text" in left
+
+
+def test_the_column_that_is_not_read_is_the_last_line(tmp_path):
+    rows = [{"question": "<image>", "answer": "a", "pictures": [image_bytes(1)]}] * 3
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows")
+    [hint] = first_words(open_table(tmp_path / "rows"))
+    assert hint.endswith("data.columns.images=pictures reads it")
+    with pytest.raises(ValueError, match="nothing to write") as refusal:
+        prepare_energon_dataset(tmp_path / "rows", tmp_path / "out", workers=1, progress=False)
+    assert str(refusal.value).splitlines()[-1] == hint
+    report = DropReport()
+    LimitedDrops(report, 0.1).note([hint])
+    report.drop("a", "placeholder_mismatch")
+    with pytest.raises(TooManyDrops) as ended:
+        report.check(0.0)
+    assert str(ended.value).splitlines()[-1] == hint
+
+
+# -- placeholders of other models
+
+
+def parts(text: str, images: int, videos: int = 0, reply: str = "a") -> list[str]:
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+    messages, _ = training_conversation({"messages": turns}, images, videos)
+    assert messages[1]["content"] == [{"type": "text", "text": reply}]
+    return [part.get("text", part["type"].upper()) for part in messages[0]["content"]]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        *(
+            "<img>",
+            "<img></img>",
+            "<img>a.png</img>",
+            "<|image_pad|>",
+            "<|vision_start|><|image_pad|><|vision_end|>",
+        ),
+        *(
+            "[IMG]",
+            "<image_placeholder>",
+            "<start_of_image>",
+            "<|image|>",
+            "<ImageHere>",
+            "<IMG_CONTEXT>",
+            "<Image>",
+        ),
+        *("<|begin_of_image|><|image|><|end_of_image|>", "<img><IMG_CONTEXT></img>", "[image]", "<image/>"),
+    ],
+)
+def test_a_placeholder_of_another_model_is_the_images(spelling):
+    assert parts(f"a {spelling}\nb{spelling}", 2) == ["a ", "IMAGE", "\nb", "IMAGE"]
+    assert parts(f"a {spelling}\nb", 0) == [f"a {spelling}\nb"]  # no images: text
+    assert parts(f"a {spelling}\nb", 2) == ["IMAGE", "IMAGE", f"a {spelling}\nb"]
+    assert parts(f"<image>a {spelling}", 1, reply=spelling) == ["IMAGE", f"a {spelling}"]
+    with pytest.raises(BadSample, match="1 placeholders for 2 images, and 1 .*text beside"):
+        parts(f"<image>a {spelling}", 2)
+
+
+def test_numbered_placeholders_and_those_of_videos():
+    assert parts("<|image_1|>a<|image_2|>", 2) == ["IMAGE", "a", "IMAGE"]
+    assert parts("<image 0> or <image 1>?", 2) == ["IMAGE", " or ", "IMAGE", "?"]
+    assert parts("<image_2>a<image_1>", 2) == ["IMAGE", "IMAGE", "<image_2>a<image_1>"]
+    assert parts("<img>a[IMG]", 2) == ["IMAGE", "IMAGE", "<img>a[IMG]"]
+    assert parts("<|video_pad|>a<img>", 1, 1) == ["VIDEO", "a", "IMAGE"]
+    assert parts("<image>a<vid>", 1, 1) == ["IMAGE", "a", "VIDEO"]
+
+
+def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
+    rows = datasets.Dataset.from_list(PLAIN)
+    datasets.DatasetDict({"a": rows, "b": rows}).save_to_disk(tmp_path / "ab")
+    with pytest.raises(ValueError, match="has no split train, but a, b; give the folder of one, .*/ab/a"):
+        open_table(tmp_path / "ab")
+    assert len(open_table(tmp_path / "ab/a")) == len(PLAIN)
+
+
+def test_conversations_of_rows_are_those_of_lines(tmp_path):
+    """The guard of the tests above: records have turns."""
+    assert conversation_of(RECORDS[0])["conversations"][1]["value"] == "number 0"
