@@ -194,7 +194,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     run = RunConfig(run_dir="none", parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
     source = open_source(path)
     ddp = starting_model(run, source)
-    objective = Preferences(ddp, BETA)
+    step_loss = Preferences(ddp, BETA)
     chunks = [chunk.module for chunk in ddp]
     import_hf(chunks, Path(case["moved"]), source.weight_map)
 
@@ -206,7 +206,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     mine = [parity.on_device(batch) for batch in batches[rank::ranks]]
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    reports, logged = objective(ddp, mine), BySource((), LOGGED)
+    reports, logged = parity.backward(ddp, mine, step_loss), BySource((), LOGGED)
     logged.count(mine, reports)
     loss, _ = mean_loss(reports)
     sums = logged.sums()
@@ -221,7 +221,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
         scale = parity.gradient_scale(case["grads"], key)
         difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
     with torch.no_grad():
-        valid, _ = mean_loss(objective(ddp, mine, forward_only=True))
+        valid, _ = mean_loss(step_loss(ddp, mine, forward_only=True)[0])
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, (difference, seen))
     found = set().union(*(each[1] for each in every))

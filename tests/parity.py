@@ -443,7 +443,7 @@ class Model:
         import_hf(self.chunks, path, self.family.weight_map(hf_config))
         if run.adapter.used:
             load_adapters(self.chunks, Path(path), run.adapter.start)
-        self.chunks[0].config.calculate_per_token_loss = per_token_loss
+        self.step_loss = None if per_token_loss else mean_of_means
         self.ddp = gradients.data_parallel(self.chunks, run)
 
     def compare(self, case: dict) -> dict:
@@ -455,7 +455,7 @@ class Model:
         mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
-        loss, _ = step.mean_loss(step.forward_backward(self.ddp, [batch for batch, _ in mine]))
+        loss, _ = step.mean_loss(backward(self.ddp, [batch for batch, _ in mine], self.step_loss))
         if layout.distributed_optimizer:
             gather_sharded_grads(self.ddp)
         worst, seen = (0.0, ""), []
@@ -501,6 +501,29 @@ class Model:
         ranks = parallel_state.get_data_parallel_world_size() * self.run.parallel.model_size
         assert ranks == dist.get_world_size()
         return result
+
+
+def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = None) -> list[dict]:
+    """Gradients as a training step has them, without the step; the reports of its loss, by default the
+    tokens'."""
+    from megatron_vlm.training.gradients import finalize_gradients
+    from megatron_vlm.training.step import token_losses
+
+    reports, weight = (step_loss or token_losses)(ddp, micro_batches)
+    finalize_gradients(ddp, weight)
+    return reports
+
+
+def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], float]:
+    """What gradients must not be: those of the mean over micro batches of their mean losses."""
+    from megatron_vlm.models.schedule import run_schedule
+    from megatron_vlm.training.step import streams_of, token_loss
+
+    def mean_loss(stream: Any, losses_N: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        total, report = token_loss(stream, losses_N)
+        return total / max(1, len(losses_N)), report
+
+    return run_schedule(ddp, streams_of(ddp, micro_batches), mean_loss), len(micro_batches)
 
 
 def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]]:

@@ -97,7 +97,7 @@ def gradients(ddp: list, micro_batches: list[dict]) -> dict:
 
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    loss, tokens = step.mean_loss(step.forward_backward(ddp, micro_batches))
+    loss, tokens = step.mean_loss(parity.backward(ddp, micro_batches))
     params = dict(ddp[0].module.named_parameters())
     grads = {name: param.main_grad.clone() for name, param in params.items() if param.requires_grad}
     return {"loss": loss, "tokens": tokens, "grads": grads, "names": list(params)}

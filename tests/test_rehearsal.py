@@ -85,15 +85,15 @@ def real_step(run: RunConfig, hf_config) -> dict:
         model = data_parallel(build_model(run, family, hf_config, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
-        objective, _ = objective_of(run, model)
+        step_loss, _ = objective_of(run, model)
         held, peaks = memory.alive, []
         batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
         for _ in range(3):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
-            train_step(model, optimizer, scheduler, batches, objective=objective)
+            train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
             peaks.append(memory.peak)
     with FlopCounterMode(display=False) as counter:  # a step of its own: it keeps inputs to the end
-        train_step(model, optimizer, scheduler, batches, objective=objective)
+        train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
     return {"peak": min(peaks), "held": held, "products": float(products)}
