@@ -213,13 +213,12 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     torch.distributed.all_reduce(sums)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(ddp)
-    difference, seen = (0.0, ""), set()
+    difference, seen, scales = (0.0, ""), set(), parity.gradient_scales(case["grads"])
     for key, grad in parity.gradients_of(chunks, source.weight_map.rules):
         seen.add(key)
         theirs = case["grads"].get(key)
         theirs = torch.zeros_like(grad) if theirs is None else theirs
-        scale = parity.gradient_scale(case["grads"], key)
-        difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
+        difference = max(difference, ((grad - theirs).abs().max().item() / scales(key), key))
     with torch.no_grad():
         valid, _ = mean_loss(step_loss(ddp, mine, forward_only=True)[0])
     every: list[Any] = [None] * torch.distributed.get_world_size()
