@@ -51,7 +51,7 @@ def run_schedule(
 def vlm_step(
     loss: StreamLoss, head: Callable[..., Tensor], streams: Iterator[Stream], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, Any]]]:
-    """Moves the next stream through one chunk: with its first two arguments bound, Megatron's forward step."""
+    """Moves the next stream through one chunk. With its first two arguments bound, it is Megatron's step."""
     watchdog.beat()
     stream = next(streams)
 
