@@ -88,7 +88,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
         step_loss, _ = objective_of(run, model)
         held, peaks = memory.alive, []
         batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
-        for _ in range(3):  # threads of gloo may keep what they were given for a while
+        for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
             train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
             peaks.append(memory.peak)
