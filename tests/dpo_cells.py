@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +135,7 @@ def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
     from megatron_vlm.data.preferences.pairs import with_pairs
+    from megatron_vlm.data.records.normalise import normalise
 
     needs = parts.data_needs(config)
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
@@ -144,7 +144,7 @@ def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[
         ChatMLSample(
             __key__=str(n),
             __restore_key__=(),
-            conversation=json.dumps(record),
+            conversation=normalise(record)[0],
             imgs=[_png(image) for image in images] or None,
         )
         for n, (record, images) in enumerate(records())

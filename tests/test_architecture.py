@@ -16,7 +16,7 @@ LINES = 33_230
 CORE_LINES = 6_570  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
-    *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
+    *("data/records/normalise", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
     *("data/load/orders", "data/encode/encoder", "data/encode/document", "data/encode/chat_template"),
     *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),

@@ -1,7 +1,6 @@
 """A medium that takes too long costs its sample and no more, wherever the time passes."""
 
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -187,7 +186,7 @@ def test_an_encoder_counts_a_late_clip_and_trains_on_the_next_sample(qwen, long_
 
     def sample(question, **media):
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "b"}]
-        return ChatMLSample(__key__="s", __restore_key__=(), conversation=json.dumps(talk), **media)
+        return ChatMLSample(__key__="s", __restore_key__=(), conversation=talk, **media)
 
     with pytest.raises(SkipSample):
         encode(sample("<video>a", videos=[long_clip]))
