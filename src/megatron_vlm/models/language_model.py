@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.checks.layout import misfit
 from megatron_vlm.config import ConfigError, ModelConfig, RunConfig
+from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention

@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig, derived
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models import costs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
