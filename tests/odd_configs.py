@@ -95,7 +95,7 @@ class _Tried:
         self.logits: dict[tuple, torch.Tensor] = {}  # (rows, weights) -> those of the unchanged checkpoint
 
     def verdict(self, cell: Cell) -> dict:
-        from megatron_vlm.models.families import family_for
+        from megatron_vlm.models.families import describe
 
         kind = (cell.rows, cell.same_weights)
         if kind not in self.logits and cell.change:
@@ -105,7 +105,7 @@ class _Tried:
         if isinstance(hf_config, Exception):
             return {"verdict": "refused", "why": repr(hf_config)}  # by its class, so by us: `hf.as_hf_config`
         try:
-            family_for(hf_config)
+            describe(hf_config)
         except ValueError as error:
             return {"verdict": "refused", "why": str(error)}
         try:

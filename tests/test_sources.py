@@ -733,7 +733,7 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
         conversation=json.dumps(conversation_of(record)),
         imgs=images_of(record, tmp_path),
     )
-    needs = load(family).data_needs(AutoConfig.from_pretrained(path))
+    needs = load(family)(AutoConfig.from_pretrained(path)).data_needs
     encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ
     trained = encoded.labels[encoded.labels != -100]
