@@ -21,7 +21,7 @@ class Description(ABC):
 
     A family, the code for one HF `model_type`, is a subclass; class attributes hold for all its checkpoints.
     `hf_config` is Transformers' config of the whole model, `text` and `vision` are its sections. Properties
-    are computed when they are read, because `models.weights.ties` may still change `tie_word_embeddings`.
+    are computed when they are read: a look at the weights may still change `hf_config.tie_word_embeddings`.
     """
 
     model_type: str

@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.weights.ties import settle_ties
+from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
 from megatron_vlm.weight_files import description_problems, has_weights
 
@@ -58,7 +58,7 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
     """
     description = describe(load_config(path))
     folder = resolve(path)
-    settle_ties(description.hf_config, description.weight_map, folder, tied)
+    description.hf_config.tie_word_embeddings = are_tied(description.weight_map, folder, tied)
     return Source(folder, description)
 
 
@@ -85,7 +85,7 @@ def look_at(path: str | Path) -> tuple[Any, str | None]:
     hf_config = load_config(path)
     description = describe(hf_config)
     if Path(path).is_dir() and has_weights(Path(path)):
-        settle_ties(hf_config, description.weight_map, Path(path))
+        hf_config.tie_word_embeddings = are_tied(description.weight_map, Path(path))
     elif hf_config.tie_word_embeddings:
         return hf_config, (
             "Assumed, as the weights were not read: the output layer is the embedding, which config.json "

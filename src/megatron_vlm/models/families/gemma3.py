@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -53,9 +52,7 @@ class Gemma3Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = Gemma3MultiModalProjector(hf_config)
 
     def forward(self, pixel_values: Tensor) -> Tensor:

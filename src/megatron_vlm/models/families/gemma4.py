@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -114,13 +113,8 @@ class Gemma4Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config),
-            attn_implementation="sdpa",
-            dtype=torch.float32,  # not that of config.json: `standardize` has buffers, which stay as they are
-            trust_remote_code=False,
-        )
-        self.vision_tower = use_segments(tower)
+        # not in the dtype of config.json: `standardize` has buffers, which stay as they are
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config, dtype=torch.float32))
         self.embed_vision = Gemma4MultimodalEmbedder(hf_config.vision_config, hf_config.text_config)
         self.pooled = hf_config.vision_config.pooling_kernel_size
 

@@ -5,12 +5,10 @@ The processor cuts an image into tiles and adds a thumbnail; a tile is an item o
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -70,9 +68,7 @@ class InternVLVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = InternVLMultiModalProjector(hf_config)
         self.feature_layer, self.ratio = hf_config.vision_feature_layer, hf_config.downsample_ratio
         self.side = _patches_a_side(hf_config.vision_config)

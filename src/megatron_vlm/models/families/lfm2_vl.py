@@ -6,13 +6,11 @@ Mistral, Qwen2 or Qwen3.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModel
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -50,11 +48,7 @@ class Siglip2Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = use_segments(
-            AutoModel.from_config(
-                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-            )
-        )
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config))
         self.multi_modal_projector = Lfm2VlMultiModalProjector(hf_config)
         self.factor = hf_config.downsample_factor
 

@@ -5,12 +5,10 @@ The tower is CLIP's or SigLIP's, for images of one size, or Pixtral's, for image
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -61,9 +59,7 @@ class LlavaVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
+        tower = towers.hf_tower(hf_config.vision_config)
         self.vision_tower = use_segments(tower) if hf_config.vision_config.model_type == PIXTRAL else tower
         self.multi_modal_projector = LlavaMultiModalProjector(hf_config)
         layers = hf_config.vision_feature_layer

@@ -7,13 +7,11 @@ end of each row of features. An image among others is one tile. So is a frame, w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionModel,
     LlavaOnevisionMultiModalProjector,
@@ -69,9 +67,7 @@ class OneVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = LlavaOnevisionMultiModalProjector(hf_config)
         self.image_newline = nn.Parameter(torch.zeros(hf_config.text_config.hidden_size))
         self.config = hf_config  # Transformers' functions for features read it, and nothing else of a model

@@ -8,11 +8,9 @@ tokens get features.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -49,11 +47,7 @@ class PixtralVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = use_segments(
-            AutoModel.from_config(
-                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-            )
-        )
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config))
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
         layer = hf_config.vision_feature_layer
         self.feature_layer = layer if isinstance(layer, int) else layer[0]

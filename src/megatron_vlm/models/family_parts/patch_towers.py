@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, vision_utils
+from transformers import PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
@@ -148,9 +147,7 @@ class PatchFamily(Description):
         return GridVision(self.tower(), self.deepstack_features)
 
     def tower(self) -> PreTrainedModel:
-        """Transformers' module, with "sdpa" as its attention."""
-        vision = deepcopy(self.vision)
-        return AutoModel.from_config(vision, attn_implementation="sdpa", trust_remote_code=False)
+        return towers.hf_tower(self.vision)
 
     @property
     def deepstack_features(self) -> int:

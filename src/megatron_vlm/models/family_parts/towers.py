@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import AutoModel, PreTrainedModel
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import keys
@@ -29,6 +31,13 @@ def layers_exist(layers: Any, hf_config: Any) -> bool:
     count = hf_config.vision_config.num_hidden_layers + 1
     layers = [layers] if isinstance(layers, int) else layers
     return len(layers) > 0 and all(-count <= layer < count for layer in layers)
+
+
+def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
+    """Transformers' tower for this config, a copy of which it keeps, with "sdpa" as its attention."""
+    return AutoModel.from_config(
+        deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
+    )
 
 
 def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> nn.Module:
