@@ -173,7 +173,7 @@ class TrainConfig:
     )
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
     hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
-    objective: str = "tokens"  # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
+    objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: float = 0.1  # how much a model may leave the starting weights; less leaves them further
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.checks.adapter_settings import adapter_problems
-from megatron_vlm.checks.data_on_disk import data_problems, too_few_records
+from megatron_vlm.checks.data_on_disk import data_problems, record_problems, too_few_records
 from megatron_vlm.checks.layout import layout_problems, misfit, sizes_in
 from megatron_vlm.checks.model_on_disk import (
     checkpoint_problems,
@@ -16,7 +16,6 @@ from megatron_vlm.checks.model_on_disk import (
     run_dir_problems,
     start_problems,
 )
-from megatron_vlm.checks.objective_settings import objective_problems, pair_problems
 from megatron_vlm.checks.patterns import problem as pattern_problem
 from megatron_vlm.config import (
     EPOCH,
@@ -29,9 +28,10 @@ from megatron_vlm.config import (
 )
 from megatron_vlm.data.paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
+from megatron_vlm.objectives import OBJECTIVES, objective_of
 
 CHOICES = {
-    "train.objective": ("tokens", "dpo"),
+    "train.objective": tuple(OBJECTIVES),
     "model.dtype": ("bf16", "fp32"),
     "model.attention": ("auto", "dense", "documents", "varlen"),
     "model.recompute": ("none", "selective", "full"),
@@ -83,14 +83,15 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
 
     Raises ConfigError with every problem found, one a line.
     """
-    found = list(model_problems(config, needs_data, config.train.objective == "dpo"))
+    needs_start = objective_of(config).reference_passes > 0
+    found = list(model_problems(config, needs_data, needs_start))
     if needs_data:
         data = config.data
         ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
         for key in ("train_data_path", "valid_data_path"):
             found += data_problems(data, f"data.{key}", getattr(data, key))
         found += [] if found else too_few_records(data, ranks)
-        found += pair_problems(data) if config.train.objective == "dpo" else ()
+        found += record_problems(config)
     found += run_dir_problems(config.run_dir)
     if found:
         raise ConfigError("\n".join(found))
@@ -153,7 +154,8 @@ def _setting_problems(config: RunConfig) -> Iterator[str]:
         yield f"train.hang_seconds: {config.train.hang_seconds:g} is not between 1 and {LONGEST_HANG}."
     yield from _length_problems(config)
     yield from _part_problems(config)
-    yield from objective_problems(config)
+    if config.train.objective in OBJECTIVES:
+        yield from objective_of(config).problems(config)
     optimizer, steps = config.optimizer, config.train.steps
     if (steps or 0) >= 1 and not 0 <= (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."

@@ -21,7 +21,7 @@ from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
-from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
+from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
@@ -183,8 +183,11 @@ def build_model(
     if config.parallel.pp > 1:
         costs = stage_costs(config, architecture, image_cost(config, family, hf_config))
     megatron_config = language_model_config(config, architecture, costs)
+    backends = kernel_checks.attention_backends(megatron_config, config.model, device)
+    megatron_config.attention_backends = backends
     if device.type == "cuda":
-        check_kernels(megatron_config, device)
+        kernel_checks.check_fused(megatron_config, device)
+        kernel_checks.check_weight_gradients(megatron_config, device)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):
@@ -202,7 +205,7 @@ def build_model(
         if adapts:
             add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
-            check_towers(chunk.vision, device, megatron_config.params_dtype)
+            kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks
 
 

@@ -21,7 +21,7 @@ from megatron_vlm.messages import check_number
 from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
-from megatron_vlm.models.schedule import in_evaluation, run_schedule
+from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
@@ -41,7 +41,6 @@ from megatron_vlm.training.gradients import (
     step_if_finite,
 )
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import streams_of
 
 SMALLEST_TEMPERATURE = 1e-4  # fp32 logits, divided by less, have no digits left that tell tokens apart
 Samples = Sequence[Mapping[str, Any]]
