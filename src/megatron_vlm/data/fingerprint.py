@@ -34,6 +34,13 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
+def data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The fields about rows and processor in which two fingerprints differ; the order of rows may differ."""
+    names = ("dataset", "shards", "chat_template", "tokenizer", "processor")
+    pairs = {name: (saved.get(name), current.get(name)) for name in names}
+    return [name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair]
+
+
 def encoder_settings(encoder: Any) -> dict:
     """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
