@@ -15,7 +15,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import unpadded
 
 BETA, SEQ_LENGTH = 0.3, 2048
 PROMPTS = ("t", "it", "ititit", "it")  # a letter for each part: i image, t a few words
@@ -76,7 +76,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            ready = parts.of_processor(config)(without_padding(inputs))
+            ready = parts.of_processor(config)(unpadded(inputs))
             seen = {key: value for key, value in ready.items() if key in parts.visual_keys}
             visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
             inputs["position_ids"] = parts.position_ids(config)(ids, visual).unsqueeze(-2)

@@ -13,7 +13,7 @@ import parity
 import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import unpadded
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
 OURS = ("loss_mask", "advantage", "routes")
@@ -65,7 +65,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     for sample in samples:
         given["routes"] = sample.get("routes")
         found["experts"].append({})
-        ids, ready = sample["input_ids"], family.of_processor(hf_config)(without_padding(sample))
+        ids, ready = sample["input_ids"], family.of_processor(hf_config)(unpadded(sample))
         seen = {key: ready[key] for key in family.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}

@@ -20,7 +20,7 @@ CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
     *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
     *("data/load/orders", "data/encode/encoder", "data/encode/document", "data/encode/chat_template"),
-    *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
+    *("data/encode/text", "data/encode/processing", "data/kinds/base", "data/kinds/one_size"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
     *("models/families/base", "models/family_parts/llama", "models/families/gemma3"),

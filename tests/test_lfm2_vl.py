@@ -18,7 +18,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import unpadded
 from megatron_vlm.models.families.lfm2_vl import FAMILY
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -64,7 +64,7 @@ def vision(tiny):
 
 
 def visual_of(outputs: dict[str, torch.Tensor]) -> GenericVisualInputs:
-    found = without_padding(outputs)
+    found = unpadded(outputs)
     return GenericVisualInputs(**{key: found[key] for key in FAMILY.visual_keys})
 
 

@@ -19,11 +19,12 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.preview.measures import preview_page, stats_text, training_data
-from megatron_vlm.preview.page import TRAINED, VISUAL, pictures_of
+from megatron_vlm.preview.page import TRAINED, VISUAL
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.corpus import default_corpus
@@ -70,7 +71,7 @@ def test_every_frame_of_a_video_is_shown(fast):
     sample = ChatMLSample(
         __key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=None, videos=[frames]
     )
-    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, processor.image_processor)
+    pictures = kind_of(processor).pictures(encoder.encode_sample(sample).visual_inputs)
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}
 

@@ -17,7 +17,7 @@ from megatron_vlm.compose.sources import (
     open_tower,
 )
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.media_limits import refuse_narrow
+from megatron_vlm.data.kinds.native import refuse_narrow
 from megatron_vlm.files import read_text, refuse_existing
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import refuse

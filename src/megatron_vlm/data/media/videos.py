@@ -20,9 +20,9 @@ from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
+from megatron_vlm.data.turns import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
@@ -71,6 +71,15 @@ class VideoPlan:
         """
         seconds = self.interval * len(self.times)
         return {"fps": 1.0, "frames_indices": list(self.times), "total_num_frames": seconds}
+
+
+def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
+    """The options that tell an HF processor that frames are already chosen, and when each is shown."""
+    return {
+        "do_sample_frames": False,
+        "video_metadata": [plan.metadata for plan in plans],
+        "input_data_format": "channels_last",
+    }
 
 
 def plan_video(video: Any, rules: VideoRules) -> VideoPlan:
