@@ -88,7 +88,7 @@ class DocumentEncoder:
         prompt, limits = self._prompt(sample)
         sizes = [self._in_time(image_size, *image) for image in self._images(sample, limits)]
         plans = [self._in_time(plan_video, *video) for video in self._videos(sample, limits)]
-        text = self.processing.measure(prompt, sizes, plans)
+        text = self.processing.sizes(prompt, sizes, plans)
         length, images, videos = self._kept(text)
         if not text.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")

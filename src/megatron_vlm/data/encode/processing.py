@@ -49,7 +49,7 @@ class HFProcessor:
 
     @functools.cached_property
     def sizes(self) -> SizeEncoder:
-        """Raises ValueError if an image's size does not tell its number of tokens."""
+        """Gives the text of a call, or one of equal length. Raises ValueError if it cannot."""
         try:
             return SizeEncoder(self._text)
         except BadSample as bad:
@@ -58,13 +58,6 @@ class HFProcessor:
                 "packing needs its tokens; correct processor or chat template, or use data.packing=none."
             ) from bad
 
-    def measure(
-        self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
-    ) -> EncodedText:
-        """The text of a call, or one of equal length, from the (width, height) of images and the plans of
-        videos."""
-        return self.sizes(prompt, sizes, plans)
-
     def __call__(
         self,
         prompt: RenderedChat,
@@ -72,7 +65,7 @@ class HFProcessor:
         videos: list[tuple[np.ndarray, VideoPlan]],
         text: EncodedText | None = None,
     ) -> tuple[EncodedText, dict[str, Tensor]]:
-        """The text, and the processor's other outputs by name. `text` is what `measure` gave, if called.
+        """The text, and the processor's other outputs by name. `text` is what `sizes` gave, if called.
 
         Raises BadSample when the processor refuses what it gets.
         """
@@ -96,7 +89,7 @@ class KnownProcessor(HFProcessor):
                 tensors.append(self.kind.tensors(image, len(prompt.images) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:
-            text = self.measure(prompt, sizes, [plan for _, plan in videos])
+            text = self.sizes(prompt, sizes, [plan for _, plan in videos])
         for (frames, plan), grid in zip(videos, text.video_grids, strict=True):
             tensors.append(self.kind.of_video(frames, plan, grid))
         spans = [*text.images, *text.videos]
@@ -139,7 +132,7 @@ class SizeEncoder:
     def __call__(
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
     ) -> EncodedText:
-        """The text in tokens. Raises BadSample if the processor refuses an image or a video."""
+        """The text in tokens. `sizes` are (width, height). Raises BadSample if the processor refuses any."""
         alone, token = len(sizes) == 1, self._image_id
         with refused_by_processor():
             images = [self._kind.ids(height, width, alone, token) for width, height in sizes]

@@ -65,17 +65,15 @@ class Kind:
 
     def check_counts(self) -> None:
         """Raises ValueError if the tokens of an image cannot be told from its size."""
-        name, with_splits = type(self.processor).__name__, getattr(self.images, self.splits, None)
         if not self.sign or self.told(*PROBE_SIZE) is None:
-            raise ValueError(
-                f"{name} cannot tell the tokens of an image from its size, as packing needs; use "
-                "data.packing=none."
-            )
-        if with_splits:
-            raise ValueError(
-                f"{name}: with {self.splits} images give tokens that their size does not tell, as packing "
-                "needs; turn it off or use data.packing=none."
-            )
+            why, remedy = "cannot tell the tokens of an image from its size", "use"
+        elif getattr(self.images, self.splits, None):
+            why = f"with {self.splits} images give tokens that their size does not tell"
+            remedy = "turn it off or use"
+        else:
+            return
+        name = type(self.processor).__name__
+        raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
 
     def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
         """The processor's own numbers of an image's tokens and pieces; None if it counts none."""

@@ -103,8 +103,8 @@ class Pooled(Native):
         return get_aspect_ratio_preserving_size(height, width, self.patch_size, most, pooled)
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
-        tokens, pieces = self.told(height, width)
-        return tokens, tokens * pieces * self.images.pooling_kernel_size**2
+        tokens, _ = self.told(height, width)
+        return tokens, tokens * self.images.pooling_kernel_size**2
 
     @staticmethod
     def unpadded(outputs: dict[str, Any]) -> dict[str, Any]:
