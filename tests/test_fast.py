@@ -24,7 +24,7 @@ from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConf
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.kinds import KNOWN, why_unknown
+from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
 from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
@@ -208,7 +208,7 @@ def processor(request):
 
 
 def known_as(family, processor):
-    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {})))
+    needs = load(family)(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {}))).data_needs
     processor.needs = replace(needs, position_ids=count_up)
     return processor
 
@@ -415,6 +415,16 @@ def test_a_processor_with_an_image_processor_that_is_not_known():
     )
 
 
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_processor_of_another_name_is_of_the_kind_that_its_settings_show(family):
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(100), parts.template)
+    known = type(kind_of(processor))
+    assert known.sign and why_unknown(processor) is None
+    processor.__class__ = type("Another", (type(processor),), {})
+    assert issubclass(known, type(kind_of(processor))) and "not one of the known" in why_unknown(processor)
+
+
 def test_every_known_processor_is_named_on_the_page():
     page = (Path(__file__).parent.parent / "docs" / "data-speed.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
@@ -519,17 +529,17 @@ def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
 
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
-    processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
-    processor, parts = known_as(family, processor), load(family)
+    processor = known_as(family, AutoProcessor.from_pretrained(path))
+    description = load(family)(AutoConfig.from_pretrained(path))
     run = RunConfig(model=ModelConfig(dtype="bf16"))
-    [model] = build_model(run, parts, hf_config, setup.device(), processor)
-    import_hf([model], path, parts.weight_map(hf_config))
+    [model] = build_model(run, description, setup.device(), processor)
+    import_hf([model], path, description.weight_map)
     found = []
-    for encoder in encoders(processor, parts.data_needs(hf_config)):
+    for encoder in encoders(processor, description.data_needs):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
-from megatron_vlm.data.kinds import kind_of, unpadded
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.messages import printable, reading
 
@@ -29,7 +29,7 @@ def encode_prompt(
     needs: DataNeeds,
 ) -> Prompt:
     """The conversation as the model's input on the host, with the template's generation prompt at the end."""
-    outputs = needs.of_processor(unpadded(processor_outputs(processor, messages, images)))
+    outputs = kind_of(processor).unpadded(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
-from megatron_vlm.data.kinds import unpadded
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
@@ -45,7 +44,7 @@ class Document:
         held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
         # what was made under `inference_mode` cannot be kept for a backward pass
         held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
-        made = self.needs.of_processor(unpadded({k: v for k, v in held.items() if len(v)}))
+        made = self.needs.of_processor({k: v for k, v in held.items() if len(v)})
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
         return GenericVisualInputs.from_mapping(given) if given else None
@@ -148,7 +147,7 @@ def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: Data
 def check_tokens(documents: list[Document], source: Source) -> None:
     """Raises ValueError for a sample that holds padding or tokens that the model does not have, or whose
     placeholders are not as many as the features of its images and videos."""
-    size, kinds = source.hf_config.get_text_config().vocab_size, source.family.visual_kinds(source.hf_config)
+    size, kinds = source.description.text.vocab_size, source.description.visual_kinds
     needs = source.needs
     for document in documents:
         place, ids = f"sample {document.number}:", document.input_ids

@@ -187,7 +187,7 @@ class DocumentEncoder:
         return cut(text.images, text.videos, self._data.seq_length)
 
     def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
-        keys, outputs = self._needs.visual_keys, self._needs.of_processor(outputs)
+        keys = self._needs.visual_keys
         if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
             raise ValueError(
                 f"{type(self._processor).__name__} returned {unexpected}, which are not in "

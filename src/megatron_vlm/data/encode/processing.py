@@ -24,7 +24,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
-from megatron_vlm.data.kinds import unpadded, why_unknown
+from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.data.media.videos import VideoPlan
@@ -73,7 +73,7 @@ class HFProcessor:
         for image in images:
             self.kind.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self._text(prompt, images, videos)
-        return encoded, unpadded(outputs)
+        return encoded, self.kind.unpadded(outputs)
 
 
 class KnownProcessor(HFProcessor):
@@ -168,8 +168,8 @@ class SizeEncoder:
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
         with refused_by_processor():
-            count, _ = self._kind.count(*PROBE_SIZE, alone=True)
-        return short_image, image_id, count - (len(expanded.input_ids) - len(short.input_ids))
+            ids, _ = self._kind.ids(*PROBE_SIZE, True, image_id)
+        return short_image, image_id, len(ids) - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
         """The image token that the tokenizer or the processor names; else the most frequent added token among

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -28,14 +27,6 @@ def kind_of(processor: ProcessorMixin) -> Kind:
     named = [kind for kind in KINDS if names in kind.known]
     marked = [kind for kind in KINDS if settings.get(kind.sign)]
     return [*named, *marked, Kind][0](processor)
-
-
-def unpadded(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A processor's outputs, with patches and grids in place of padded images."""
-    outputs = dict(outputs)
-    for kind in KINDS:
-        outputs = kind.unpadded(outputs)
-    return outputs
 
 
 def why_unknown(processor: ProcessorMixin) -> str | None:

@@ -32,7 +32,7 @@ PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
 class Kind:
     """What a processor makes of images and videos. Sizes are (height, width); settings are read when needed.
 
-    `count`, `ids` and `of_plan` need sizes alone. `tensors` and `of_video` are called in place of a processor
+    `ids` and `of_plan` need sizes alone. `tensors` and `of_video` are called in place of a processor
     that is known; `refuse`, `arranged` and `unpadded` where any other one is called. They raise BadSample for
     an image or a video that the processor cannot take. This class itself is for images of no kind.
     """
@@ -82,13 +82,10 @@ class Kind:
             return numbers["num_image_tokens"][0], numbers["num_image_patches"][0]
         return None
 
-    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
-        """The tokens and the raw patches of an image, its conversation's only one or not."""
-        return self.told(height, width)
-
     def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
-        """An image's ids without its begin and end tokens, and its raw patches."""
-        tokens, patches = self.count(height, width, alone)
+        """The ids of an image without its begin and end tokens, and its raw patches. It is its conversation's
+        only one or not."""
+        tokens, patches = self.told(height, width)
         return np.full(tokens, image_token), patches
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
@@ -114,10 +111,9 @@ class Kind:
         """The images of one conversation as `apply_chat_template` hands them to the processor."""
         return images
 
-    @staticmethod
-    def unpadded(outputs: dict[str, Any]) -> dict[str, Any]:
-        """A processor's outputs, without padding if they are of this kind."""
-        return outputs
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The processor's outputs for one conversation as the model takes them: without padding."""
+        return dict(outputs)
 
     # ---- in place of a known processor
 

@@ -9,6 +9,7 @@ either `pixel_attention_mask` (N, most) with `spatial_shapes` (N, 2), which is L
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,8 @@ class NaFlex(Native):
     def refuse(self, height: int, width: int, alone: bool) -> None:
         self.target(height, width)
 
-    @staticmethod
-    def unpadded(outputs: dict[str, Any]) -> dict[str, Any]:
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        outputs = dict(outputs)
         if "spatial_shapes" in outputs:
             real_NP = outputs.pop("pixel_attention_mask").bool()
             outputs["pixel_values"] = outputs["pixel_values"][real_NP]
@@ -102,12 +103,12 @@ class Pooled(Native):
         most = self.images.max_soft_tokens * pooled**2
         return get_aspect_ratio_preserving_size(height, width, self.patch_size, most, pooled)
 
-    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
         tokens, _ = self.told(height, width)
-        return tokens, tokens * self.images.pooling_kernel_size**2
+        return np.full(tokens, image_token), tokens * self.images.pooling_kernel_size**2
 
-    @staticmethod
-    def unpadded(outputs: dict[str, Any]) -> dict[str, Any]:
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        outputs = dict(outputs)
         if "image_position_ids" in outputs:
             positions = outputs.pop("image_position_ids")
             outputs["pixel_values"] = outputs["pixel_values"][positions[..., 0] >= 0]

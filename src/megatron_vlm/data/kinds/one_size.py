@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.image_transforms import get_resize_output_image_size
 
-from megatron_vlm.data.kinds.base import SWITCHES, Kind
+from megatron_vlm.data.kinds.base import SWITCHES, Kind, resized
 
 
 class OneSize(Kind):
@@ -34,12 +34,13 @@ class OneSize(Kind):
         # LLaVA's counts the tokens of a crop, even where the image processor does not crop
         return super().told(height, width, crop_size={"height": self.size[0], "width": self.size[1]})
 
-    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
         tokens, pieces = self.told(height, width)
-        return tokens, pieces * (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
+        patches_of_piece = (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
+        return np.full(tokens, image_token), pieces * patches_of_piece
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        return {"pixel_values": torch.from_numpy(self.fitted(image))[None]}
+        return {"pixel_values": torch.from_numpy(resized(image, self.size, self.images.resample))[None]}
 
 
 class Cropped(OneSize):

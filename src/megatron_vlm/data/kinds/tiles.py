@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,13 +82,17 @@ class OneVisionTiles(Tiles):
         """The processor says how many patches a tile has, and not how large they are."""
         return self.size[0] // math.isqrt(self.processor.num_image_tokens)
 
-    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
         of_tile = self.processor.num_image_tokens
         if not alone:
-            return of_tile + 1, of_tile  # the end of a row behind it
+            return np.full(of_tile + 1, image_token), of_tile  # the end of a row behind it
+        tokens, _ = self.told(height, width)
+        return np.full(tokens, image_token), of_tile * self.tiles_of(height, width)
+
+    def tiles_of(self, height: int, width: int) -> int:
+        """How many tiles a conversation's only image has, the image as a whole included."""
         canvas = select_best_resolution((height, width), self.images.image_grid_pinpoints)
-        tiles = 1 + (canvas[0] // self.size[0]) * (canvas[1] // self.size[1])
-        return self.told(height, width)[0], of_tile * tiles
+        return 1 + (canvas[0] // self.size[0]) * (canvas[1] // self.size[1])
 
     def refuse(self, height: int, width: int, alone: bool) -> None:
         if not alone:
@@ -96,6 +100,27 @@ class OneVisionTiles(Tiles):
 
     def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
         return [images] if images else images
+
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The tiles and frames that there are, one after another.
+
+        The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
+        conversation; pixel_values_videos (N, frames, 3, H, W).
+        """
+        outputs = dict(outputs)
+        conversations = outputs.pop("batch_num_images", None)
+        pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
+        if pixels is not None and pixels.dim() == 5:
+            counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
+            alone = [count == 1 for count in counts for _ in range(count)]
+            sizes = zip(outputs["image_sizes"].tolist(), alone, strict=True)
+            tiles = [self.tiles_of(*size) if is_alone else 1 for size, is_alone in sizes]
+            outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
+            outputs["image_tiles"] = torch.tensor(tiles)
+        if videos is not None and videos.dim() == 5:
+            outputs["pixel_values_videos"] = videos.flatten(0, 1)
+            outputs["video_frames"] = torch.full((len(videos),), videos.shape[1])
+        return outputs
 
     def odd_settings(self, part: Any) -> list[str]:
         odd, canvases = super().odd_settings(part), getattr(part, "image_grid_pinpoints", None) or []
