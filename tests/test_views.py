@@ -24,7 +24,7 @@ from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.preview.measures import preview_page, stats_text, training_data
-from megatron_vlm.preview.page import TRAINED, VISUAL
+from megatron_vlm.preview.page import TRAINED, VISUAL, pictures_of
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.corpus import default_corpus
@@ -69,7 +69,7 @@ def test_every_frame_of_a_video_is_shown(fast):
         Image.new("RGB", (64, 96), colour).save(out, "PNG")
         frames.append(out.getvalue())
     sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=None, videos=[frames])
-    pictures = kind_of(processor).pictures(encoder.encode_sample(sample).visual_inputs)
+    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, kind_of(processor))
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jinja2
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
 
-from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans
+from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
 from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.models.hf import Source
 
 BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
@@ -50,19 +51,11 @@ class Row:
 
 
 class RowReader:
-    """Batches → what the page shows of their rows.
+    """Batches → what the page shows of their rows."""
 
-    `visual_kinds` and `visual_tokens` are of the checkpoint's `Description`.
-    """
-
-    def __init__(
-        self,
-        processor: ProcessorMixin,
-        visual_kinds: Callable[[Tensor], Tensor],
-        visual_tokens: Callable[[GenericVisualInputs], list[int]],
-    ):
-        self._tokenizer, self._kind = processor.tokenizer, kind_of(processor)
-        self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
+    def __init__(self, source: Source):
+        self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)
+        self._description = source.description
 
     def __call__(self, batch: Batch) -> Row:
         """What the page shows of a batch's only row."""
@@ -97,12 +90,12 @@ class RowReader:
         ids, visual, found = batch["input_ids"].flatten(), batch["visual_inputs"], []
         kinds = torch.zeros_like(ids)
         for span in document_spans(batch["attention_mask"]):
-            kinds[span] = self._visual_kinds(ids[span])
+            kinds[span] = self._description.visual_kinds(ids[span])
         places = {kind: iter((kinds == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
-        for item, count in zip(visual.items(), self._visual_tokens(visual), strict=True):
+        for item, count in zip(visual.items(), self._description.visual_tokens(visual), strict=True):
             kind = 1 if item.pixel_values is not None else 2
             taken = [next(places[kind]) for _ in range(count)]
-            pictures = tuple(map(data_url, self._kind.pictures(item)))
+            pictures = tuple(map(data_url, pictures_of(item, self._kind)))
             found.append((taken[0], taken[-1] + 1, pictures))
         return sorted(found)
 
@@ -135,6 +128,16 @@ def _positions(position_ids: Tensor) -> str:
 
 
 # --- pictures --------------------------------------------------------------------------------------------
+
+
+def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
+    """The image, or every frame of the video, as the model sees it."""
+    frames_TCHW = kind.frames(item)
+    if not is_raw(frames_TCHW):
+        colours = (kind.images.image_mean, kind.images.image_std)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in colours)
+        frames_TCHW = ((frames_TCHW.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
 
 
 def data_url(picture: Image.Image) -> str:

@@ -23,14 +23,11 @@ from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 from megatron_vlm.messages import reading
 
 WORD_JOINER = "\u2060"
-# Around replies, images and videos in what a processor is called with.
-REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
-    chr, range(0x10FF00, 0x10FF06)
-)
-MARK_PAIRS = ((REPLY_START, REPLY_STOP), (IMAGE_START, IMAGE_STOP), (VIDEO_START, VIDEO_STOP))
-MARKS = re.compile(f"[{REPLY_START}-{VIDEO_STOP}]")
-# Our marks, and the two characters with which transformers >= 5.23 marks control tokens.
-RESERVED = re.compile(f"[{REPLY_START}-{VIDEO_STOP}{TURN}{REPLY}\U000f0000\U000f0001]")
+# Before and after each reply, image and video in what a processor is called with.
+MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
+MARKS = re.compile("[\U0010ff00-\U0010ff05]")
+# All marks, and the two characters with which transformers >= 5.23 marks control tokens.
+RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}\U000f0000\U000f0001]")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)

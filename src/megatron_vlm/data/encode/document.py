@@ -146,9 +146,8 @@ class DocumentEncoder:
         most, least = self._data.max_pixels, self._data.min_pixels
         for image, named in zip(sample.imgs or [], limits["image"], strict=True):
             if named and self.processing.kind.makes_one_size:
-                name, said = type(self._processor).__name__, ", ".join(named)
-                detail = f"{name} makes all images one size: {said} of an image has no effect; remove it"
-                raise BadSample("processor_error", detail)
+                detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
+                raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
             yield image, within.get("max_pixels", most), within.get("min_pixels", least)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -25,9 +24,9 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.kinds import why_unknown
-from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid
+from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
 from megatron_vlm.data.media.images import decode_image, decode_pixels
-from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media.videos import Frames, VideoPlan
 from megatron_vlm.data.replies import Span
 from megatron_vlm.data.turns import BadSample, refused_by_processor
 
@@ -40,6 +39,7 @@ PROBE_MESSAGES = [
 class HFProcessor:
     """Any Hugging Face processor, called once per conversation."""
 
+    known = False
     # (image file, most pixels, fewest pixels) → an image as `__call__` takes it
     decode = staticmethod(decode_image)
 
@@ -51,7 +51,7 @@ class HFProcessor:
     def sizes(self) -> SizeEncoder:
         """Gives the text of a call, or one of equal length. Raises ValueError if it cannot."""
         try:
-            return SizeEncoder(self._text)
+            return SizeEncoder(self._text, self.known)
         except BadSample as bad:
             raise ValueError(
                 f"{type(self.kind.processor).__name__}: a question about an image is refused ({bad}), and "
@@ -59,11 +59,7 @@ class HFProcessor:
             ) from bad
 
     def __call__(
-        self,
-        prompt: RenderedChat,
-        images: Iterable[Any],
-        videos: list[tuple[np.ndarray, VideoPlan]],
-        text: EncodedText | None = None,
+        self, prompt: RenderedChat, images: Iterable, videos: list[Frames], text: EncodedText | None = None
     ) -> tuple[EncodedText, dict[str, Tensor]]:
         """The text, and the processor's other outputs by name. `text` is what `sizes` gave, if called.
 
@@ -80,6 +76,7 @@ class KnownProcessor(HFProcessor):
     """A known processor, not called: ids, masks and spans equal its own, and so do the uint8 pixels once a
     `PixelNormalizer` has normalized them."""
 
+    known = True
     decode = staticmethod(decode_pixels)
 
     def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
@@ -118,13 +115,13 @@ def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[HFProce
 
 
 class SizeEncoder:
-    """A `TextEncoder` that takes the sizes of images and the plans of videos instead of their pixels.
+    """A `TextEncoder` that takes the sizes of images and the plans of videos instead of their pixels. Raises
+    ValueError if the processor cannot tell how many tokens an image of a given size becomes."""
 
-    Raises ValueError if the processor cannot tell how many tokens an image of a given size becomes.
-    """
-
-    def __init__(self, encode_text: TextEncoder):
+    def __init__(self, encode_text: TextEncoder, known: bool):
         self._encode_text, self._kind = encode_text, encode_text.kind
+        # of an unknown processor only the number of tokens is sure, not their order: rows may have breaks
+        self._ids = self._kind.ids if known else functools.partial(Kind.ids, self._kind)
         self._processor = self._kind.processor
         self._kind.check_counts()
         self._short_image, self._image_id, self._counted = self._probe()
@@ -135,7 +132,7 @@ class SizeEncoder:
         """The text in tokens. `sizes` are (width, height). Raises BadSample if the processor refuses any."""
         alone, token = len(sizes) == 1, self._image_id
         with refused_by_processor():
-            images = [self._kind.ids(height, width, alone, token) for width, height in sizes]
+            images = [self._ids(height, width, alone, token) for width, height in sizes]
             videos = [self._video(plan) for plan in plans]
         texts = [self._short_image] * len(images)
         texts += [
@@ -168,8 +165,8 @@ class SizeEncoder:
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(prompt.with_media([short_image]))
         with refused_by_processor():
-            ids, _ = self._kind.ids(*PROBE_SIZE, True, image_id)
-        return short_image, image_id, len(ids) - (len(expanded.input_ids) - len(short.input_ids))
+            tokens, _ = self._kind.count(*PROBE_SIZE, alone=True)
+        return short_image, image_id, tokens - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
         """The image token that the tokenizer or the processor names; else the most frequent added token among

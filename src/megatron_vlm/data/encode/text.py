@@ -26,7 +26,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid
-from megatron_vlm.data.media.videos import VideoPlan, video_options
+from megatron_vlm.data.media.videos import Frames, video_options
 from megatron_vlm.data.replies import Span
 from megatron_vlm.data.turns import refused_by_processor
 
@@ -73,7 +73,7 @@ class TextEncoder:
         self,
         prompt: RenderedChat,
         images: list[Image.Image] | None = None,
-        videos: list[tuple[np.ndarray, VideoPlan]] | None = None,
+        videos: list[Frames] | None = None,
     ) -> tuple[EncodedText, dict[str, Any]]:
         """The text, and everything else that the processor returned, with its batch axis of one.
 
@@ -81,10 +81,8 @@ class TextEncoder:
 
         Raises BadSample if the processor refuses them.
         """
-        options = {}
-        if videos:
-            options |= {"videos": [frames for frames, _ in videos]}
-            options |= {"videos_kwargs": video_options([plan for _, plan in videos])}
+        frames, plans = [frames for frames, _ in videos or []], [plan for _, plan in videos or []]
+        options = {"videos": frames, "videos_kwargs": video_options(plans)} if videos else {}
         with refused_by_processor():
             outputs = self._processor(
                 text=[with_marks(prompt)],

@@ -10,11 +10,15 @@ from megatron_vlm.data.kinds import any_size, grid, native, one_size, tiles
 from megatron_vlm.data.kinds.base import Kind
 
 KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
-    *(tiles.OneVisionTiles, tiles.InternVLTiles),
-    *(native.NaFlex, native.Pooled),
-    *(grid.QwenGrid, grid.GLMGrid),
+    tiles.OneVisionTiles,
+    tiles.InternVLTiles,
+    native.NaFlex,
+    native.Pooled,
+    grid.QwenGrid,
+    grid.GLMGrid,
     any_size.AnySize,
-    *(one_size.Cropped, one_size.OneSize),
+    one_size.Cropped,
+    one_size.OneSize,
 )
 KNOWN = [names for kind in KINDS for names in kind.known]
 

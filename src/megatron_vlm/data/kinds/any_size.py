@@ -30,14 +30,18 @@ class AnySize(Kind):
         shape_only = np.broadcast_to(np.uint8(0), (3, height, width))
         return get_resize_output_image_size(shape_only, size=(longest, longest), patch_size=(side, side))
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         # the processor takes 1 or 3 rows for channels; 4 rows are one row of patches, too
         tokens, _ = self.told(4 if height in (1, 3) else height, width)
-        ids, (height, width) = np.full(tokens, image_token), self.target(height, width)
-        if (row_break := getattr(self.processor, "image_break_token_id", None)) is not None:
-            ids.reshape(height // self.token_side, -1)[:, -1] = row_break
-            ids[-1] = self.processor.image_end_token_id
-        return ids, (height // self.patch_size) * (width // self.patch_size)
+        height, width = self.target(height, width)
+        return tokens, (height // self.patch_size) * (width // self.patch_size)
+
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        height, width = self.target(height, width)
+        ids = np.full((height // self.token_side, width // self.token_side + 1), image_token)
+        ids[:, -1] = self.processor.image_break_token_id
+        ids[-1, -1] = self.processor.image_end_token_id
+        return ids.ravel(), (height // self.patch_size) * (width // self.patch_size)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         pixels = self.fitted(image)

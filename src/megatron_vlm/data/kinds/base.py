@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.data.media.videos import VideoPlan, video_options
+from megatron_vlm.data.media.videos import VideoPlan
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
 RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
@@ -32,8 +31,8 @@ PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
 class Kind:
     """What a processor makes of images and videos. Sizes are (height, width); settings are read when needed.
 
-    `ids` and `of_plan` need sizes alone. `tensors` and `of_video` are called in place of a processor
-    that is known; `refuse`, `arranged` and `unpadded` where any other one is called. They raise BadSample for
+    `count` and `of_plan` need sizes alone. `ids`, `tensors` and `of_video` stand in for a processor that is
+    known; `refuse`, `arranged` and `unpadded` are needed around a call of any other. They raise BadSample for
     an image or a video that the processor cannot take. This class itself is for images of no kind.
     """
 
@@ -82,22 +81,13 @@ class Kind:
             return numbers["num_image_tokens"][0], numbers["num_image_patches"][0]
         return None
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
-        """The ids of an image without its begin and end tokens, and its raw patches. It is its conversation's
-        only one or not."""
-        tokens, patches = self.told(height, width)
-        return np.full(tokens, image_token), patches
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        """The numbers of tokens and raw patches of an image, which is its conversation's only one or not."""
+        return self.told(height, width)
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         """What the processor writes for a video, and the video's grid."""
         raise NotImplementedError
-
-    def video_outputs(self, plan: VideoPlan) -> Mapping[str, Any]:
-        """What the video processor makes of frames without memory: so its own rules apply to their shape."""
-        width, height = plan.size
-        frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
-        options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}
-        return self.processor.video_processor([frames], return_tensors="pt", **options)
 
     # ---- around a call of the processor
 
@@ -128,6 +118,11 @@ class Kind:
         if self.size_keys and {key for key, side in dict(part.size).items() if side} != set(self.size_keys):
             odd.append(f"size = {dict(part.size)}")
         return odd + [f"{key} = {dict(size)}" for key in self.unused if (size := getattr(part, key, None))]
+
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        """An image's ids without its begin and end tokens, in their order, and its number of raw patches."""
+        tokens, patches = self.count(height, width, alone)
+        return np.full(tokens, image_token), patches
 
     def target(self, height: int, width: int) -> tuple[int, int]:
         """The size that an image is resized to."""
@@ -160,15 +155,6 @@ class Kind:
         """(T, C, H, W) the pixels of one image or video, as the model sees them."""
         pixels = item.pixel_values_videos if item.pixel_values is None else item.pixel_values
         return pixels.permute(0, 3, 1, 2) if is_raw(pixels) else pixels
-
-    def pictures(self, item: GenericVisualInputs) -> list[Image.Image]:
-        """`frames` to look at."""
-        frames_TCHW = self.frames(item)
-        if not is_raw(frames_TCHW):
-            colours = (self.images.image_mean, self.images.image_std)
-            mean, std = (torch.tensor(values).view(-1, 1, 1) for values in colours)
-            frames_TCHW = ((frames_TCHW.float() * std + mean) * 255).round().clamp(0, 255).byte()
-        return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.data.kinds.base import Grid, Kind, resized
-from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 
 
 class Patches(Kind):
@@ -56,8 +56,13 @@ class QwenGrid(Patches):
         least, most = self.images.size["shortest_edge"], self.images.size["longest_edge"]
         return {"factor": self.patch_size * self.images.merge_size, "min_pixels": least, "max_pixels": most}
 
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        height, width = self.target(height, width)  # the processor's own count takes 0.5 ms
+        patches = (height // self.patch_size) * (width // self.patch_size)
+        return np.full(patches // self.images.merge_size**2, image_token), patches
+
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
-        outputs = self.video_outputs(plan)
+        outputs = outputs_of_plan(self.processor.video_processor, plan)
         return self.processor.replace_video_token(outputs, 0), tuple(outputs["video_grid_thw"][0].tolist())
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:

@@ -103,9 +103,9 @@ class Pooled(Native):
         most = self.images.max_soft_tokens * pooled**2
         return get_aspect_ratio_preserving_size(height, width, self.patch_size, most, pooled)
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         tokens, _ = self.told(height, width)
-        return np.full(tokens, image_token), tokens * self.images.pooling_kernel_size**2
+        return tokens, tokens * self.images.pooling_kernel_size**2
 
     def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = dict(outputs)

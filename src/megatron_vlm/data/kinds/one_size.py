@@ -34,10 +34,9 @@ class OneSize(Kind):
         # LLaVA's counts the tokens of a crop, even where the image processor does not crop
         return super().told(height, width, crop_size={"height": self.size[0], "width": self.size[1]})
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         tokens, pieces = self.told(height, width)
-        patches_of_piece = (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
-        return np.full(tokens, image_token), pieces * patches_of_piece
+        return tokens, pieces * (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         return {"pixel_values": torch.from_numpy(resized(image, self.size, self.images.resample))[None]}

@@ -15,7 +15,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 from megatron_vlm.data.kinds.base import Grid, resized
 from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
-from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 from megatron_vlm.data.turns import BadSample
 
 MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; an image of 1:200 would take 200 times its own memory
@@ -27,7 +27,7 @@ class Tiles(OneSize):
     splits = ""
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
-        outputs = self.video_outputs(plan)
+        outputs = outputs_of_plan(self.processor.video_processor, plan)
         try:
             text = self.processor.replace_video_token(outputs, 0)
         except NotImplementedError:  # Transformers up to 5.12
@@ -82,12 +82,11 @@ class OneVisionTiles(Tiles):
         """The processor says how many patches a tile has, and not how large they are."""
         return self.size[0] // math.isqrt(self.processor.num_image_tokens)
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         of_tile = self.processor.num_image_tokens
         if not alone:
-            return np.full(of_tile + 1, image_token), of_tile  # the end of a row behind it
-        tokens, _ = self.told(height, width)
-        return np.full(tokens, image_token), of_tile * self.tiles_of(height, width)
+            return of_tile + 1, of_tile  # the end of a row behind it
+        return self.told(height, width)[0], of_tile * self.tiles_of(height, width)
 
     def tiles_of(self, height: int, width: int) -> int:
         """How many tiles a conversation's only image has, the image as a whole included."""
