@@ -14,7 +14,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 
 BETA, SEQ_LENGTH = 0.3, 2048
 PROMPTS = ("t", "it", "ititit", "it")  # a letter for each part: i image, t a few words
@@ -75,7 +75,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            ready = description.of_processor(without_padding(inputs))
+            ready = kind_of(processor).unpadded(inputs)
             seen = {key: value for key, value in ready.items() if key in description.visual_keys}
             visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
             inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)

@@ -20,8 +20,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.anyres import arranged
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -233,7 +232,7 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
     bos = processor.tokenizer.bos_token
     given = {f"{kind}s": found for kind, found in media.items() if found}
     if "images" in given:
-        given["images"] = arranged(processor, given["images"])
+        given["images"] = kind_of(processor).arranged(given["images"])
     if "videos" in given:
         given |= {"fps": 2.0, "do_sample_frames": False}
         given["video_metadata"] = [
@@ -256,7 +255,7 @@ def encode(
     for parts, out in zip(rows, outputs, strict=True):
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
-    made = [description.of_processor(without_padding(out)) for out in outputs]
+    made = [kind_of(processor).unpadded(out) for out in outputs]
     visual = [
         GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
         for out in made
@@ -286,7 +285,7 @@ def encode(
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches or tiles, of all rows; see
-    `megatron_vlm.data.media.naflex` and `anyres`."""
+    `megatron_vlm.data.kinds`."""
     ready = ("pixel_values", "pixel_values_videos")
     counted = ("image_position_ids", "image_sizes", "batch_num_images")
     keys = (*ready, "pixel_attention_mask", "spatial_shapes", *counted)

@@ -111,10 +111,6 @@ class Description(ABC):
         """Positions of a document's tokens; data workers call it."""
         return count_up(input_ids_T, visual)
 
-    def of_processor(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A processor's outputs with the visual keys, if they have another form."""
-        return dict(outputs)
-
     @staticmethod
     def portable_config(config: dict) -> dict:
         """config.json (parsed) in a form that all supported versions of Transformers read."""
@@ -133,7 +129,6 @@ class Description(ABC):
             visual_keys=self.visual_keys,
             position_ids=self.position_ids,
             images_or_videos=self.images_or_videos,
-            of_processor=self.of_processor,
             frames_as_images=self.frames_as_images,
             misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
         )

@@ -98,10 +98,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         config = apply_overrides(config, alone)
         source = open_source(config.model.hf_path)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
-        described = source.description
-        read = RowReader(source.processor, described.visual_kinds, described.visual_tokens)
         try:
-            yield data, read
+            yield data, RowReader(source)
         finally:
             data.close()
 
