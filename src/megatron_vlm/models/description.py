@@ -141,11 +141,11 @@ class Description(ABC):
     @property
     def weight_map(self) -> WeightMap:
         return WeightMap(
-            self.model_type,
-            self.rules,
-            self.tied,
-            self.renames,
-            self.ignored_keys,
-            self.portable_config,
-            self.peft_experts,
+            model_type=self.model_type,
+            rules=self.rules,
+            tied=self.tied,
+            renames=self.renames,
+            ignored=self.ignored_keys,
+            portable_config=self.portable_config,
+            peft_experts=self.peft_experts,
         )
