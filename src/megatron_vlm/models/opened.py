@@ -69,14 +69,14 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, description, first, last, vp_stage, processor))
-    adapter, adapts = settled(config.adapter), ()
+    adapter = settled(config.adapter)
     if adapter.r:
-        adapts = find_targets(adapter, description), find_whole(adapter, description)
+        targets, saved = find_targets(adapter, description), find_whole(adapter, description)
     for chunk in chunks:
         freeze(chunk, description.groups, config.model.freeze)
         chunk.to(device)
-        if adapts:
-            add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
+        if adapter.r:
+            add_adapters(chunk, targets, saved, dropout=adapter.lora_dropout, seed=config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
             kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks

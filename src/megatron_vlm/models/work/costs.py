@@ -255,7 +255,7 @@ def language_model_passes(config: RunConfig) -> int:
 
 
 def output_passes(config: RunConfig) -> int:
-    """Likewise of the output layer, which is never recomputed."""
+    """The cost of a training step through the output layer, which is never recomputed, likewise."""
     reference = reference_passes(config)
     return min(3, language_model_passes(config) - reference) + reference
 
@@ -266,7 +266,7 @@ def reference_passes(config: RunConfig) -> int:
 
 
 def vision_passes(config: RunConfig, image: ImageCost) -> int:
-    """Likewise of the tower; a projector hardly counts."""
+    """The cost of a training step through the tower, likewise; a projector hardly counts."""
     again = image.passes > 1 and config.model.recompute == "full"
     return image.passes + again + reference_passes(config)
 
