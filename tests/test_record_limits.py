@@ -12,8 +12,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.records.normalise import normalise
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90

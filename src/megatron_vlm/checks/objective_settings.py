@@ -7,11 +7,10 @@ from pathlib import Path
 
 from megatron_vlm.checks.data_on_disk import RECORD_KEYS
 from megatron_vlm.config import DataConfig, RunConfig
+from megatron_vlm.data.on_disk.fields import REJECTIONS
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable
-
-REJECTED = ("rejected", "rejected_response", "rejected_messages")  # as `data.records.preferences` reads them
 
 
 def objective_problems(config: RunConfig) -> Iterator[str]:
@@ -34,7 +33,7 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
 
 def pair_problems(data: DataConfig) -> Iterator[str]:
     """JSON files of a run on preference pairs that begin with other records."""
-    names = {data.columns.get(name, name) for name in REJECTED}
+    names = {data.columns.get(name, name) for name in REJECTIONS}
     for key in ("train_data_path", "valid_data_path") if data.dataset_type == "hf" else ():
         for name in paths_of(getattr(data, key)):
             path = Path(name).expanduser()

@@ -10,17 +10,9 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
+from megatron_vlm.data.on_disk.fields import TURNS
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
-from megatron_vlm.data.turns import (
-    ROLES,
-    TRAINED,
-    TURNS,
-    BadSample,
-    is_trained,
-    mistake,
-    sole,
-    without_thinking,
-)
+from megatron_vlm.data.turns import ROLES, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
 
 WRAPPERS = (*TURNS, "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}

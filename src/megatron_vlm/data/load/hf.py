@@ -226,7 +226,7 @@ class HFTrainLoader(TrainLoader):
 
     def load_state_dict(self, state: dict) -> None:
         self._check(state)
-        self._order.moves = state.get("moves", ())
+        self._order.moves = state["moves"]
         self._place = self._order.place = tuple(state["place"])
 
     def load_states(self, states: list[dict]) -> None:
@@ -234,7 +234,7 @@ class HFTrainLoader(TrainLoader):
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
         self._check(states[0], **(place if self._order.other_ranks_go_on else {}))
-        self._order.moves = states[0].get("moves", ())
+        self._order.moves = states[0]["moves"]
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 

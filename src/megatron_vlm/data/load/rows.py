@@ -16,7 +16,7 @@ from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.ledger import lost
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.normalise import read_record
 from megatron_vlm.data.records.streams import StreamedRows
 
 

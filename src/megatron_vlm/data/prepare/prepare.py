@@ -109,7 +109,7 @@ def prepare_energon_dataset(
         "media_dir": None if image_root is None else str(image_root),
         "columns": tuple((columns or {}).items()),
         "datasets": tuple(datasets),
-        "kind": None if format == "auto" else format,
+        "kind": {"auto": None, "jsonl": "json"}.get(format, format),
     }
     parts = _plan(source, options, splits, seed)
     with folder_aside(output) as aside:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
-from megatron_vlm.data.records.columns import (
+from megatron_vlm.data.on_disk.fields import (
     CHOSEN,
     MEDIA,
     PROMPTS,
@@ -31,8 +31,9 @@ from megatron_vlm.data.records.columns import (
     REJECTED_TURNS,
     REJECTIONS,
     REPLIES,
+    TURNS,
 )
-from megatron_vlm.data.turns import DOCUMENT, TURNS, sole
+from megatron_vlm.data.turns import DOCUMENT, sole
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 
