@@ -20,7 +20,7 @@ from megatron_vlm.checks.layout import misfit, sizes_in
 from megatron_vlm.checks.objective_settings import pair_problems
 from megatron_vlm.checks.settings import validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider

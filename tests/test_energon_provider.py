@@ -17,7 +17,7 @@ from transformers import AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset

@@ -9,7 +9,7 @@ from PIL import Image
 from test_videos import arguments_of, steady
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.records.normalise import normalise, read_record

@@ -19,14 +19,14 @@ from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk.fields import FIELDS
-from megatron_vlm.data.paths import DataSource
+from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise, read_record

@@ -18,8 +18,8 @@ import pytest
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import source_problems
-from megatron_vlm.data.chatml import BadSample, training_conversation
-from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.conversation.chatml import BadSample, training_conversation
 from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from typing import Any
 
-DataPaths = Any  # a path, or a list of paths; see `data.paths`
+DataPaths = Any  # a path, or a list of paths; see `data.on_disk.paths`
 Every = Any  # a number of steps, or EPOCH
 EPOCH = "epoch"
 ModuleNames = Any  # None, a regex of whole names, or a list of ends of names

@@ -13,8 +13,8 @@ from megatron_vlm.config import DataConfig, DataPaths
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
-from megatron_vlm.data.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.messages import printable
 from megatron_vlm.signatures import what_file
 

@@ -9,7 +9,7 @@ from megatron_vlm.checks.data_on_disk import RECORD_KEYS
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.on_disk.fields import REJECTIONS
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.messages import printable
 
 

@@ -27,7 +27,7 @@ from megatron_vlm.config import (
     fewest_processes,
     missing_settings,
 )
-from megatron_vlm.data.paths import DataSource, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
 
 CHOICES = {

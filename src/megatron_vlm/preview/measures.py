@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.conversation.turns import refused_by_processor
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import ImageTokens, SizeEncoder
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
@@ -27,7 +28,6 @@ from megatron_vlm.data.media.images import decode_pixels
 from megatron_vlm.data.media.patches import RESAMPLE, Grid, resized
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import fixed_size
-from megatron_vlm.data.turns import refused_by_processor
 
 NEEDED = ("do_resize", "do_rescale", "do_normalize")
 # images are RGB already and padded in any case; frames of videos are chosen before

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import BatchEncoding
 
-from megatron_vlm.data.replies import REPLY, TURN, Span
+from megatron_vlm.data.conversation.replies import REPLY, TURN, Span
 
 REPLY_START, REPLY_STOP, IMAGE_START, IMAGE_STOP, VIDEO_START, VIDEO_STOP = map(
     chr, range(0x10FF00, 0x10FF06)

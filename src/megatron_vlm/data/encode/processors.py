@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.encode.known import KnownProcessor, why_unknown
 from megatron_vlm.data.encode.marks import RenderedChat
 from megatron_vlm.data.encode.sizes import PROBE_MESSAGES, PROBE_SIZE, SizeEncoder

@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.data.conversation.turns import refused_by_processor
 from megatron_vlm.data.encode.chat_template import placeholder_tokens
 from megatron_vlm.data.encode.marks import RenderedChat, Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, video_options
@@ -23,7 +24,6 @@ from megatron_vlm.data.media import anyres, naflex, tiles
 from megatron_vlm.data.media.patches import Grid, pixtral_size
 from megatron_vlm.data.media.videos import VideoPlan
 from megatron_vlm.data.media_limits import count_tokens, fixed_size, one_size
-from megatron_vlm.data.turns import refused_by_processor
 
 PROBE_SIZE = (56, 56)
 PROBE_MESSAGES = [

@@ -22,12 +22,12 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
+from megatron_vlm.data.conversation.turns import refused_by_processor
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
 from megatron_vlm.data.media.anyres import arranged
 from megatron_vlm.data.media.patches import Grid
 from megatron_vlm.data.media.videos import VideoPlan
-from megatron_vlm.data.turns import refused_by_processor
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vlm.batch import GenericVisualInputs, rows_of_items
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.encode.marks import Span
 from megatron_vlm.data.encode.text import EncodedText
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
 
-from megatron_vlm.data.description_files import RESTORE, check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import RESTORE, check_fields, damaged, read_mapping
 from megatron_vlm.files import check_file, naming, read_file
 from megatron_vlm.messages import printable
 

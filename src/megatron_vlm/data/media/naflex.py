@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 
 
 def is_naflex(processor: ProcessorMixin) -> bool:

@@ -14,7 +14,7 @@ from transformers.image_processing_utils import get_patch_output_size, select_be
 from transformers.image_transforms import get_resize_output_image_size
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.media.anyres import is_anyres
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.patches import resized

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig, RunConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import VLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents

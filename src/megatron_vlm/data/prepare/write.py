@@ -164,7 +164,7 @@ ENGINES = {"local": run_here, "ray": run_on_ray}
 
 def write_shard(job: ShardJob, tick) -> ShardResult:
     """Writes one tar, and beside it `<shard>.skipped` with the records left out."""
-    from megatron_vlm.data.chatml import BadSample
+    from megatron_vlm.data.conversation.chatml import BadSample
 
     table = job.source.open()
     result = ShardResult(job.order, job.split, job.path)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.fingerprint import digest
-from megatron_vlm.data.paths import DataSource
+from megatron_vlm.data.accounts.fingerprint import digest
+from megatron_vlm.data.on_disk.paths import DataSource
 
 MOST_ROWS = 200_000_000  # of a repeated table in an epoch: their order is an array
 
@@ -79,7 +79,7 @@ class Blend(Numbered):
 
     tables: Mapping[str, Table]
     counts: Mapping[str, int]  # rows in an epoch
-    exact: Collection[str] = ()
+    exact: Collection[str] = frozenset()
 
     _starts: ndarray = field(init=False)
 
@@ -140,7 +140,7 @@ def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> 
 
     Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
     """
-    parts, counts, counted = {}, {}, set()
+    parts, counts, exact = {}, {}, set()
     for (name, table), source in zip(tables.items(), sources, strict=True):
         inner, rows = {name: table}, {name: len(table)}
         if isinstance(table, Blend):
@@ -156,9 +156,9 @@ def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> 
                 f"{MOST_ROWS:,}; make all epochs shorter in the same proportion."
             )
         parts |= inner
-        counted |= inner.keys() if source.rows else set()
+        exact |= inner.keys() if source.rows else set()
         counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}
-    return Blend(parts, counts, counted)
+    return Blend(parts, counts, exact)
 
 
 def path_names(paths: Sequence[str]) -> list[str]:

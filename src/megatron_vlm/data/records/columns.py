@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TURNS
 from megatron_vlm.messages import suggestion
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.description_files import damaged
+from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.lines import first_records, lines_file, record_places
 from megatron_vlm.data.records.blends import Whole
 from megatron_vlm.data.records.columns import Columns

@@ -8,21 +8,20 @@ next medium of its record.
 
 An image is a path, encoded bytes, or Hugging Face's `{"path": ..., "bytes": ...}`. A video is a file in one
 of these forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
-`data.media.videos`). One that is an object may have limits of its own, see `data.media_limits.LIMITS`.
+`data.media.videos`). One that is an object may have limits of its own, see `conversation.limits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.chatml import PART_TYPES, BadSample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample
+from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
+from megatron_vlm.data.conversation.turns import sole
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.media_limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.on_disk.fields import MEDIA, REJECTED_TURNS
 from megatron_vlm.data.records.layouts import chosen_and_rejected, named_turns
-from megatron_vlm.data.turns import sole
 
 TIMES = ("fps", "timestamps")  # of a video's frames
 BESIDE = ("system", "tools", *(f"{kind}_limits" for kind in LIMITS))  # what else a conversation has
@@ -45,9 +44,9 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     for kind, items in media.items():
         beside |= limits_beside(kind, items)
     in_parts: dict[str, list] = {kind: [] for kind in MEDIA}
-    conversation = {name or "messages": _each_part(turns, lambda part: _place(part, in_parts))}
+    conversation = {name or "messages": _without_media(turns, in_parts)}
     if rejected:
-        conversation[REJECTED_TURNS] = _each_part(rejected, lambda part: _place(part, {}))
+        conversation[REJECTED_TURNS] = _without_media(rejected, {})
     return conversation | beside, {kind: media[kind] or in_parts[kind] for kind in MEDIA}
 
 
@@ -65,12 +64,12 @@ def _listed(media: Any) -> list:
     return media if isinstance(media, list) else [media] if media else []
 
 
-def _each_part(turns: Any, change: Callable[[Any], Any]) -> Any:
-    """The turns with what `change` makes of each part."""
+def _without_media(turns: Any, media: dict[str, list]) -> Any:
+    """The turns, whose parts only say where media are; media that parts name are added to `media`."""
     if not isinstance(turns, list):
         return turns
     return [
-        turn | {"content": [change(part) for part in turn["content"]]}
+        turn | {"content": [_place(part, media) for part in turn["content"]]}
         if isinstance(turn, dict) and isinstance(turn.get("content"), list)
         else turn
         for turn in turns
@@ -78,7 +77,7 @@ def _each_part(turns: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _place(part: Any, media: dict[str, list]) -> Any:
-    """The part without its medium, but with the limits of it; a medium that it names is added to `media`."""
+    """The part without its medium, but with the limits of it."""
     name = part.get("type") if isinstance(part, dict) else None
     kind = PART_TYPES.get(name) if isinstance(name, str) else None
     if kind not in MEDIA:

@@ -1,7 +1,7 @@
 """Map-style sources: rows on disk, read one at a time by number, from any process.
 
-All tables give what `data.records.normalise` reads: a record
-with the package's column names, and the folder under which its media lie.
+All tables give what `data.records.normalise` reads: a record with the package's column names, and the folder
+under which its media lie.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.description_files import damaged
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
-from megatron_vlm.data.paths import ROWS, DataSource
 from megatron_vlm.data.records.blends import Table, Whole, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.json_rows import JsonTable

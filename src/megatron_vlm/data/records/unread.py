@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
-from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
