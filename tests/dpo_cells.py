@@ -131,7 +131,7 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
 
 def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
-    from megatron_vlm.data.chatml import ChatMLSample
+    from megatron_vlm.data.conversation.chatml import ChatMLSample
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
     from megatron_vlm.data.records.normalise import normalise

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.data.ledger import LostSample
+from megatron_vlm.data.accounts.ledger import LostSample
 from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 

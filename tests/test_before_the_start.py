@@ -19,7 +19,7 @@ from megatron_vlm.checks.data_on_disk import record_problems, too_few_records
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider

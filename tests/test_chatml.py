@@ -2,13 +2,13 @@ import json
 
 import pytest
 
-from megatron_vlm.data.chatml import (
+from megatron_vlm.data.conversation.chatml import (
     BadSample,
     cook_chatml_sample,
     place_media,
     training_conversation,
 )
-from megatron_vlm.data.turns import is_trained
+from megatron_vlm.data.conversation.turns import is_trained
 
 
 def text(value):

@@ -38,7 +38,7 @@ from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
 from megatron_vlm.compose.sources import Part, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.records.columns import Columns

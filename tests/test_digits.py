@@ -21,7 +21,7 @@ from make_checkpoint import make_checkpoint
 from make_digits import make_digits, make_documents
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.data.chatml import cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, compose, load_recipe

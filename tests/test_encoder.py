@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
 from megatron_vlm.data.encode.truncation import first_images

@@ -15,8 +15,9 @@ from sources import reply_numbers, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -207,6 +208,17 @@ def test_a_state_fits_the_dataset_after_it_moved(tmp_path, dataset, encoder, sav
     original = train_loader(dataset, encoder)
     original.load_state_dict(saved_state)
     assert take(moved, 3) == take(original, 3)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.yaml"])
+def test_a_prepared_folder_may_have_the_name_of_a_file(tmp_path, dataset, encoder, name):
+    moved = shutil.copytree(dataset, tmp_path / name)
+    assert list(data_problems(DataConfig(), "data.train_data_path", str(moved))) == []
+    expected = take(train_loader(dataset, encoder), 3)
+    assert take(train_loader(moved, encoder), 3) == expected
+    two = DataConfig(train_data_path=[str(dataset), str(moved)], num_workers=0)
+    loader = EnergonProvider(two).train_loader(encoder, micro_batch_size=2, rank=0, world_size=1, seed=7)
+    assert len(take(loader, 3)) == 3
 
 
 def test_a_state_after_the_first_batch_is_refused(dataset, encoder, saved_state):

@@ -14,7 +14,7 @@ from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.tables import open_table

@@ -28,8 +28,14 @@ from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, is_blank, place_media
-from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.accounts.drops import REASONS
+from megatron_vlm.data.conversation.chatml import (
+    BadSample,
+    ChatMLSample,
+    cook_chatml_sample,
+    is_blank,
+    place_media,
+)
 from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder

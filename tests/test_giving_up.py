@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.run_folder.batch_log import naming_samples, read_step
 from tiny.distributed import run_distributed

@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.job.last_words import last_words
 from megatron_vlm.job.reasons import named
 from megatron_vlm.job.watchdog import describe

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.kinds.native import NaFlex

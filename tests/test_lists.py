@@ -17,7 +17,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.paths import DataSource, paths_of, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, paths_of, sources_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.files import read_rows

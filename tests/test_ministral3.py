@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.mistral3 import Mistral3

@@ -10,7 +10,7 @@ from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, image_size

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.generation_prompt import stop_tokens
-from megatron_vlm.data.turns import BadSample
 from megatron_vlm.job.reasons import explain
 from megatron_vlm.messages import reading
 

@@ -9,11 +9,10 @@ from PIL import Image
 from test_videos import arguments_of, steady
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.records.normalise import normalise
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90

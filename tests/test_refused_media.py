@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, Processo
 from transformers.image_utils import SizeDict
 
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.kinds.native import most_when_scaled_up

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.conversation.replies import REPLY, TURN, UntaggedReplies
 from megatron_vlm.data.encode.chat_template import ChatTemplate
-from megatron_vlm.data.replies import REPLY, TURN, UntaggedReplies
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus
 

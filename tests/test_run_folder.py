@@ -18,7 +18,7 @@ import pytest
 
 from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_run
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.data.drops import DropReport
+from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.files import NotAFile
 from megatron_vlm.job import ranks, watchdog
 from megatron_vlm.overrides import apply_overrides

@@ -19,16 +19,17 @@ from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.on_disk.fields import FIELDS
+from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import blend_tables
-from megatron_vlm.data.records.columns import COLUMNS, Columns
-from megatron_vlm.data.records.normalise import normalise
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_words
 from megatron_vlm.models.families import load
@@ -498,7 +499,8 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     assert told("g", [twice | {"thumbnail": "a.jpg"}]) == []  # what is wrong with it is said when it is read
     rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
-    two = blend_tables({n: open_table(tmp_path / n) for n in ("a.jsonl", "rows.parquet")}, [int, int])
+    names = "a.jsonl", "rows.parquet"
+    two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
     assert ["and picture, which" in said for said in first_words(two)] == [False, True]
 
 
@@ -591,7 +593,7 @@ def random_value(rng, depth=0):
     if kind < 7:
         return [random_value(rng, depth + 1) for _ in range(rng.integers(3))]
     words = [
-        *COLUMNS,
+        *FIELDS,
         "role",
         "from",
         "content",
@@ -696,7 +698,7 @@ def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
     with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
         blend_tables(
             {str(path): open_table(str(path), Columns({})) for path in paths},
-            [int, lambda rows: 10**8 * rows],
+            [DataSource("a"), DataSource("b", share=10**8)],
         )
 
 

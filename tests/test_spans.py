@@ -7,7 +7,7 @@ from PIL import Image
 from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.text import TextEncoder, _only_wraps, on_tokens
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags

@@ -8,10 +8,10 @@ from megatron.energon.errors import SkipSample
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.conversation.turns import between_thinking
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.fingerprint import encoder_settings
-from megatron_vlm.data.turns import between_thinking
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus
 

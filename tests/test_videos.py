@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder

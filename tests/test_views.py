@@ -17,7 +17,7 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset

@@ -18,8 +18,8 @@ import pytest
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import source_problems
-from megatron_vlm.data.chatml import BadSample, training_conversation
-from megatron_vlm.data.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.conversation.chatml import BadSample, training_conversation
 from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image
@@ -27,8 +27,7 @@ from megatron_vlm.data.on_disk import plain
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_words
@@ -43,6 +42,26 @@ def zipped(text: bytes) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("inside/rows.txt", text)
     return buffer.getvalue()
+
+
+def zipped_by_macos(text: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("rows.jsonl", text)
+        for name in ("__MACOSX/._rows.jsonl", "._rows.jsonl", ".DS_Store"):
+            archive.writestr(name, b"\0\5\x16\7")
+    return buffer.getvalue()
+
+
+def mixed_line_ends(lines: bytes) -> bytes:
+    ends = [b"\n", b"\n", b"\n", b"\r", b"\n", b"\r\n", b"\r"]
+    return b"".join(line + end for line, end in zip(lines.splitlines(), ends, strict=True))
+
+
+def arrays_on_lines(rows: list[dict]) -> bytes:
+    """A record, two records in an array, and so on, a line each."""
+    pairs = [rows[0], rows[1:3], rows[3], rows[4:6], rows[6]]
+    return b"".join(json.dumps(each).encode() + b"\n" for each in pairs)
 
 
 def table(delimiter: str, newline: str = "\r\n") -> str:
@@ -67,6 +86,11 @@ FORMS = {
     "byte order mark": b"\xef\xbb\xbf" + UTF_8,
     "utf-16": LINES.encode("utf-16"),
     "utf-16 of the other order": b"\xfe\xff" + LINES.encode("utf-16-be"),
+    "utf-16 without a mark": LINES.encode("utf-16-le"),
+    "utf-16 of the other order without a mark": json.dumps(RECORDS).encode("utf-16-be"),
+    "mixed line ends": mixed_line_ends(UTF_8),
+    "arrays on lines": arrays_on_lines(RECORDS),
+    "arrays on all lines": json.dumps(RECORDS[:3]).encode() + b"\n" + json.dumps(RECORDS[3:]).encode(),
     "array": json.dumps(RECORDS).encode(),
     "pretty array": b"\n" + json.dumps(RECORDS, indent=2).encode(),
     "an array of lines": b"[\n" + b",\n".join(UTF_8.splitlines()) + b"\n]",
@@ -74,12 +98,15 @@ FORMS = {
     "mapping": json.dumps({f"id {n}": row for n, row in enumerate(RECORDS)}).encode(),
     "pretty mapping": json.dumps({str(n): row for n, row in enumerate(RECORDS)}, indent=1).encode(),
     "data": json.dumps({"version": 1, "data": RECORDS}).encode(),
+    "a list under a key": json.dumps({"info": {"by": "me"}, "annotations": RECORDS}, indent=1).encode(),
+    "a mapping under a key": json.dumps({"data": {f"id {n}": row for n, row in enumerate(RECORDS)}}).encode(),
     "pretty objects": "\n".join(json.dumps(row, indent=1) for row in RECORDS).encode(),
     "gzip": gzip.compress(UTF_8),
     "zstd": pa.compress(UTF_8, "zstd", asbytes=True),
     "bz2": bz2.compress(UTF_8),
     "xz": lzma.compress(UTF_8),
     "zip": zipped(UTF_8),
+    "zip of macOS": zipped_by_macos(UTF_8),
     "gzip of utf-16 of an array": gzip.compress(json.dumps(RECORDS).encode("utf-16")),
 }
 TABLES = {
@@ -90,6 +117,7 @@ TABLES = {
     "gzip of csv in utf-16": gzip.compress(table(",").encode("utf-16")),
     "parquet": parquet(),
     "zip of parquet": zipped(parquet()),
+    "csv in utf-16 without a mark": table(",").encode("utf-16-le"),
 }
 
 
@@ -106,6 +134,7 @@ def test_records_are_read_from_any_form_under_any_name(tmp_path, form, name):
     rows = open_table(tmp_path / name)
     assert [rows.record(index) for index in range(len(rows))] == [(row, tmp_path) for row in RECORDS]
     assert rows.origin(0)[0] == str(tmp_path / name)
+    assert len({rows.key(index) for index in range(len(rows))}) == len(rows)
     assert list(first_records(tmp_path / name)) == RECORDS
     assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
     again = open_table(tmp_path / name)
@@ -175,6 +204,24 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
     ):
         with pytest.raises(BadSample, match=f"bad_json.*(?:{said})"):
             rows.record(index)
+
+
+def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer,image\nq,a,b.jpg\nq,a\n")
+    rows = open_table(tmp_path / "rows.csv")
+    assert [rows.record(n)[0]["answer"] for n in (0, 1)] == ["a", "a"]
+    (tmp_path / "rows.csv").write_text("question,answer\nq,a\nq,a,b\nq,a\n")
+    with pytest.raises(ValueError, match="rows.csv: cannot be read .*Expected 2 fields in line 3, saw 3"):
+        open_table(tmp_path / "rows.csv")
+
+
+def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
+    for row in (
+        {"texts": [{"user": "q", "assistant": "a"}]},
+        {"question": "q", "answer": "a", "images": [{"path": "a.jpg"}]},
+    ):
+        (tmp_path / "one.json").write_text(json.dumps(row))
+        assert [record for record in first_records(tmp_path / "one.json")] == [row]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +315,7 @@ def test_other_forms_are_counted_and_said_once(tmp_path):
     [said] = told(
         tmp_path, [plain | {"image": f"IM\\{n}.png"} for n in range(3)] + [plain | {"image": "im/0.png"}]
     )
-    assert "3 media paths of its first 4 records" in said and said.endswith("is read as im/0.png")
+    assert "3 media paths of 4 records looked at" in said and said.endswith("is read as im/0.png")
     [mapped, left] = told(
         tmp_path,
         [
@@ -277,8 +324,15 @@ def test_other_forms_are_counted_and_said_once(tmp_path):
             plain | {"question": "what is <img> in HTML?"},
         ],
     )
-    assert "2 of its first 4 records write <img> where their images stand; it is read as <image>" in mapped
-    assert "1 of its first 4 records write <img> not once for each of their images, so it stays text" in left
+    assert "2 of 4 records looked at write <img> where their images stand; it is read as <image>" in mapped
+    assert "1 of 4 records looked at write <img> not once for each of their images, so it stays text" in left
+
+
+def test_a_spelling_that_begins_late_is_said_too(tmp_path):
+    (tmp_path / "0.png").write_bytes(image_bytes(0))
+    plain = [{"question": "q", "answer": "a"}] * 1000
+    [said] = told(tmp_path, plain + [{"question": "[IMG] q", "answer": "a", "image": "0.png"}] * 200)
+    assert "write [IMG] where their images stand" in said
 
 
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):

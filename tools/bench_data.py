@@ -57,7 +57,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import RESAMPLE

@@ -15,7 +15,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_vlm.data.chatml import cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 
 MAX_NEW_TOKENS = 8  # GLM begins with four tokens of empty thoughts; a sum has two digits, then the turn ends
 BATCH = 32

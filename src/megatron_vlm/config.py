@@ -39,7 +39,9 @@ PartialShare = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Ge(1), Le(86_400)]
 Name = Annotated[str, MinLen(1)]
 PathName = Annotated[Name, as_path]
-DataPaths = Annotated[PathName | list[PathName], MinLen(1), "a path or a list of paths"]  # see `data.paths`
+DataPaths = Annotated[
+    PathName | list[PathName], MinLen(1), "a path or a list of paths"
+]  # see `data.on_disk.paths`
 Every = Annotated[FromZero | Literal["epoch"], "a number of steps, or epoch"]
 ModuleNames = Annotated[Name | list[Name] | None, "a regex or a list of names"]
 Parts = list[Literal["tower", "projector", "language_model"]]

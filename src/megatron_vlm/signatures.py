@@ -46,7 +46,9 @@ PICKLE = Known("pickle", "a Python pickle, which can run any code and is not rea
 SAFETENSORS = Known("safetensors", "a safetensors file", _WEIGHTS)
 EMPTY = Known("empty", "an empty file", "download or write it again")
 ZEROS = Known("zeros", "a file that begins with zeros alone", "download it again: the download was cut")
-UTF16 = Known("utf-16", "text in UTF-16", "save it as UTF-8")
+UTF16, UTF16_LE, UTF16_BE = (
+    Known(encoding, "text in UTF-16", "save it as UTF-8") for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+)
 OTHER_TEXT = Known(
     "text", "text that is not in UTF-8", "run `iconv -f cp1252 -t utf-8` on it, if it is in latin-1"
 )
@@ -151,9 +153,23 @@ def _of_text(first: bytes) -> Known | None:
         return SVG
     if start.startswith(_PAGES):
         return PAGE
-    if b"\0" in first or 50 * (len(first) - len(first.translate(None, _CONTROL))) > len(first):
+    if b"\0" in first:  # half of each character of ASCII, if it is UTF-16
+        return _of_utf16(first, UTF16_BE if first[:1] == b"\0" else UTF16_LE)
+    if _has_control(first):
         return BINARY
     text = first.decode(errors="replace")
     wrong = text[:-1].count("\ufffd")  # the last character may be cut
     few = 2 * wrong <= len(text) - len(text.encode("ascii", "ignore"))
     return None if few else OTHER_TEXT  # a few characters in another encoding are damage
+
+
+def _of_utf16(first: bytes, known: Known) -> Known:
+    """UTF-16 without a byte order mark, if all of it is text that begins in ASCII."""
+    text = first[: len(first) // 2 * 2].decode(known.name, errors="replace")
+    is_text = text[:1].isascii() and "\0" not in text and "\ufffd" not in text[:-1]
+    return BINARY if not is_text or _has_control(text.encode(errors="replace")) else known
+
+
+def _has_control(text: bytes) -> bool:
+    """Whether over a fiftieth are control characters."""
+    return 50 * (len(text) - len(text.translate(None, _CONTROL))) > len(text)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
+from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
-from megatron_vlm.data.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import what_file
@@ -24,7 +25,6 @@ MEDIA_FILES = {*PICTURES, *FILMS}
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
 DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
-MEDIA_COLUMNS = ("images", "image", "videos", "video")
 FIRST_RECORDS, FIRST_BYTES = 20, 1 << 20
 RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one is none of a meta file
 NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys of an LMDB
@@ -206,7 +206,7 @@ def record_problems(config: RunConfig) -> Iterator[str]:
 
 def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     """The media paths that a record names as plain text, under any of their names."""
-    values = [record.get(columns.get(name, name)) for name in MEDIA_COLUMNS]
+    values = [record.get(columns.get(name, name)) for names in MEDIA.values() for name in names]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     texts = (item for item in flat if isinstance(item, str) and item and not is_base64(item))
     return [text for text in texts if not any(mark in text for mark in NO_PATHS)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.paths import ROWS
+from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.supported import WEIGHT_FILE, refuse

@@ -9,7 +9,7 @@ import typer
 
 from megatron_vlm.checks.data_on_disk import source_problems
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.prepare import PrepareSummary, prepare_energon_dataset
 
 

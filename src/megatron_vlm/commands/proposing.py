@@ -19,7 +19,7 @@ from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import check_gpus
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vlm.config import MISSING, RunConfig
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.adapters import merge, save_adapters

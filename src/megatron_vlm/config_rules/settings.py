@@ -16,7 +16,7 @@ from megatron_vlm.config import (
 from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.config_rules.layout import layout_problems
 from megatron_vlm.config_rules.patterns import problem as pattern_problem
-from megatron_vlm.data.paths import DataSource, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.messages import suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of
 from megatron_vlm.overrides import checked

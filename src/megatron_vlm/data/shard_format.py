@@ -20,11 +20,11 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, parsed, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, parsed, training_conversation
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
-from megatron_vlm.data.paths import FILMS, PICTURES
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import make_plan

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
+from megatron_vlm.data.accounts.fingerprint import data_changes
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.fingerprint import data_changes
-from megatron_vlm.data.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml
@@ -131,7 +131,7 @@ def _paths(config: RunConfig) -> str:
 
 def _drops(data: RunData) -> list[dict]:
     """The drops, each sample once, however often it was read."""
-    return list({drop["key"]: drop for drop in data.drops.examples()}.values())
+    return list({drop["key"]: drop for drop in data.accounts.drops.examples()}.values())
 
 
 def _measures(data: RunData, batch: Batch) -> tuple[int, int, int, int]:

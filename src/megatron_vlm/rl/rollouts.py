@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.generation.generate import generate
@@ -39,7 +39,7 @@ class RolloutPrompt:
     @classmethod
     def of(cls, source: Source, messages: list[dict] | str, images: Sequence[Any] = ()) -> RolloutPrompt:
         """Encoded by the checkpoint's processor; a text is the user's only turn, an image what `image_file`
-        takes. `data.chatml` says what messages may look like, and raises BadSample for others, and for more
+        takes. `chatml` says what messages may look like, and raises BadSample for others, and for more
         or fewer images than places for them."""
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         messages, files = place_media(cook_chatml_sample(turns)[0], len(images)), [*map(image_file, images)]

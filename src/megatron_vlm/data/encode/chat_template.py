@@ -1,7 +1,7 @@
 """Renders a conversation with its chat template and tells where replies, images and videos lie in the text.
 
-The template's `{% generation %}` blocks say where replies lie; for a template without them, `data.replies`
-finds them.
+The template's `{% generation %}` blocks say where replies lie; for a template without them,
+`conversation.replies` finds them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.chatml import INVISIBLE, BadSample
+from megatron_vlm.data.conversation.chatml import INVISIBLE, BadSample
+from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
+from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking, loss_weight
 from megatron_vlm.data.encode.interleaved import DocumentText
-from megatron_vlm.data.replies import REPLY, TURN, Span, UntaggedReplies
-from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 from megatron_vlm.messages import reading
 
 WORD_JOINER = "\u2060"

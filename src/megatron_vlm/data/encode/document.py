@@ -16,7 +16,8 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.conversation.limits import limits_of_media, rules_within
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, processor_for
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
@@ -24,7 +25,6 @@ from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
-from megatron_vlm.data.media_limits import limits_of_media, rules_within
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample
 
 BEFORE, AFTER = "before the image", "after the image"
 

@@ -8,7 +8,7 @@ import torch
 from megatron.energon import Sample, edataclass, stateless
 from megatron.energon.errors import SkipSample
 
-from megatron_vlm.data.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import HFEncoderTaskBatch, VLMTaskEncoder, cat_visual
 from megatron_vlm.data.encode.packing import pack_buffer

@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.conversation.replies import Span
+from megatron_vlm.data.conversation.turns import BadSample, refused_by_processor
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.data.media.videos import Frames, VideoPlan
-from megatron_vlm.data.replies import Span
-from megatron_vlm.data.turns import BadSample, refused_by_processor
 
 PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},

@@ -23,12 +23,12 @@ import numpy as np
 from PIL import Image
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
+from megatron_vlm.data.conversation.replies import Span
+from megatron_vlm.data.conversation.turns import refused_by_processor
 from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid
 from megatron_vlm.data.media.videos import Frames, video_options
-from megatron_vlm.data.replies import Span
-from megatron_vlm.data.turns import refused_by_processor
 
 
 @dataclass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.conversation.replies import Span
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.encode.text import EncodedText
-from megatron_vlm.data.replies import Span
-from megatron_vlm.data.turns import BadSample
 
 
 def truncated(

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.kinds.grid import Patches
-from megatron_vlm.data.turns import BadSample
 
 
 class Native(Patches):

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.kinds.base import Grid, resized
 from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
-from megatron_vlm.data.turns import BadSample
 
 MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; an image of 1:200 would take 200 times its own memory
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch, fully_masked
-from megatron_vlm.data.drops import DropReport, TooManyDrops
-from megatron_vlm.data.fingerprint import check_fingerprint
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.data.load.limits import LimitedDrops, close_loader, next_or_too_many_drops
 

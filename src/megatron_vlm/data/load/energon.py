@@ -28,9 +28,8 @@ from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.description_files import damaged
-from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.fingerprint import encoder_settings
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import (
@@ -42,7 +41,8 @@ from megatron_vlm.data.load.energon_state import (
 )
 from megatron_vlm.data.load.limits import close_loader, notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
-from megatron_vlm.data.paths import paths_of, sources_of
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.paths import paths_of, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
 from megatron_vlm.messages import reading

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
 
-from megatron_vlm.data.description_files import RESTORE, check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import RESTORE, check_fields, damaged, read_mapping
 from megatron_vlm.files import check_file, naming, read_file
 from megatron_vlm.messages import printable
 
@@ -50,9 +50,9 @@ def check_dataset(path: str | EPath) -> None:
 def split_names(path: str | EPath) -> list[str]:
     """The splits of a dataset or metadataset; empty for a JSONL file, which is read whole for every split."""
     path = EPath(path)
-    if path.name.endswith(".jsonl"):
+    if _is_file(path, ".jsonl"):
         return []
-    if path.name.endswith(".yaml"):
+    if _is_file(path, ".yaml"):
         return sorted(_read_description(path).get("splits") or {})
     return sorted(_split_parts(path))
 
@@ -63,9 +63,9 @@ def _check_path(path: EPath, within: tuple[str, ...], met: list[EPath]) -> None:
         raise damaged(path, f"contains itself, by way of {' and '.join(within)}", "take the reference out")
     if len(met) > MOST_DATASETS:
         raise damaged(met[0], f"names more than {MOST_DATASETS} datasets", "take references out")
-    if path.name.endswith(".jsonl"):
+    if _is_file(path, ".jsonl"):
         return _check_jsonl(path)
-    if path.name.endswith(".yaml"):
+    if _is_file(path, ".yaml"):
         description = _read_description(path)
         _check_plain(description, path)
         _check_metadataset(description, path)
@@ -78,7 +78,7 @@ def _check_path(path: EPath, within: tuple[str, ...], met: list[EPath]) -> None:
 def blends_by_weight(path: str | EPath) -> bool:
     """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
     path = EPath(path)
-    if not path.name.endswith(".yaml"):
+    if not _is_file(path, ".yaml"):
         return False
     description = _read_description(path)
     by_weight = description.get("__class__") != "MetadatasetV2" or any(
@@ -178,6 +178,11 @@ def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
         yield from folder.glob(f"*{suffix}")
     else:
         yield from (folder / entry.name for entry in folder.local_path().glob(f"*{suffix}"))
+
+
+def _is_file(path: EPath, suffix: str) -> bool:
+    """Whether a dataset is a file of this name, and no prepared folder that has it."""
+    return path.name.endswith(suffix) and not any(_is_there(path / META / name) for name in INFO_NAMES)
 
 
 def _is_there(file: EPath) -> bool:

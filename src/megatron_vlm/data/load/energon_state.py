@@ -25,7 +25,7 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
-from megatron_vlm.data.fingerprint import UNKNOWN, digest
+from megatron_vlm.data.accounts.fingerprint import UNKNOWN, digest
 from megatron_vlm.files import read_file
 
 FORMAT = 1

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.fingerprint import encoder_settings
-from megatron_vlm.data.ledger import Ledger, lost
+from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.accounts.ledger import Ledger, lost
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import close_loader, with_limited_drops
@@ -29,7 +29,7 @@ from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, 
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
-from megatron_vlm.data.paths import DataSource, items_of, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import sources_of_keys
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.held_out import divided
@@ -226,7 +226,7 @@ class HFTrainLoader(TrainLoader):
 
     def load_state_dict(self, state: dict) -> None:
         self._check(state)
-        self._order.moves = state.get("moves", ())
+        self._order.moves = state["moves"]
         self._place = self._order.place = tuple(state["place"])
 
     def load_states(self, states: list[dict]) -> None:
@@ -234,7 +234,7 @@ class HFTrainLoader(TrainLoader):
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
         self._check(states[0], **(place if self._order.other_ranks_go_on else {}))
-        self._order.moves = states[0].get("moves", ())
+        self._order.moves = states[0]["moves"]
         self._order.move([state["place"] for state in states])
         self._place = self._order.place
 

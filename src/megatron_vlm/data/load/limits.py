@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.drops import MIN_SAMPLES, DropReport
+from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport
 from megatron_vlm.job.reasons import worker_death
 
 PATIENCE = 30  # see `LimitedDrops.set_share`

@@ -11,12 +11,12 @@ from megatron.energon import SkipSample
 from torch.utils.data import Dataset
 
 from megatron_vlm.batch import DROPPED, Batch
-from megatron_vlm.data.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.accounts.ledger import lost
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
-from megatron_vlm.data.ledger import lost
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.read import read_record
+from megatron_vlm.data.records.normalise import read_record
 from megatron_vlm.data.records.streams import StreamedRows
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
-from megatron_vlm.data.ledger import REMEDY, LostSample
+from megatron_vlm.data.accounts.ledger import REMEDY, LostSample
 
 PLACES = 16  # of a worker; a place that was never needed takes no memory
 PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit

@@ -21,9 +21,9 @@ from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
-from megatron_vlm.data.turns import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Containers of one video each: no playlists, which would open other files, and no single images.

@@ -1,21 +1,22 @@
-"""A file of records as JSON Lines: other JSON is written as lines into the cache, once."""
+"""A file of records as lines: other JSON is written as JSON Lines into the cache, once."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
 from megatron_vlm.files import open_file
 from megatron_vlm.signatures import what_file, what_is
 
-FIRST_LINES = 1000  # in which the first records lie
+FIRST_RECORDS = 1000  # among which the first valid ones lie
 TRIED = 100  # lines that tell whether lines are records
-WRAPPER = '"data"'  # {"data": [records]}
 # What stands before a value: a comma, and the key in a mapping
 _BEFORE = re.compile(r'[\s,]*+(?:("(?:[^"\\]++|\\.)*+")\s*+:\s*+)?', re.DOTALL)
 _CLOSING = {"[": "]", "{": "}"}
@@ -23,10 +24,9 @@ Values = list[tuple[str | None, int, int]]  # key, start and stop of each
 
 
 def lines_file(path: str | Path) -> Path:
-    """The file itself if each line is a record, or the file in the cache that has its records as lines.
+    """The file itself if its lines are records, or the file in the cache that has its records as lines.
 
-    Records are also the elements of an array, be it the `data` of a mapping; the values of a mapping of
-    records; and JSON values one after another. Raises as `plain_file`, and ValueError for what is not JSON.
+    Raises as `plain_file`, and ValueError for what is not JSON.
     """
     plain = plain_file(path)
     try:
@@ -36,6 +36,17 @@ def lines_file(path: str | Path) -> Path:
         raise ValueError(f"data: {path}: is not valid JSON ({error}); {repair}.") from error
 
 
+def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Number, start and stop in bytes of each record in a file of `lines_file`. Numbers count lines from 0,
+    blank ones too; if a line holds several records, it counts as so many."""
+    number = start = 0
+    for line in file:
+        places = _places_in_line(line)
+        for count, (begin, end) in enumerate(places):
+            yield number + count, start + begin, start + end
+        number, start = number + max(1, len(places)), start + len(line)
+
+
 def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
     """The first valid records of a file of rows; none of parquet and Arrow. Raises as `lines_file`."""
     plain = plain_file(path)
@@ -43,28 +54,48 @@ def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
         return
     if table := table_of(plain):
         names, *rows = table[1]
-        yield from (dict(zip(names, row, strict=True)) for row in rows[:most])
+        yield from (dict(zip(names, row, strict=False)) for row in rows[:most])
         return
     with open_file(lines_file(path)) as file:
-        records = (record for line in islice(file, FIRST_LINES) if (record := _record(line)) is not None)
+        texts = (os.pread(file.fileno(), stop - start, start) for _, start, stop in record_places(file))
+        records = (record for text in islice(texts, FIRST_RECORDS) if (record := _record(text)) is not None)
         yield from islice(records, most)
+
+
+def is_turn(value: Any) -> bool:
+    """Whether an element of an array is a turn, so that the array is one conversation."""
+    return isinstance(value, dict) and bool(
+        value.keys() & {"role", "from"} and value.keys() & {"content", "value"}
+    )
 
 
 def _is_lines(path: Path) -> bool:
     """Whether at least half of the first lines are records. The only line of a file is read as other JSON."""
     with open_file(path) as file:
-        found = [_record(line) is not None for line in islice(filter(bytes.strip, file), TRIED)]
-    return len(found) > 1 and 2 * sum(found) >= len(found)
+        tried = [_record(line) is not None for line in islice(filter(bytes.strip, file), TRIED)]
+    return len(tried) > 1 and 2 * sum(tried) >= len(tried)
 
 
-def _record(line: bytes) -> dict | None:
-    """What a line holds, if it is a record or a list of turns."""
+def _record(text: bytes) -> dict | None:
+    """What a text holds, if it is a record or a list of turns."""
     try:
-        value = json.loads(line)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     value = {"messages": value} if isinstance(value, list) and value and is_turn(value[0]) else value
     return value if isinstance(value, dict) else None
+
+
+def _places_in_line(line: bytes) -> list[tuple[int, int]]:
+    """Where the records of a line stand; all of a line that is not JSON is one, and bad."""
+    text = line.strip()
+    if text.startswith(b"{") and b"\r" not in text:
+        return [(0, len(line))]
+    try:
+        # In latin-1 each byte is a character. Ends of lines as on old Macs are space between values.
+        return records_in(line.decode("latin-1"), many=True)
+    except (ValueError, RecursionError):
+        return [(0, len(line))]
 
 
 def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
@@ -74,47 +105,57 @@ def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
     except UnicodeDecodeError as error:
         raise ValueError(str(what_is(content[error.start :]) or error)) from error
     del content
-    for _, start, stop in _records(text):
+    for start, stop in records_in(text):
         # no text in JSON holds an end of line as it is
         lines.write(text[start:stop].replace("\n", " ").replace("\r", " ").encode() + b"\n")
 
 
-def _records(text: str) -> Values:
-    """Where the records of a JSON text stand."""
-    first = _BEFORE.match(text).end()
-    if text[first : first + 1] not in ("[", "{"):
-        raise json.JSONDecodeError("Expecting [ or {", text, first)
-    inside, end = _values(text, first + 1)
-    if text[end : end + 1] != _CLOSING[text[first]]:
-        raise json.JSONDecodeError(f"Expecting ',' or '{_CLOSING[text[first]]}'", text, end)
-    others, stop = _values(text, end + 1)
-    if stop < len(text) or (others and text[first] == "["):
-        raise json.JSONDecodeError("Extra data", text, end + 1)
-    all_of_it = (None, first, end + 1)
-    if others:
-        return [all_of_it, *others]
-    if text[first] == "[":
-        return [all_of_it] if inside and is_turn(json.loads(text[slice(*inside[0][1:])])) else inside
-    if inside and all(text[start] == "{" for _, start, _ in inside):
-        return inside
-    nested = [(key, start) for key, start, _ in inside if text[start] in "[{"]
-    if [key for key, _ in nested] == [WRAPPER] and text[nested[0][1]] == "[":
-        return _values(text, nested[0][1] + 1)[0]
-    return [all_of_it]
+def records_in(text: str, many: bool = False) -> list[tuple[int, int]]:
+    """Where the records of a JSON text stand.
+
+    They are its values, one after another; in place of an array of records, its elements. If the text has one
+    value, an object that has no field of a record, they are the objects in it or in its only list or object;
+    not if the text is one of `many`. Raises ValueError for what is not JSON.
+    """
+    places: list[tuple[int, int]] = []
+    values: Values = []
+    at, count = _BEFORE.match(text).end(), 0
+    while at < len(text):
+        values, end = _values_within(text, at)
+        is_array = text[at] == "[" and not _holds_turn(text, values)
+        places += [value[1:] for value in values] if is_array else [(at, end)]
+        at, count = _BEFORE.match(text, end).end(), count + 1
+    if count == len(places) == 1 and not many and text[places[0][0]] == "{":
+        return _in_object(text, values) or places
+    return places
 
 
-def _values(text: str, at: int) -> tuple[Values, int]:
-    """The values up to the end of their array, of their mapping or of the text, and where that is. Each is
-    parsed but not kept, so that a large file fits into memory."""
-    decoder, values = json.JSONDecoder(), []
-    while (before := _BEFORE.match(text, at)).end() < len(text) and text[before.end()] not in "]}":
-        at = decoder.raw_decode(text, before.end())[1]
-        values.append((before[1], before.end(), at))
-    return values, before.end()
+def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
+    """Where the records stand in an object that is none; empty for one that may be a record."""
+    if {json.loads(key) for key, _, _ in values} & set(FIELDS):
+        return []
+    objects = [(start, stop) for _, start, stop in values if text[start] == "{"]
+    arrays = [_values_within(text, start)[0] for _, start, _ in values if text[start] == "["]
+    lists = [array for array in arrays if array and text[array[0][1]] == "{" and not _holds_turn(text, array)]
+    if len(lists) == 1:
+        return [(start, stop) for _, start, stop in lists[0]]
+    inside = _in_object(text, _values_within(text, objects[0][0])[0]) if len(objects) == 1 else []
+    return inside or (objects if len(objects) == len(values) else [])
 
 
-def is_turn(value: Any) -> bool:
-    """Whether an element of an array is a turn, so that the array is one conversation."""
-    return isinstance(value, dict) and bool(
-        value.keys() & {"role", "from"} and value.keys() & {"content", "value"}
-    )
+def _holds_turn(text: str, values: Values) -> bool:
+    return bool(values) and is_turn(json.loads(text[slice(*values[0][1:])]))
+
+
+def _values_within(text: str, at: int) -> tuple[Values, int]:
+    """The values of the array or object that begins at a place, and where it ends. Each is parsed but not
+    kept, so that a large file fits into memory."""
+    if text[at : at + 1] not in _CLOSING:
+        raise json.JSONDecodeError("Expecting [ or {", text, at)
+    decoder, values, end = json.JSONDecoder(), [], at + 1
+    while (before := _BEFORE.match(text, end)).end() < len(text) and text[before.end()] not in "]}":
+        end = decoder.raw_decode(text, before.end())[1]
+        values.append((before[1], before.end(), end))
+    if text[before.end() : before.end() + 1] != _CLOSING[text[at]]:
+        raise json.JSONDecodeError(f"Expecting ',' or '{_CLOSING[text[at]]}'", text, before.end())
+    return values, before.end() + 1

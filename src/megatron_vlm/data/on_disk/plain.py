@@ -95,7 +95,13 @@ def _zstd(packed: BinaryIO) -> Any:
 
 def _only_member(packed: BinaryIO) -> Any:
     archive = zipfile.ZipFile(packed)
-    names = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
+    # macOS adds a folder of its own and files whose names begin with a dot
+    names = [
+        entry.filename
+        for entry in archive.infolist()
+        if not (entry.is_dir() or entry.filename.startswith("__MACOSX/"))
+        and not Path(entry.filename).name.startswith(".")
+    ]
     if len(names) != 1:
         raise ValueError(f"it holds {len(names)} files, and one is read")
     return archive.open(names[0])
@@ -107,12 +113,18 @@ OPENED: dict[str, Callable[[BinaryIO], Any]] = {
     "xz": lzma.open,
     "zstd": _zstd,
     "zip": _only_member,
-    "utf-16": lambda packed: codecs.EncodedFile(packed, "utf-8", "utf-16"),
+    **{
+        encoding: partial(codecs.EncodedFile, data_encoding="utf-8", file_encoding=encoding)
+        for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+    },
 }
 
 
 def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
-    """What divides the columns of a text with a header, such as CSV, and its first rows; None for others."""
+    """What divides the columns of a text with a header, such as CSV, and its first rows; None for others.
+
+    At least half of the rows have a value for each column: `datasets` names one that has more.
+    """
     with open_file(plain) as file:
         start = file.read(START)
     text = start.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
@@ -125,6 +137,6 @@ def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
             rows = list(filter(None, rows))
             names = rows[0] if len(rows) > 1 else []
             if len(set(names)) == len(names) > 1 and all(map(HEADER.fullmatch, names)):
-                if all(len(row) == len(names) for row in rows):
+                if 2 * sum(len(row) == len(names) for row in rows) >= len(rows):
                     return delimiter, rows
     return None

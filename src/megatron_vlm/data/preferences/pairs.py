@@ -10,11 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.packed import join_documents
-from megatron_vlm.data.records.columns import CHOSEN, REJECTED, REJECTED_TURNS
-from megatron_vlm.data.turns import TURNS
+from megatron_vlm.data.on_disk.fields import CHOSEN, REJECTED, REJECTED_TURNS, TURNS
 
 HALVES = CHOSEN, REJECTED
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, ShardJob, ShardResult, Source
 from megatron_vlm.files import folder_aside, read_file, read_text, refuse_existing, write_whole
 from megatron_vlm.messages import printable_lines, reading
@@ -109,7 +109,7 @@ def prepare_energon_dataset(
         "media_dir": None if image_root is None else str(image_root),
         "columns": tuple((columns or {}).items()),
         "datasets": tuple(datasets),
-        "kind": None if format == "auto" else format,
+        "kind": {"auto": None, "jsonl": "json"}.get(format, format),
     }
     parts = _plan(source, options, splits, seed)
     with folder_aside(output) as aside:

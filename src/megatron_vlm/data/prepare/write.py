@@ -11,9 +11,10 @@ import os
 import signal
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +75,17 @@ class ShardResult:
 
 
 _stop: Any = None  # set in the main process to end the workers
-_done: Any = None  # records dealt with, for the progress bar
 
 
-def _init_worker(stop: Any, done: Any) -> None:
+def _init_worker(stop: Any) -> None:
     """Ctrl-C reaches the whole process group; the main process alone decides, through `stop`."""
-    global _stop, _done
+    global _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _stop, _done = stop, done
+    _stop = stop
 
 
 def _run_in_worker(job: ShardJob) -> ShardResult:
     def tick() -> None:
-        with _done.get_lock():
-            _done.value += 1
         if _stop.is_set():
             raise InterruptedError("prepare was interrupted")
 
@@ -95,22 +93,19 @@ def _run_in_worker(job: ShardJob) -> ShardResult:
 
 
 def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[ShardResult]:
-    """Results of jobs on this machine, in order of completion; at most two jobs per worker are in flight."""
+    """Results of jobs on this machine, in order of completion."""
     if workers <= 1:
         yield from (write_shard(job, bar.update) for job in jobs)
         return
     context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
-    context.set_forkserver_preload(["megatron_vlm.data.records.read"])
-    stop, done = context.Event(), context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, context, _init_worker, (stop, done))
+    context.set_forkserver_preload(["megatron_vlm.data.records.normalise"])
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, context, _init_worker, (stop,))
     try:
-        pending: set[Future] = set()
-        for job in jobs:
-            pending.add(pool.submit(_run_in_worker, job))
-            while len(pending) >= 2 * workers:
-                pending = yield from _collect(pending, done, bar)
-        while pending:
-            pending = yield from _collect(pending, done, bar)
+        wait_for_one = partial(wait, return_when=FIRST_COMPLETED)
+        submit = partial(pool.submit, _run_in_worker)
+        for future in _completed(jobs, submit, wait_for_one, workers):
+            yield _counted(future.result(), bar)
     except BaseException:
         stop.set()
         raise
@@ -118,13 +113,20 @@ def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[Shar
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _collect(pending: set[Future], done: Any, bar: tqdm):
-    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-    if done.value > bar.n:
-        bar.update(done.value - bar.n)
-    for future in finished:
-        yield future.result()
-    return pending
+def _completed(jobs: Iterator[ShardJob], submit: Callable, wait_for_one: Callable, workers: int) -> Iterator:
+    """What `submit` gave for each job, once it is done; at most two jobs per worker are in flight."""
+    pending: list = []
+    for job in itertools.chain(jobs, [None]):
+        if job is not None:
+            pending.append(submit(job))
+        while pending and (job is None or len(pending) >= 2 * workers):
+            done, pending = map(list, wait_for_one(pending))
+            yield from done
+
+
+def _counted(result: ShardResult, bar: tqdm) -> ShardResult:
+    bar.update(result.samples + sum(result.skipped.values()))
+    return result
 
 
 def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iterator[ShardResult]:
@@ -146,15 +148,8 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
     try:
         workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         task = ray.remote(max_retries=0)(_write_shard_quietly)
-        pending: list = []
-        for job in itertools.chain(jobs, [None]):
-            if job is not None:
-                pending.append(task.remote(job))
-            while pending and (job is None or len(pending) >= 2 * workers):
-                finished, pending = ray.wait(pending)
-                for result in ray.get(finished):
-                    bar.update(result.samples + sum(result.skipped.values()))
-                    yield result
+        for done in _completed(jobs, task.remote, ray.wait, workers):
+            yield _counted(ray.get(done), bar)
     finally:
         if started:
             ray.shutdown()  # ends its tasks too
@@ -169,7 +164,7 @@ ENGINES = {"local": run_here, "ray": run_on_ray}
 
 def write_shard(job: ShardJob, tick) -> ShardResult:
     """Writes one tar, and beside it `<shard>.skipped` with the records left out."""
-    from megatron_vlm.data.chatml import BadSample
+    from megatron_vlm.data.conversation.chatml import BadSample
 
     table = job.source.open()
     result = ShardResult(job.order, job.split, job.path)
@@ -198,7 +193,7 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
 
 def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
     """The files of one sample by name, after the checks that the encoder will make. Raises BadSample."""
-    from megatron_vlm.data.records.read import read_record
+    from megatron_vlm.data.records.normalise import read_record
     from megatron_vlm.data.shard_format import sample_parts
 
     return sample_parts(*read_record(*table.record(index)))

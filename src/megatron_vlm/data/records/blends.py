@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.fingerprint import digest
+from megatron_vlm.data.accounts.fingerprint import digest
+from megatron_vlm.data.on_disk.paths import DataSource
 
 MOST_ROWS = 200_000_000  # of a repeated table in an epoch: their order is an array
 
@@ -78,7 +79,7 @@ class Blend(Numbered):
 
     tables: Mapping[str, Table]
     counts: Mapping[str, int]  # rows in an epoch
-    exact: Collection[str] = ()
+    exact: Collection[str] = frozenset()
 
     _starts: ndarray = field(init=False)
 
@@ -134,18 +135,13 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
     return np.concatenate(orders)[begin - passes.start * rows :][:count]
 
 
-def blend_tables(
-    tables: Mapping[str, Table],
-    rows_in_an_epoch: Sequence[Callable[[int], int]],
-    exact: Collection[str] = (),
-) -> Blend:
-    """One table of several. `rows_in_an_epoch` say how many rows an epoch has of a table with so many; of
-    those in `exact`, that does not depend on their rows.
+def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> Blend:
+    """One table of several, whose sources say how many rows an epoch has of each.
 
     Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
     """
-    parts, counts, counted = {}, {}, set()
-    for (name, table), wanted_of in zip(tables.items(), rows_in_an_epoch, strict=True):
+    parts, counts, exact = {}, {}, set()
+    for (name, table), source in zip(tables.items(), sources, strict=True):
         inner, rows = {name: table}, {name: len(table)}
         if isinstance(table, Blend):
             inner = {f"{name}/{part}": of for part, of in table.tables.items()}
@@ -153,16 +149,16 @@ def blend_tables(
         if not len(table):
             raise ValueError(f"data: {name} has no records; leave it out.")
         total = sum(rows.values())
-        wanted = wanted_of(total)
+        wanted = source.rows_in_an_epoch(total)
         if wanted > max(total, MOST_ROWS):
             raise ValueError(
                 f"data: an epoch would have {wanted:,} of the {total:,} rows of {name}, of at most "
                 f"{MOST_ROWS:,}; make all epochs shorter in the same proportion."
             )
         parts |= inner
-        counted |= inner.keys() if name in exact else set()
+        exact |= inner.keys() if source.rows else set()
         counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}
-    return Blend(parts, counts, counted)
+    return Blend(parts, counts, exact)
 
 
 def path_names(paths: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The names under which a record may have its fields, and the settings that bring other names to these."""
+"""The settings that bring the names of a source to the names that are read, `data.on_disk.fields`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.turns import TURNS
+from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TURNS
 from megatron_vlm.messages import suggestion
 
-PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
-REPLIES = ("answer", "response", "completion", "output")
-PLAIN = ("texts", "caption", "history", *PROMPTS, *QUERIES, *REPLIES)
-CHOSEN, REJECTED = "chosen", "rejected"
-REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
-REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
-MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
-GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), (CHOSEN,), REJECTIONS)
-COLUMNS = tuple(name for group in GROUPS for name in group)
 TAGS = {  # as a tag names it -> the role
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -45,8 +36,8 @@ class Columns:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if name not in COLUMNS:
-                raise ValueError(f"data.columns: {name} is no column that is read{suggestion(name, COLUMNS)}")
+            if name not in FIELDS:
+                raise ValueError(f"data.columns: {name} is no column that is read{suggestion(name, FIELDS)}")
         known = ("role_tag", "content_tag", *TAGS)
         for name in self.tags:
             if name not in known:

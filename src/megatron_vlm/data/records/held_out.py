@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.fingerprint import digest
+from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.records.blends import Blend, Table, Whole
 
 
@@ -49,12 +49,9 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
     if held_out:
         held = {name: part for name, part in parts.items() if len(part)}
         return Blend(held, {name: len(part) for name, part in held.items()})
-    counts = {
-        name: table.counts[name]
-        if name in table.exact
-        else max(1, round(table.counts[name] * len(part) / len(tables[name])))
-        for name, part in rest.items()
-    }
+    counts = dict(table.counts)
+    for name in counts.keys() - table.exact:
+        counts[name] = max(1, round(counts[name] * len(rest[name]) / len(tables[name])))
     return Blend(rest, counts)
 
 

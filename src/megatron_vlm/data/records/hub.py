@@ -19,7 +19,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from megatron_vlm.data.description_files import check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import check_fields, damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
 from megatron_vlm.files import check_file, read_file
 from megatron_vlm.messages import printable

@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.description_files import damaged
-from megatron_vlm.data.on_disk.lines import first_records, is_turn, lines_file
+from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.lines import first_records, lines_file, record_places
 from megatron_vlm.data.records.blends import Whole
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import open_file
@@ -25,7 +25,7 @@ REPAIR = "repair it or convert it to JSON Lines"
 
 
 class JsonTable(Whole):
-    """Records in JSON or JSON Lines. Keeps where each line lies in the file, but not the records.
+    """Records in JSON or JSON Lines. Keeps where each lies in the file, but not the records.
 
     Raises ValueError for JSON that is not valid, and if none of the first lines is a record. A single invalid
     line is a bad record.
@@ -35,7 +35,9 @@ class JsonTable(Whole):
         self.path, self.root, self.columns = path, root, columns
         self._file = open_file(lines_file(path))
         self._version = _version(os.fstat(self._file.fileno()))
-        self._numbers, self._starts, self._stops = np.array(array("q", _spans(self._file))).reshape(-1, 3).T
+        self._numbers, self._starts, self._stops = (
+            np.array(array("q", chain.from_iterable(record_places(self._file)))).reshape(-1, 3).T
+        )
         self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {columns}"
         present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
         if not present:
@@ -59,27 +61,15 @@ class JsonTable(Whole):
         if _version(os.fstat(self._file.fileno())) != self._version:
             raise damaged(self.path, "was changed while it was read", "start again, and leave it as it is")
         try:
-            value = json.loads(text)
+            return json.loads(text)
         except UnicodeDecodeError as error:
             raise BadSample("bad_json", f"{what_is(text) or error}") from error
         except (ValueError, RecursionError) as error:  # bad JSON, nested beyond reason
             raise BadSample("bad_json", str(error)) from error
-        if isinstance(value, list) and value and not is_turn(value[0]):
-            raise BadSample("bad_json", f"a line holds an array of {len(value)}; write one record a line")
-        return value
 
     def content(self) -> str:
         with open_file(self.path) as file:
             return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-
-
-def _spans(file: BinaryIO) -> Iterator[int]:
-    """Number, start and stop in bytes of each line that is not blank, as one flat sequence."""
-    start = 0
-    for number, line in enumerate(file):
-        if line.strip():
-            yield from (number, start, start + len(line))
-        start += len(line)
 
 
 def _version(stat: os.stat_result) -> str:

@@ -20,19 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
-from megatron_vlm.data.records.columns import (
-    CHOSEN,
-    MEDIA,
-    PROMPTS,
-    QUERIES,
-    REJECTED,
-    REJECTED_REPLY,
-    REJECTED_TURNS,
-    REJECTIONS,
-    REPLIES,
-)
-from megatron_vlm.data.turns import DOCUMENT, TURNS, sole
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.conversation.turns import DOCUMENT, sole
+from megatron_vlm.data.on_disk import fields
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 
@@ -42,10 +32,10 @@ def named_turns(record: dict) -> str | None:
     for name in ("chosen_images", "rejected_images"):
         if record.get(name):
             raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
-    sole(record, REJECTIONS, "bad_preference")
+    sole(record, fields.REJECTIONS, "bad_preference")
     alone = record.get("conversation")  # often a text beside the turns; else it may be the turns
     are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
-    return sole(record, TURNS, same=_same_turns) or ("conversation" if are_turns else None)
+    return sole(record, fields.TURNS, same=_same_turns) or ("conversation" if are_turns else None)
 
 
 def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
@@ -55,9 +45,10 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     """
     turns = record[name] if name else None
     prompt = turns if isinstance(turns, list) else None
-    chosen, rejected, reply = (record.get(each) for each in (CHOSEN, REJECTED, REJECTED_REPLY))
-    if prompt and rejected is None and sole(record, REJECTIONS):
-        sole(record, (CHOSEN, name), "bad_preference", same=_same_turns)
+    chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
+    reply = record.get(fields.REJECTED_REPLY)
+    if prompt and rejected is None and sole(record, fields.REJECTIONS):
+        sole(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
     if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
         prompt = prompt or _prompt(record)
         turns = _answered(prompt, chosen)
@@ -66,7 +57,7 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     turns = turns or _plain_turns(record)
     if reply is not None and isinstance(turns, list):
         return turns, turns[:-1] + _turns(reply, "assistant")
-    return turns, record.get(REJECTED_TURNS)
+    return turns, record.get(fields.REJECTED_TURNS)
 
 
 def _same_turns(one: Any, other: Any) -> bool:
@@ -78,7 +69,8 @@ def _same_turns(one: Any, other: Any) -> bool:
 
 
 def _prompt(record: dict) -> list:
-    prompt, query = (record.get(sole(record, names, "bad_preference")) for names in (PROMPTS, QUERIES))
+    prompt = record.get(sole(record, fields.PROMPTS, "bad_preference"))
+    query = record.get(sole(record, fields.QUERIES, "bad_preference"))
     if isinstance(prompt, str) and isinstance(query, str):
         prompt = f"{prompt}\n{query}"
     return [] if prompt is None else _turns(prompt, "user")
@@ -120,13 +112,14 @@ def _plain_turns(record: dict) -> list[dict]:
             return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
         return _document(texts, record.get("images"))
     if "caption" in record:
-        if not any(record.get(name) for name in MEDIA["image"]):
+        if not any(record.get(name) for name in fields.MEDIA["image"]):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
-    prompt, query, reply = (_first(record, names) for names in (PROMPTS, QUERIES, REPLIES))
+    prompt, query = _first(record, fields.PROMPTS), _first(record, fields.QUERIES)
+    reply = _first(record, fields.REPLIES)
     if prompt is None or reply is None:
         raise BadSample(
-            "bad_conversation", f"no turns: none of {list(TURNS)} among {sorted(map(str, record))}"
+            "bad_conversation", f"no turns: none of {list(fields.TURNS)} among {sorted(map(str, record))}"
         )
     if query:
         if not (isinstance(prompt, str) and isinstance(query, str)):

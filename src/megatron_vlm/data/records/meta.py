@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.data.description_files import check_fields, damaged
-from megatron_vlm.data.paths import DataSource
+from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
+from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion

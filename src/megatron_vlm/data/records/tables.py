@@ -1,7 +1,7 @@
 """Map-style sources: rows on disk, read one at a time by number, from any process.
 
-TABLES says how each kind of source is opened. All tables give what `data.records.read` reads: a record
-with the package's column names, and the folder under which its media lie.
+All tables give what `data.records.normalise` reads: a record with the package's column names, and the folder
+under which its media lie.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.description_files import damaged
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
-from megatron_vlm.data.paths import ROWS, DataSource
-from megatron_vlm.data.records.blends import Blend, Table, Whole, blend_tables, path_names
+from megatron_vlm.data.records.blends import Table, Whole, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file
-from megatron_vlm.messages import suggestion
 from megatron_vlm.signatures import what_file
 
 
@@ -69,19 +68,25 @@ def open_table(
     columns     the names of its fields and turns
     media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
     datasets    the datasets of a meta file to read; default: all
-    kind        a key of TABLES; default: what it holds tells
+    kind        json, meta or hf; default: what it holds tells
 
     Raises ValueError that names the file if a source cannot be read, FileNotFoundError if it does not exist.
     """
     kind = kind or kind_of(path)
-    if kind not in TABLES:
-        raise ValueError(f"data: {path}: no source is called {kind}{suggestion(kind, TABLES)}")
     if datasets and kind != "meta":
         raise ValueError(f"data.datasets: {path} is no meta file of several datasets; drop the setting.")
     if media_dir is not None and not Path(media_dir).is_dir():
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
-    root = None if media_dir is None else Path(media_dir)
-    return TABLES[kind](path, split, columns or Columns(), root, datasets, subset)
+    root, columns = None if media_dir is None else Path(media_dir), columns or Columns()
+    if kind == "meta":
+        entries = entries_of(Path(path), columns, root, datasets)
+        tables = {name: _open_entry(entry) for name, entry in entries.items()}
+        return blend_tables(tables, [entry.source for entry in entries.values()])
+    if kind == "json":
+        return JsonTable(Path(path), root or Path(path).parent, columns)
+    from megatron_vlm.data.records.hub import media_root, open_rows
+
+    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), columns)
 
 
 def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
@@ -91,17 +96,15 @@ def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any)
     if len(tables) == 1 and sources[0].whole:
         return tables[0]
     names = path_names([one.path + (f":{one.subset}" if one.subset else "") for one in sources])
-    exact = [name for name, one in zip(names, sources, strict=True) if one.rows]
-    in_an_epoch = [one.rows_in_an_epoch for one in sources]
-    return blend_tables(dict(zip(names, tables, strict=True)), in_an_epoch, exact)
+    return blend_tables(dict(zip(names, tables, strict=True)), sources)
 
 
 def kind_of(path: str | Path) -> str:
-    """The key of TABLES whose opener reads `path`, by what the file holds. Raises ValueError."""
+    """How `path` is read, by what it holds: as json, as meta, or by `datasets` as hf. Raises ValueError."""
     path = Path(path)
     if path.suffix in ROWS and not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give the path of a file or folder.")
-    if path.exists() and not path.is_dir() or path.suffix in (".json", ".jsonl"):
+    if path.exists() and not path.is_dir():
         check_file(path)
     if not path.is_file():
         return "hf"
@@ -124,24 +127,6 @@ def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
     return split_names(path, subset)
 
 
-def _open_hf(path, split, columns: Columns, root: Path | None, datasets, subset) -> HFTable:
-    from megatron_vlm.data.records.hub import media_root, open_rows
-
-    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), columns)
-
-
-def _open_json(path, split, columns: Columns, root: Path | None, datasets, subset) -> JsonTable:
-    return JsonTable(Path(path), root or Path(path).parent, columns)
-
-
-def _open_meta(path, split, columns: Columns, root: Path | None, datasets, subset) -> Blend:
-    entries = entries_of(Path(path), columns, root, datasets)
-    tables = {name: _open_entry(entry) for name, entry in entries.items()}
-    return Blend(
-        tables, {name: entries[name].source.rows_in_an_epoch(len(table)) for name, table in tables.items()}
-    )
-
-
 def _open_entry(entry: Entry) -> Table:
     path, subset = entry.source.path, entry.source.subset
     if kind_of(path) == "meta":
@@ -151,11 +136,3 @@ def _open_entry(entry: Entry) -> Table:
     if not len(table):
         raise ValueError(f"{entry.place}: {path} has no records.")
     return table
-
-
-TABLES = {
-    "hf": _open_hf,
-    "json": _open_json,
-    "jsonl": _open_json,
-    "meta": _open_meta,
-}

@@ -1,4 +1,4 @@
-"""What the first records of a source tell its user: what is not read, or not as it is written."""
+"""What some records of a source tell its user: what is not read, or not as it is written."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+import numpy as np
+
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
-from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Blend, Table
-from megatron_vlm.data.records.columns import MEDIA
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
-LOOKED_AT = 20  # records of each source
+LOOKED_AT = 100  # records of each source, from its first to its last
 Record = tuple[dict, Path, dict, dict[str, list]]  # root of its media; what `normalise` makes of it
 
 
 def first_words(table: Table | StreamedRows) -> Iterator[str]:
-    """What a user should know of each source by its first records: media that are not read, and what is read
-    in another form than it is written. Of a stream nothing, as reading it would take its records."""
+    """What a user should know of each source by some of its records: media that are not read, and what is
+    read in another form than it is written. Of a stream nothing, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
         if isinstance(part, Blend):
             yield from first_words(part)
-        elif records := list(_first_records(part)):
+        elif records := list(_some_records(part)):
             for words in (*_unread(records), *_other_paths(records), *_placeholders(records)):
                 yield f"data: {printable(part.origin(0)[0])}: {words}"
 
 
-def _first_records(table: Table) -> Iterator[Record]:
-    for index in range(min(LOOKED_AT, len(table))):
+def _some_records(table: Table) -> Iterator[Record]:
+    """Valid records, as far apart as they are few: another spelling may begin anywhere."""
+    for index in np.linspace(0, len(table) - 1, min(LOOKED_AT, len(table)), dtype=int):
         with suppress(BadSample):
-            record, root = table.record(index)
+            record, root = table.record(int(index))
             yield record, root, *normalise(record)
 
 
@@ -50,7 +53,7 @@ def _unread(records: list[Record]) -> Iterator[str]:
     for ours, ends in (("images", PICTURES), ("videos", FILMS)):
         for theirs in dict.fromkeys(printable(key) for key, value in items if _is(value, ends)):
             yield (
-                f"its first records have no images or videos, and {theirs}, which looks like them, is not "
+                f"its records have no images or videos, and {theirs}, which looks like them, is not "
                 f"read; data.columns.{ours}={theirs} reads it"
             )
 
@@ -77,7 +80,7 @@ def _other_paths(records: list[Record]) -> Iterator[str]:
     if found:
         name, path = found[0]
         yield (
-            f"{len(found)} media paths of its first {len(records)} records differ from those of files in "
+            f"{len(found)} media paths of {len(records)} records looked at differ from those of files in "
             f"slashes, case or spaces; '{printable(name)}' is read as {printable(path)}"
         )
 
@@ -97,7 +100,7 @@ def _placeholders(records: list[Record]) -> Iterator[str]:
                 if media[kind] and (foreign := foreign_placeholders(messages, kind)):
                     fit = not known and stand_for(foreign, len(media[kind]))
                     (read if fit else left).append(printable(foreign[0]))
-        begin = f"of its first {len(records)} records write"
+        begin = f"of {len(records)} records looked at write"
         if read:
             yield f"{len(read)} {begin} {read[0]} where their {kind}s stand; it is read as <{kind}>"
         if left:

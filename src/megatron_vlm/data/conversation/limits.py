@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.turns import BadSample
+from megatron_vlm.data.conversation.turns import BadSample
 
-# The words for a part that is an image or a video, and for an entry of `images` or `videos`
+# The usual words for a part that is an image or a video, and for an entry of `images` or `videos`
 LIMITS = {"image": ("min_pixels", "max_pixels"), "video": ("fps", "max_frames", "max_pixels")}
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.media_limits import limits_of, with_limits
-from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
-from megatron_vlm.data.turns import (
+from megatron_vlm.data.conversation.limits import limits_of, with_limits
+from megatron_vlm.data.conversation.turns import (
     ROLES,
     TRAINED,
-    TURNS,
     BadSample,
     is_trained,
     mistake,
     sole,
     without_thinking,
 )
+from megatron_vlm.data.on_disk.fields import TURNS
+from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
 
 WRAPPERS = (*TURNS, "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -61,11 +61,7 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
     Raises BadSample.
     """
-    return _cooked(parsed(conversation))
-
-
-def _cooked(conversation: Any) -> tuple[list[dict], list[dict] | None]:
-    turns, system, tools = _unwrap(conversation)
+    turns, system, tools = _unwrap(parsed(conversation))
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
@@ -93,8 +89,7 @@ def training_conversation(
     replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
     trained reply has content.
     """
-    conversation = parsed(conversation)
-    messages, tools = _cooked(conversation)
+    messages, tools = cook_chatml_sample(conversation)
     messages = with_limits(place_media(messages, images, videos), conversation)
     if drop_thinking:
         messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
