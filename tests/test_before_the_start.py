@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.checks.data_on_disk import too_few_records
+from megatron_vlm.checks.data_on_disk import pair_problems, too_few_records
 from megatron_vlm.checks.paths import validate_paths
-from megatron_vlm.checks.preference_records import pair_problems
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.data.drops import TooManyDrops
@@ -175,8 +174,8 @@ def test_a_damaged_file_of_tokenizer_or_processor_is_named(checkpoint, name, dam
 
 def test_a_large_tokenizer_is_looked_at_by_its_ends(checkpoint):
     file = checkpoint / "tokenizer.json"
-    vocabulary = {"vocab": {f"token{number}": number for number in range(100_000)}}
-    content = json.dumps(vocabulary, indent=2).encode()
+    vocabulary = {f"token{number}": number for number in range(100_000)}
+    content = json.dumps({"model": {"vocab": vocabulary}}, indent=2).encode()
     file.write_bytes(content)
     assert problems_of(checkpoint) == []
     for cut in (1, 3, len(content) // 2):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vlm.checks.data_on_disk import data_problems, too_few_records
+from megatron_vlm.checks.data_on_disk import data_problems, pair_problems, too_few_records
 from megatron_vlm.checks.model_on_disk import (
     checkpoint_problems,
     read_json,
     run_dir_problems,
     start_problems,
 )
-from megatron_vlm.checks.preference_records import pair_problems
 from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
 from megatron_vlm.config_rules.layout import misfit, sizes_in
 
@@ -46,7 +45,8 @@ def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool =
     `needs_start`: also a run with checkpoints reads the weights that it started from."""
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
     needed = config.adapter.used or not resumes or needs_start
-    folder, load_weights = Path(config.model.hf_path).expanduser(), config.model.load_weights and needed
+    folder = Path(config.model.hf_path).expanduser()
+    load_weights = config.model.load_weights and needed
     found = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
     yield from found
     if not found and (problem := misfit(config.parallel, sizes_in(read_json(folder / "config.json") or {}))):

@@ -34,7 +34,7 @@ class TokenRun:
 
 
 @dataclass
-class Document:
+class ShownDocument:
     key: str
     tokens: int
     positions: str
@@ -43,7 +43,7 @@ class Document:
 
 @dataclass
 class Row:
-    documents: list[Document]
+    documents: list[ShownDocument]
     tokens: int  # without padding
     trained: int
     length: int
@@ -61,8 +61,10 @@ class RowReader:
         visual_kinds: Callable[[Tensor], Tensor],
         visual_tokens: Callable[[GenericVisualInputs], list[int]],
     ):
-        self._tokenizer, self._image_processor = processor.tokenizer, processor.image_processor
-        self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
+        self._tokenizer = processor.tokenizer
+        self._image_processor = processor.image_processor
+        self._visual_kinds = visual_kinds
+        self._visual_tokens = visual_tokens
 
     def __call__(self, batch: Batch) -> Row:
         """What the page shows of a batch's only row."""
@@ -70,7 +72,8 @@ class RowReader:
         return row
 
     def rows(self, batch: Batch) -> list[Row]:
-        items, found = self._items(batch) if batch["visual_inputs"] is not None else [], []
+        items = self._items(batch) if batch["visual_inputs"] is not None else []
+        found = []
         rows, length = batch["input_ids"].shape
         for row in range(rows):
             here = [(start - row * length, stop - row * length, pictures) for start, stop, pictures in items]
@@ -78,23 +81,28 @@ class RowReader:
         return found
 
     def _row(self, batch: Batch, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
-        numbers_S, ids_S = batch["attention_mask"][row], batch["input_ids"][row]
+        numbers_S = batch["attention_mask"][row]
+        ids_S = batch["input_ids"][row]
         documents = []
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
-            first, stop = int(places[0]), int(places[-1]) + 1
+            first = int(places[0])
+            stop = int(places[-1]) + 1
             # the mask of a label belongs to the token after it
             trained_S = torch.nn.functional.pad(batch["loss_mask"][row] > 0, (1, 0))
             inside = [item for item in items if first <= item[0] < stop]
             runs = list(self._runs(ids_S, trained_S, inside, first, stop))
             positions = _positions(batch["position_ids"][..., row, first:stop])
-            documents.append(Document(key, stop - first, positions, runs))
-        tokens, trained = int((numbers_S > 0).sum()), int((batch["loss_mask"][row] > 0).sum())
+            documents.append(ShownDocument(key, stop - first, positions, runs))
+        tokens = int((numbers_S > 0).sum())
+        trained = int((batch["loss_mask"][row] > 0).sum())
         return Row(documents, tokens, trained, len(ids_S))
 
     def _items(self, batch: Batch) -> list[tuple[int, int, tuple[str, ...]]]:
         """(first token, stop, pictures) of every image and video, in text order; tokens of all rows."""
-        ids, visual, found = batch["input_ids"].flatten(), batch["visual_inputs"], []
+        ids = batch["input_ids"].flatten()
+        visual = batch["visual_inputs"]
+        found = []
         kinds = torch.zeros_like(ids)
         for span in document_spans(batch["attention_mask"]):
             kinds[span] = self._visual_kinds(ids[span])
@@ -169,7 +177,9 @@ def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Ten
     rows, that of LFM2-VL's."""
     merge = getattr(image_processor, "merge_size", 1)
     patch = getattr(image_processor, "patch_size", None) or image_processor.encoder_patch_size
-    times, height, width = grid[0], grid[1] // merge, grid[2] // merge
+    times = grid[0]
+    height = grid[1] // merge
+    width = grid[2] // merge
     folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)
     return folded.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, grid[1] * patch, grid[2] * patch)
 
