@@ -5,6 +5,7 @@ as `megatron-vlm train`. Start it with torchrun, or let it start the processes: 
 """
 
 from megatron_vlm import cli
+from megatron_vlm.commands.program import run, single
 
 if __name__ == "__main__":
-    cli.run(cli.single(cli.train), "run_recipe.py")
+    run(single(cli.train), "run_recipe.py")

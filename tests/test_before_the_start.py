@@ -175,8 +175,8 @@ def test_a_damaged_file_of_tokenizer_or_processor_is_named(checkpoint, name, dam
 
 def test_a_large_tokenizer_is_looked_at_by_its_ends(checkpoint):
     file = checkpoint / "tokenizer.json"
-    vocabulary = {"vocab": {f"token{number}": number for number in range(100_000)}}
-    content = json.dumps(vocabulary, indent=2).encode()
+    vocabulary = {f"token{number}": number for number in range(100_000)}
+    content = json.dumps({"model": {"vocab": vocabulary}}, indent=2).encode()
     file.write_bytes(content)
     assert problems_of(checkpoint) == []
     for cut in (1, 3, len(content) // 2):

@@ -35,7 +35,7 @@ from transformers import (
 from megatron_vlm.commands.compose import compose as command
 from megatron_vlm.compose import composing
 from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
-from megatron_vlm.compose.sources import Part, named_tokens, open_language_model, open_tower
+from megatron_vlm.compose.sources import Component, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.conversation.chatml import ChatMLSample
@@ -78,7 +78,7 @@ def parts(tmp_path_factory):
     return part
 
 
-def planned(tower: Path, language: Path, *named: str, **options) -> composing.Plan:
+def planned(tower: Path, language: Path, *named: str, **options) -> composing.ComposePlan:
     native = "siglip2" in json.loads((tower / "config.json").read_text())["model_type"]
     choices = Choices(4, 24, projector_width=64) if native else Choices()
     return composing.plan(
@@ -86,7 +86,7 @@ def planned(tower: Path, language: Path, *named: str, **options) -> composing.Pl
     )
 
 
-def ids(plan: composing.Plan) -> dict[str, tuple[str, int, str]]:
+def ids(plan: composing.ComposePlan) -> dict[str, tuple[str, int, str]]:
     return {each.role: (each.token, each.id, each.how) for each in plan.tokens}
 
 
@@ -481,7 +481,7 @@ def test_dry_run_prints_the_tokens_and_writes_nothing(parts, tmp_path, capsys):
 def test_recipes_are_for_what_compose_writes(name, tmp_path):
     """Of the published models; the tokens of Llama are reserved ones."""
     published = json.loads((Path(__file__).parent / f"hf_configs/{name}.json").read_text())
-    tower, language = (Part(tmp_path, published[half]) for half in ("vision_config", "text_config"))
+    tower, language = (Component(tmp_path, published[half]) for half in ("vision_config", "text_config"))
     changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
     rest = (changes, published["image_token_id"], published["dtype"], Choices())
     found = composed_config(COMPOSED["lfm2_vl"], tower, language, *rest)
@@ -740,7 +740,7 @@ def test_what_is_interrupted_leaves_nothing(parts, tmp_path, monkeypatch):
 # ---- in little memory -------------------------------------------------------------------------------------
 
 
-def peak_of_writing(plan: composing.Plan, output: Path) -> int:
+def peak_of_writing(plan: composing.ComposePlan, output: Path) -> int:
     """By how many bytes this process grows, at most, while it writes."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = memory("VmRSS")

@@ -57,7 +57,7 @@ def towers(tmp_path_factory) -> dict[str, Path]:
     return {name: build_tower(name, root / name) for name in ("siglip2", "clip")}
 
 
-def planned(tower: Path, language: Path, *named: str, **options) -> composing.Plan:
+def planned(tower: Path, language: Path, *named: str, **options) -> composing.ComposePlan:
     choices = Choices(4, 24, projector_width=64) if tower.name == "siglip2" else Choices()
     return composing.plan(
         open_tower(str(tower)), open_language_model(str(language)), named_tokens(named), choices, **options

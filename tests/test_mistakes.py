@@ -75,7 +75,9 @@ MISTAKES = [
         r"gemma_vl_4b: no such recipe; did you mean gemma3_vl_4b\?",
         recipe="gemma_vl_4b",
     ),
-    train("a flag that does not exist", r"No such option: --dryrun.*--dry-run", "--dryrun"),
+    train(
+        "a flag that does not exist", r"--dryrun: `train` has no such flag .there is --dry-run", "--dryrun"
+    ),
     Mistake("a command that does not exist", ("exprot", "run", "out"), r"No such command 'exprot'.*export"),
     train("an argument that does not exist", r"tpp: not an argument of a recipe; did you mean tp\?", "tpp=2"),
     train(
@@ -90,13 +92,18 @@ MISTAKES = [
     ),
     train(
         "a setting as a flag",
-        r"--lora-alpha: a setting is written without dashes; give adapter.lora_alpha=VALUE\.",
+        r"--lora-alpha: `train` has no such flag. A setting is written without dashes, as train.steps=10; ",
         "--lora-alpha=16",
     ),
-    train("an argument as a flag", r"--epochs: a setting is .* dashes; give epochs=VALUE\.", "--epochs", "3"),
+    train(
+        "an argument as a flag",
+        r"--epochs: `train` has no such flag .there is --nproc.. A setting",
+        "--epochs",
+        "3",
+    ),
     train(
         "a flag of another program",
-        r"--deepspeed: `train` has no such flag, and no setting .*`megatron-vlm train --help` lists the fl",
+        r"--deepspeed: `train` has no such flag. .*`megatron-vlm train --help` lists the flags",
         "--deepspeed=zero3.json",
     ),
     train(
@@ -257,6 +264,11 @@ MISTAKES = [
         "pointer_beside",
     ),
     checkpoint(
+        "a tokenizer with nothing in it",
+        r"empty_tokenizer/tokenizer.json names no model of a tokenizer; download it again",
+        "empty_tokenizer",
+    ),
+    checkpoint(
         "a checkpoint without tokenizer",
         r"model.hf_path: no_tokenizer has no tokenizer .*; copy",
         "no_tokenizer",
@@ -283,7 +295,7 @@ MISTAKES = [
     ),
     train(
         "a run folder as adapter",
-        r"adapter.start: trained is a run folder; export it first: megatron-vlm export trained OUTPUT --ada",
+        r"adapter.start: trained is a run folder without .*; export it first: .* export trained OUTPUT --ada",
         "adapter.start=trained",
     ),
     train(
@@ -349,7 +361,7 @@ MISTAKES = [
     ),
     train(
         "a share of the data that is no number",
-        r"rows.jsonl\*x does not exist; give a path, .* may stand .* or a share, \*0.3, and patterns are not",
+        r"rows.jsonl\*x does not exist; give a file or folder of conversations, or a hub name",
         train_data_path="rows.jsonl*x",
     ),
     train(
@@ -359,7 +371,7 @@ MISTAKES = [
     ),
     train(
         "a pattern of files as data",
-        r"path: \*.jsonl does not exist; give a path, or .* as a list, \[A,B\]; .* patterns are not",
+        r"path: \*.jsonl does not exist; give a file or folder of conversations, or a hub name",
         train_data_path="*.jsonl",
     ),
     train(
@@ -399,7 +411,7 @@ MISTAKES = [
     ),
     train(
         "images by their addresses",
-        r"none of the first 1 .*, such as https://a.org/1.jpg; download them and give paths\.",
+        r"none of the first 1 .*, such as https://a.org/1.jpg; give .*, or download them\.",
         train_data_path="addresses.jsonl",
     ),
     train(
@@ -414,7 +426,7 @@ MISTAKES = [
     ),
     train(
         "images by whole paths that lead elsewhere",
-        r"such as …/pictures/1.jpg; give data.media_dir=…/pictures",
+        r"such as …/pictures/1.jpg; give data.media_dir=FOLDER, where these paths start",
         train_data_path="more/whole.jsonl",
     ),
     train(
@@ -519,7 +531,7 @@ MISTAKES = [
     Mistake(
         "export of a part of a run",
         ("export", "trained/checkpoints/step_00000001", "out"),
-        r"trained/checkpoints/step_00000001 is a part of a run; give its folder, …/trained\.",
+        r"trained/checkpoints/step_00000001 is a folder without config.yaml, not the folder of a run; give",
     ),
     Mistake(
         "export of a run without checkpoint",
@@ -714,7 +726,7 @@ def make_everything(folder: Path) -> None:
     parts: dict[str, str | bytes] = {
         "config.json": '{"model_type": "gemma3"}',
         "model.safetensors": safetensors(),
-        "tokenizer.json": "{}",
+        "tokenizer.json": '{"model": {}}',
         "processor_config.json": "{}",
         "chat_template.jinja": "{{ messages }}",
     }
@@ -743,6 +755,7 @@ def make_everything(folder: Path) -> None:
         | {"model.safetensors.index.json": json.dumps(index), "model-1.safetensors": safetensors()},
         "pointer": {"model.safetensors": POINTER},
         "pointer_beside": {"tokenizer.json": POINTER},
+        "empty_tokenizer": {"tokenizer.json": "{}"},
         "few_heads": {"config.json": '{"model_type": "qwen3_vl", "text_config": {"num_attention_heads": 4}}'},
         "cut": {"model.safetensors": safetensors()[:100]},
         "no_tokenizer": {"tokenizer.json": None},

@@ -210,14 +210,16 @@ def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
 
 
 def test_a_step_takes_as_long_as_its_counts_say():
-    from megatron_vlm.planning.recorder import Collective, Seen, Work
+    from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
     from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time
 
     gpu = Gpu(
         peak=100, matmul_share=0.5, memory=10, memory_share=1, launch=0.25, latency=0, link=8, link_share=1
     )
     gpu = replace(gpu, network=2)
-    seen = Seen({Work("matmul", 200.0, 1): 3, Work("other", 0.0, 20): 2, Work("other", 0.0, 0): 4})
+    seen = Seen(
+        {DeviceWork("matmul", 200.0, 1): 3, DeviceWork("other", 0.0, 20): 2, DeviceWork("other", 0.0, 0): 4}
+    )
     assert computing_time(seen, gpu) == 3 * 4 + 2 * 2 + 4 * 0.25  # by arithmetic, by memory, by launches
     inside, across = tuple(range(4)), (0, 8)
     gathers = {Collective("tp", "allgather_base", inside, 32): 1, Collective("dp", "allreduce", across, 6): 1}

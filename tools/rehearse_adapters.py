@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
+from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts
 from megatron_vlm.planning.step_time import Gpu
@@ -112,7 +112,7 @@ def fewest(run: RunConfig, hf_config: PretrainedConfig, capacity: float, held: f
     raise SystemExit(f"{run.name}: no layout of up to {gpus} GPUs holds it")
 
 
-def rehearsed(plan: Plan, hf_config: PretrainedConfig) -> dict:
+def rehearsed(plan: MemoryPlan, hf_config: PretrainedConfig) -> dict:
     """The numbers of the stage that has the most by the plan, on its first rank."""
     run, stage = plan.config, plan.fullest
     one = rehearse(run, hf_config, plan.gpus, stage * plan.gpus // run.parallel.pp)

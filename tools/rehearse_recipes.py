@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from megatron_vlm.config import RunConfig, derived, fewest_processes, missing_settings
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, Plan, make_plan
+from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.planning.search import representatives
 from megatron_vlm.planning.step_time import Gpu, step_time
@@ -61,7 +61,7 @@ def planned_again(row: dict, run: RunConfig, hf_config: PretrainedConfig) -> dic
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
 
-def over(plan: Plan, stage: int, peak: int) -> float:
+def over(plan: MemoryPlan, stage: int, peak: int) -> float:
     return round((plan.stages[stage].memory - RESERVE) / peak, 3)
 
 

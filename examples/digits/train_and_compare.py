@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from megatron_vlm import cli
 from megatron_vlm import train as story
+from megatron_vlm.commands.program import run, single
 from megatron_vlm.config import RunConfig
 
 train, starting_model, started = story.train, story.starting_model, []
@@ -53,4 +54,4 @@ def digest(tensor: Tensor) -> str:
 if __name__ == "__main__":
     # `train` returns nothing, so the model is taken where it is made
     story.starting_model, story.train = starting_and_kept, train_and_compare
-    cli.run(cli.single(cli.train), "train_and_compare.py")
+    run(single(cli.train), "train_and_compare.py")

@@ -31,7 +31,6 @@ from megatron_vlm.commands.arguments import (
     config_of_run,
     config_to_export,
     configs_of_two,
-    each,
     image_of,
     one_or_all,
     refuse_both,
@@ -40,15 +39,14 @@ from megatron_vlm.commands.arguments import (
 )
 from megatron_vlm.commands.asking import generate
 from megatron_vlm.commands.compose import compose
-from megatron_vlm.commands.program import PLAIN, Commands, run, single, torchrun, world_size
+from megatron_vlm.commands.prepare import prepare
+from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.supported import refuse
-
-WHOLE_LINE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     cls=Commands,
@@ -92,7 +90,8 @@ def train(
 
         refuse_both(recipe, file)
         file, nproc = recipe_for(model, data, settings or (), arguments, nproc, dry_run)
-        settings, arguments = None, {}
+        settings = None
+        arguments = {}
         if dry_run:
             return
     config = recipe_table.compose(recipe, file, settings or (), arguments)
@@ -104,8 +103,7 @@ def train(
     check_profile(config, profile)
     if nproc:
         options = {"recipe": recipe, "config": file, **arguments, "profile": profile}
-        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
-        raise typer.Exit(torchrun(nproc, ["train", *given, *(settings or ())]))
+        raise typer.Exit(start_ranks(nproc, "train", options, settings))
 
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
@@ -240,14 +238,7 @@ def replay(
     typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
 
 
-@app.command(context_settings=WHOLE_LINE)
-def prepare(context: typer.Context) -> None:
-    """Turn image conversations into an Energon dataset (see `prepare --help`)."""
-    from megatron_vlm.commands.prepare import prepare_command
-
-    single(prepare_command)(context.args, prog_name="megatron-vlm prepare")
-
-
+app.command()(prepare)
 app.command()(compose)
 
 
@@ -264,8 +255,7 @@ def import_(
     check_run_folder(config)
     if nproc:
         options = {"recipe": recipe, "config": file}
-        given = [f"--{name}={one}" for name, value in options.items() for one in each(value)]
-        raise typer.Exit(torchrun(nproc, ["import", *given, *(settings or ())]))
+        raise typer.Exit(start_ranks(nproc, "import", options, settings))
 
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.commands.runs import import_run
@@ -310,17 +300,17 @@ def verify(
     Both are computed in this process, one after the other. A run is its latest checkpoint.
     """
     encoded = image_of(image) if image else None
-    both = configs_of_two(checked, source)
+    config, other = configs_of_two(checked, source)
 
     from megatron_vlm.commands.verify import verify as compare
     from megatron_vlm.commands.verify import worst_tensors
 
-    found = compare(*both, question, encoded)
-    typer.echo(str(found))
-    if found.max_abs <= tolerance:
+    difference = compare(config, other, question, encoded)
+    typer.echo(str(difference))
+    if difference.max_abs <= tolerance:
         return
     typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
-    if worst := worst_tensors(*both):
+    if worst := worst_tensors(config, other):
         typer.echo("\n".join(["weights that differ most:", *worst]), err=True)
     raise typer.Exit(1)
 

@@ -258,7 +258,8 @@ def missing_settings(config: RunConfig) -> list[str]:
 
 def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int | bool]:
     """Numbers that follow from a valid configuration; `world_size` None: for the fewest processes."""
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
+    train = config.train
     world_size = world_size or fewest_processes(parallel)
     data_parallel = world_size // parallel.model_size
     return {

@@ -146,7 +146,8 @@ def checked(name: str, value: Any) -> Any:
 def fitted(value: Any, hint: Any) -> Any:
     """The value in the type of a hint; text is read. Raises TypeError for another type, and ValueError for a
     value that breaks a rule of an `Annotated` or is no choice of a `Literal`."""
-    kind, inner = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    inner = get_args(hint)
     if kind is Annotated:
         value = fitted(value, inner[0])
         for rule in inner[1:]:
@@ -246,7 +247,8 @@ def _keeping(value: Any, rule: Any) -> Any:
 
 def in_words(hint: Any) -> str:
     """What a hint asks for: its text if it is `Annotated` with one, else its type."""
-    kind, inner = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    inner = get_args(hint)
     if kind is Annotated:
         texts = [rule for rule in inner[1:] if isinstance(rule, str)]
         return texts[0] if texts else in_words(inner[0])

@@ -14,7 +14,7 @@ FIRST = 4096  # bytes that are enough
 
 
 @dataclass(frozen=True)
-class Known:
+class FileKind:
     """A kind of file, and what its owner can do; `str` has both: `a Git LFS pointer; run …`."""
 
     name: str
@@ -34,55 +34,58 @@ _ROWS = "give it as the file of records"
 _AGAIN = "download the file itself again: this is what a server or a browser showed in its place"
 _WEIGHTS = "give the model's safetensors files"
 
-LFS = Known("lfs", "a Git LFS pointer, not the file", "run `git lfs pull` in that folder")
-PAGE = Known("page", "an HTML or XML page", _AGAIN)
-SVG = Known("svg", "an SVG drawing", _CONVERT)
-HEIC = Known("heic", "a HEIC image", _CONVERT)
-AVIF = Known("avif", "an AVIF image", _PICTURE)
-MP4 = Known("mp4", "an MP4 or MOV video", _FILM)
-MP3 = Known("mp3", "an MP3 sound", _SOUND)
-OFFICE = Known("office", "an Office file (Excel, Word)", "save its table as CSV")
-PICKLE = Known("pickle", "a Python pickle, which can run any code and is not read", "save it as safetensors")
-SAFETENSORS = Known("safetensors", "a safetensors file", _WEIGHTS)
-EMPTY = Known("empty", "an empty file", "download or write it again")
-ZEROS = Known("zeros", "a file that begins with zeros alone", "download it again: the download was cut")
-UTF16, UTF16_LE, UTF16_BE = (
-    Known(encoding, "text in UTF-16", "save it as UTF-8") for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+LFS = FileKind("lfs", "a Git LFS pointer, not the file", "run `git lfs pull` in that folder")
+PAGE = FileKind("page", "an HTML or XML page", _AGAIN)
+SVG = FileKind("svg", "an SVG drawing", _CONVERT)
+HEIC = FileKind("heic", "a HEIC image", _CONVERT)
+AVIF = FileKind("avif", "an AVIF image", _PICTURE)
+MP4 = FileKind("mp4", "an MP4 or MOV video", _FILM)
+MP3 = FileKind("mp3", "an MP3 sound", _SOUND)
+OFFICE = FileKind("office", "an Office file (Excel, Word)", "save its table as CSV")
+PICKLE = FileKind(
+    "pickle", "a Python pickle, which can run any code and is not read", "save it as safetensors"
 )
-OTHER_TEXT = Known(
+SAFETENSORS = FileKind("safetensors", "a safetensors file", _WEIGHTS)
+EMPTY = FileKind("empty", "an empty file", "download or write it again")
+ZEROS = FileKind("zeros", "a file that begins with zeros alone", "download it again: the download was cut")
+UTF16, UTF16_LE, UTF16_BE = (
+    FileKind(encoding, "text in UTF-16", "save it as UTF-8")
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+)
+OTHER_TEXT = FileKind(
     "text", "text that is not in UTF-8", "run `iconv -f cp1252 -t utf-8` on it, if it is in latin-1"
 )
-BINARY = Known("binary", "a binary file of no known kind", "download it again, or give another")
+BINARY = FileKind("binary", "a binary file of no known kind", "download it again, or give another")
 
 SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"version https://git-lfs": LFS,
-    b"PAR1": Known("parquet", "a parquet file", _ROWS),
-    b"ARROW1": Known("arrow", "an Arrow file", _ROWS),
-    b"\xff\xff\xff\xff..\0\0": Known("arrow", "an Arrow stream", _ROWS),
-    b"\x1f\x8b": Known("gzip", "a gzip file", _UNPACK),
-    b"\x28\xb5\x2f\xfd": Known("zstd", "a zstd file", _UNPACK),
-    b"PK\x03\x04": Known("zip", "a zip archive", _UNPACK),
-    b"BZh": Known("bz2", "a bzip2 file", _UNPACK),
-    b"\xfd7zXZ\0": Known("xz", "an xz file", _UNPACK),
-    b"7z\xbc\xaf\x27\x1c": Known("7z", "a 7z archive", _UNPACK),
-    b"Rar!\x1a\x07": Known("rar", "a RAR archive", _UNPACK),
-    b"." * 257 + b"ustar": Known("tar", "a tar archive", _UNPACK),
-    b"\x89PNG\r\n\x1a\n": Known("png", "a PNG image", _PICTURE),
-    b"\xff\xd8\xff": Known("jpeg", "a JPEG image", _PICTURE),
-    b"BM....\0\0\0\0": Known("bmp", "a BMP image", _PICTURE),
-    b"GIF8": Known("gif", "a GIF image", _PICTURE),
-    b"RIFF....WEBP": Known("webp", "a WebP image", _PICTURE),
-    b"II*\0": Known("tiff", "a TIFF image", _PICTURE),
-    b"MM\0*": Known("tiff", "a TIFF image", _PICTURE),
-    b"%PDF": Known("pdf", "a PDF", "convert its pages to PNG or JPEG"),
+    b"PAR1": FileKind("parquet", "a parquet file", _ROWS),
+    b"ARROW1": FileKind("arrow", "an Arrow file", _ROWS),
+    b"\xff\xff\xff\xff..\0\0": FileKind("arrow", "an Arrow stream", _ROWS),
+    b"\x1f\x8b": FileKind("gzip", "a gzip file", _UNPACK),
+    b"\x28\xb5\x2f\xfd": FileKind("zstd", "a zstd file", _UNPACK),
+    b"PK\x03\x04": FileKind("zip", "a zip archive", _UNPACK),
+    b"BZh": FileKind("bz2", "a bzip2 file", _UNPACK),
+    b"\xfd7zXZ\0": FileKind("xz", "an xz file", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": FileKind("7z", "a 7z archive", _UNPACK),
+    b"Rar!\x1a\x07": FileKind("rar", "a RAR archive", _UNPACK),
+    b"." * 257 + b"ustar": FileKind("tar", "a tar archive", _UNPACK),
+    b"\x89PNG\r\n\x1a\n": FileKind("png", "a PNG image", _PICTURE),
+    b"\xff\xd8\xff": FileKind("jpeg", "a JPEG image", _PICTURE),
+    b"BM....\0\0\0\0": FileKind("bmp", "a BMP image", _PICTURE),
+    b"GIF8": FileKind("gif", "a GIF image", _PICTURE),
+    b"RIFF....WEBP": FileKind("webp", "a WebP image", _PICTURE),
+    b"II*\0": FileKind("tiff", "a TIFF image", _PICTURE),
+    b"MM\0*": FileKind("tiff", "a TIFF image", _PICTURE),
+    b"%PDF": FileKind("pdf", "a PDF", "convert its pages to PNG or JPEG"),
     b"ID3": MP3,
     b"\xff\xfb": MP3,
     b"\xff\xf3": MP3,
     b"\xff\xf2": MP3,
-    b"RIFF....WAVE": Known("wav", "a WAV sound", _SOUND),
-    b"RIFF....AVI ": Known("avi", "an AVI video", _FILM),
-    b"\x1a\x45\xdf\xa3": Known("mkv", "a WebM or Matroska video", _FILM),
-    b"GGUF": Known("gguf", "a GGUF file of llama.cpp", _WEIGHTS),
+    b"RIFF....WAVE": FileKind("wav", "a WAV sound", _SOUND),
+    b"RIFF....AVI ": FileKind("avi", "an AVI video", _FILM),
+    b"\x1a\x45\xdf\xa3": FileKind("mkv", "a WebM or Matroska video", _FILM),
+    b"GGUF": FileKind("gguf", "a GGUF file of llama.cpp", _WEIGHTS),
     b"\x80\x02": PICKLE,
     b"\x80\x04": PICKLE,
     b".......\0{": SAFETENSORS,
@@ -93,7 +96,7 @@ _PAGES = (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml", b"<!--", b"<scri
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 
-def what_is(first: bytes) -> Known | None:
+def what_is(first: bytes) -> FileKind | None:
     """The kind of a file that begins with these bytes (FIRST, or all of it); None for text in UTF-8."""
     first = first[:FIRST]
     if not first or not first.strip(b"\0"):
@@ -104,7 +107,7 @@ def what_is(first: bytes) -> Known | None:
     return _of_boxes(first) if first[4:8] == b"ftyp" else _of_text(first)
 
 
-def is_medium(known: Known | None) -> bool:
+def is_medium(known: FileKind | None) -> bool:
     """Whether it is an image or a video of a kind that is read."""
     return known is not None and known.remedy in (_PICTURE, _FILM)
 
@@ -117,7 +120,7 @@ def unreadable(data: bytes, wanted: str) -> str:
     return f"it is {known or 'text; replace it'}"
 
 
-def what_file(path: str | Path) -> Known | None:
+def what_file(path: str | Path) -> FileKind | None:
     """The kind of a file, as `what_is`. Raises NotAFile and OSError as `files.open_file`."""
     with open_file(path) as file:
         return what_is(file.read(FIRST))
@@ -129,7 +132,7 @@ def _begins(first: bytes, magic: bytes) -> bool:
     )
 
 
-def _of_zip(first: bytes) -> Known:
+def _of_zip(first: bytes) -> FileKind:
     """A zip archive, or what is written as one, by the name of its first file."""
     name = first[30 : 30 + int.from_bytes(first[26:28], "little")]
     if name in (b"[Content_Types].xml", b"_rels/.rels"):
@@ -137,7 +140,7 @@ def _of_zip(first: bytes) -> Known:
     return PICKLE if name.endswith(b"/data.pkl") else SIGNATURES[b"PK\x03\x04"]
 
 
-def _of_boxes(first: bytes) -> Known:
+def _of_boxes(first: bytes) -> FileKind:
     """HEIC, AVIF, MP4 and MOV begin with a box that names what may read them (ISO 14496-12, `ftyp`)."""
     brands = first[8 : int.from_bytes(first[:4])]
     if b"avif" in brands or b"avis" in brands:
@@ -147,7 +150,7 @@ def _of_boxes(first: bytes) -> Known:
     return MP4
 
 
-def _of_text(first: bytes) -> Known | None:
+def _of_text(first: bytes) -> FileKind | None:
     start = first.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith((b"<svg", b"<?xml")) and b"<svg" in start:
         return SVG
@@ -163,7 +166,7 @@ def _of_text(first: bytes) -> Known | None:
     return None if few else OTHER_TEXT  # a few characters in another encoding are damage
 
 
-def _of_utf16(first: bytes, known: Known) -> Known:
+def _of_utf16(first: bytes, known: FileKind) -> FileKind:
     """UTF-16 without a byte order mark, if all of it is text that begins in ASCII."""
     text = first[: len(first) // 2 * 2].decode(known.name, errors="replace")
     is_text = text[:1].isascii() and "\0" not in text and "\ufffd" not in text[:-1]

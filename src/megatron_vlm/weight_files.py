@@ -229,6 +229,8 @@ def description_problems(folder: Path) -> Iterator[str]:
             yield f"{printable(file)} is {known}."
         elif file.suffix == ".json" and not _is_whole(content.strip()):
             yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."
+        elif file.name == "tokenizer.json" and b'"model"' not in content:
+            yield f"{printable(file)} names no model of a tokenizer; download it again."
 
 
 def _is_whole(content: bytes) -> bool:

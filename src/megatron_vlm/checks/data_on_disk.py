@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -33,18 +32,14 @@ NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
     """What keeps each of the paths from being read; remote paths are not checked."""
     for path in paths_of(paths):
-        if re.search(r"[*#,]", path) and "://" not in path and not Path(path).expanduser().exists():
-            yield (
-                f"{key}: {printable(path)} does not exist; give a path, or several as a list, [A,B]; behind "
-                "each may stand a number of rows, #5000, or a share, *0.3, and patterns are not read."
-            )
-        elif "://" not in path:
+        if "://" not in path:
             yield from dataset_problems(data, key, path)
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
     """What keeps a local path from being read as a `data.dataset_type`."""
-    path, shown = Path(name).expanduser(), f"{key}: {printable(name)}"
+    path = Path(name).expanduser()
+    shown = f"{key}: {printable(name)}"
     if data.dataset_type == "energon":
         yield from _energon_problems(path, shown)
     else:
@@ -87,7 +82,8 @@ def source_problems(
     name: str, image_root: str | Path | None, columns: dict[str, str], is_hf: bool
 ) -> Iterator[str]:
     """What keeps `prepare` from reading a local path."""
-    path, shown = Path(name), f"prepare: source {printable(name)}"
+    path = Path(name)
+    shown = f"prepare: source {printable(name)}"
     if path.exists():
         yield from _rows_problems(path, shown, image_root, columns, "--image-root ")
     elif not is_hf and "://" not in name:
@@ -142,7 +138,8 @@ def _file_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
     try:
-        known, records = what_file(plain_file(path)), list(first_records(path))
+        known = what_file(plain_file(path))
+        records = list(first_records(path))
     except (ValueError, OSError) as error:
         yield str(error)
         return
@@ -157,14 +154,9 @@ def _file_problems(
         return
     if len(names) < FEW_PATHS and not all(of_records):
         return
-    remedy = f"give {setting}FOLDER, where these paths start"
-    if all("://" in name for name in names):
-        remedy = "download them and give paths"
-    elif all(os.path.isabs(name) and os.path.exists(name) for name in names):
-        remedy = f"give {setting}{printable(os.path.commonpath(map(os.path.dirname, names)))}"
     yield (
         f"{shown}: none of the first {len(names)} media paths in it leads to a file under {printable(root)}, "
-        f"such as {printable(names[0])}; {remedy}."
+        f"such as {printable(names[0])}; give {setting}FOLDER, where these paths start, or download them."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -25,6 +26,7 @@ PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_proces
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TEMPLATE_KEYS = ("tokenizer_config.json", "processor_config.json")
 HALF = ".cache/huggingface/download/**/*.incomplete"  # what `hf download --local-dir` has not finished
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ADAPTER, RUN = "an adapter without its base model", "a run folder"
 
 
@@ -35,7 +37,7 @@ def kind_of(path: Path) -> str | None:
     """What a folder holds, in words; None if this package does not know it."""
     if is_prepared(path):
         return "a prepared Energon dataset"
-    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
+    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return "a dataset saved by `datasets`"
     if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "batches").is_dir()):
         return RUN
@@ -64,7 +66,7 @@ def cache(variable: str, folder: str) -> Path:
 
 
 def is_hub_name(path: str) -> bool:
-    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and Path(path).suffix not in ROWS
+    return HUB_NAME.fullmatch(path) is not None and Path(path).suffix not in ROWS
 
 
 def read_json(file: Path) -> Any:
@@ -82,7 +84,8 @@ def checkpoint_problems(
     hf_path: str, load_weights: bool = True, needs_processor: bool = True
 ) -> Iterator[str]:
     """What keeps a Hugging Face folder, or a hub name in the cache, from being trained."""
-    path, shown = Path(hf_path).expanduser(), f"model.hf_path: {printable(hf_path)}"
+    path = Path(hf_path).expanduser()
+    shown = f"model.hf_path: {printable(hf_path)}"
     problems = list(folder_problems("model.hf_path", hf_path, refuse))
     yield from problems
     if problems or not path.exists():
@@ -99,9 +102,10 @@ def checkpoint_problems(
 def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
     """What keeps a folder, or a hub name in the cache, from being the checkpoint that a setting asks for;
     `refuse` raises ConfigError if its config.json does."""
-    path, shown = Path(given).expanduser(), f"{setting}: {printable(given)}"
+    path = Path(given).expanduser()
+    shown = f"{setting}: {printable(given)}"
     if not path.exists():
-        if not is_hub_name(given) or "://" in given:
+        if not is_hub_name(given):
             yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
             return
         cached = cache("HF_HUB_CACHE", "hub") / f"models--{given.replace('/', '--')}" / "snapshots"
@@ -179,16 +183,15 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
 
 def start_problems(start: str) -> Iterator[str]:
     """What keeps a folder from being the adapter to train on."""
-    path, shown = Path(start), f"adapter.start: {printable(start)}"
-    if not path.is_dir():
-        kind = "is a file" if path.exists() else "does not exist"
-        yield f"{shown} {kind}; give a folder that peft wrote."
-    elif kind_of(path) == RUN:
-        command = f"megatron-vlm export {printable(start)} OUTPUT --adapter"
-        yield f"{shown} is a run folder; export it first: {command}."
+    path = Path(start)
+    shown = f"adapter.start: {printable(start)}"
+    if not path.exists():
+        yield f"{shown} does not exist; give a folder that peft wrote."
     elif not (path / "adapter_config.json").is_file():
-        kind = kind_of(path) or "a folder"
-        yield f"{shown} is {kind} without adapter_config.json; give a folder that peft wrote."
+        remedy = "give a folder that peft wrote"
+        if kind_of(path) == RUN:
+            remedy = f"export it first: megatron-vlm export {printable(start)} OUTPUT --adapter"
+        yield f"{shown} is {kind_of(path) or 'something'} without adapter_config.json; {remedy}."
 
 
 # ---- run folders ------------------------------------------------------------------------------------------
@@ -202,21 +205,17 @@ def is_run(path: Path) -> bool:
 def run_problems(run_dir: Path) -> Iterator[str]:
     """What keeps a folder from being read as that of a run."""
     shown = printable(run_dir)
-    above = next((each for each in run_dir.absolute().parents[:2] if kind_of(each) == RUN), None)
     if not run_dir.exists():
         yield f"{shown} does not exist; give the folder of a run."
-    elif (run_dir / "config.yaml").exists():
-        return
-    elif above:
-        yield f"{shown} is a part of a run; give its folder, {printable(above)}."
-    else:
+    elif not (run_dir / "config.yaml").exists():
         kind = "a file" if run_dir.is_file() else kind_of(run_dir) or "a folder without config.yaml"
         yield f"{shown} is {kind}, not the folder of a run; give what was --run_dir when it was trained."
 
 
 def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
     """What keeps a run from being written there."""
-    path, shown = Path(run_dir).expanduser(), f"run_dir: {printable(run_dir)}"
+    path = Path(run_dir).expanduser()
+    shown = f"run_dir: {printable(run_dir)}"
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
     if not there.is_dir():
         yield f"{shown} cannot be made, {printable(there)} is a file; give another folder."

@@ -46,7 +46,8 @@ def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool =
     `needs_start`: also a run with checkpoints reads the weights that it started from."""
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
     needed = config.adapter.used or not resumes or needs_start
-    folder, load_weights = Path(config.model.hf_path).expanduser(), config.model.load_weights and needed
+    folder = Path(config.model.hf_path).expanduser()
+    load_weights = config.model.load_weights and needed
     found = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
     yield from found
     if not found and (problem := misfit(config.parallel, sizes_in(read_json(folder / "config.json") or {}))):

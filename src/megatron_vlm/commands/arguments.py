@@ -223,8 +223,3 @@ def config_of_data(
 def one_or_all(paths: list[str] | None) -> str | list[str] | None:
     """A single path as text, as in a configuration file; several as a list."""
     return paths[0] if paths and len(paths) == 1 else paths or None
-
-
-def each(value: Any) -> list:
-    """The values that a flag was given."""
-    return [] if value is None else value if isinstance(value, list) else [value]

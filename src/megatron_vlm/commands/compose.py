@@ -49,19 +49,22 @@ def compose(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the special tokens and stop.")] = False,
 ) -> None:
     """Make a vision-language model out of a vision tower and a language model: see docs/compose.md."""
-    output, named = output.resolve(), named_tokens(token or ())
+    output = output.resolve()
+    named = named_tokens(token or ())
     if new_rows not in NEW_ROWS:
         raise ConfigError(f"--new-rows {printable(new_rows)} does not exist{suggestion(new_rows, NEW_ROWS)}")
     refuse_existing(output)
     template = read_text(chat_template) if chat_template else None
-    vision, language = open_tower(tower), open_language_model(language_model)
+    vision = open_tower(tower)
+    language = open_language_model(language_model)
     is_native = TOWERS[vision.config["model_type"]] == "lfm2_vl"
     if not is_native and (min_image_tokens or max_image_tokens or projector_width):
         raise ConfigError(
             "--min-image-tokens, --max-image-tokens, --projector-width: with a "
             f"{vision.config['model_type']} they are given; leave them out, or give a SigLIP2 NaFlex tower."
         )
-    least, most = min_image_tokens or IMAGE_TOKENS[0], max_image_tokens or IMAGE_TOKENS[1]
+    least = min_image_tokens or IMAGE_TOKENS[0]
+    most = max_image_tokens or IMAGE_TOKENS[1]
     if least > most:
         raise ConfigError(f"--min-image-tokens {least} is more than --max-image-tokens {most}; give both.")
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megatron_vlm.checks.data_on_disk import source_problems
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.prepare.prepare import PrepareSummary, prepare_energon_dataset
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 
-def prepare_command(
+def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(help="JSON(L), meta file or HF dataset; or one per split as SPLIT=PATH."),
@@ -48,10 +47,12 @@ def prepare_command(
 
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
     """
-    named, columns = _parse_sources(sources), _parse_columns(column or [])
+    named = _parse_sources(sources)
+    columns = _parse_columns(column or [])
     for source in named.values() if isinstance(named, dict) else [named]:
         for problem in source_problems(source, image_root, columns, format == "hf"):
             raise ConfigError(problem)
+
     summary = prepare_energon_dataset(
         named,
         output,
@@ -70,8 +71,10 @@ def prepare_command(
         _explain(summary, max_skip_share)
 
 
-def _explain(summary: PrepareSummary, max_share: float) -> None:
-    """Says what helps against each reason. Raises Exit if more was skipped than is allowed."""
+def _explain(summary: Any, max_share: float) -> None:
+    """Say what helps against each reason in a `PrepareSummary`. Raises Exit if too much was skipped."""
+    from megatron_vlm.data.drops import REASONS
+
     typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
     for reason in summary.skipped:
         typer.echo(f"  {reason}: {REASONS[reason]}")

@@ -6,20 +6,19 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from megatron_vlm.config import ConfigError, RunConfig, all_settings
+from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
 from megatron_vlm.messages import PrintableRecord
-from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -36,28 +35,16 @@ class Commands(TyperGroup):
         except UsageError as error:
             if not hasattr(error, "possibilities"):  # only NoSuchOption has them
                 raise
-            if not (said := _no_flag(error.option_name, ctx.invoked_subcommand, error.possibilities)):
-                raise
-            raise ConfigError(said) from error
+            command = ctx.invoked_subcommand
+            alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
+            raise ConfigError(
+                f"{error.option_name}: `{command}` has no such flag{alike}. A setting is written without "
+                f"dashes, as train.steps=10; `megatron-vlm {command} --help` lists the flags."
+            ) from error
         except EOFError as error:  # of which click would only say "Aborted!"
             cut = OSError(f"EOFError: {error}" if str(error) else "EOFError: it ends too early")
             cut.__dict__.update(error.__dict__)
             raise cut.with_traceback(error.__traceback__) from None
-
-
-def _no_flag(flag: str, command: str | None, alike: Sequence[str] | None) -> str | None:
-    """What is wrong with a flag that the command does not have; None if it has some `alike`."""
-    name = flag.lstrip("-").replace("-", "_")
-    ends = {key.rpartition(".")[2]: key for key, _ in all_settings(RunConfig())}
-    key = name if name in SETTING_OF_ARGUMENT or name in ends.values() else ends.get(name)
-    if key:
-        return f"{flag}: a setting is written without dashes; give {key}=VALUE."
-    if alike:
-        return None
-    return (
-        f"{flag}: `{command}` has no such flag, and no setting is called so; `megatron-vlm {command} --help` "
-        "lists the flags, and `megatron-vlm recipes` the arguments."
-    )
 
 
 def single(command) -> typer.Typer:
@@ -79,6 +66,15 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 def world_size() -> int | None:
     """torchrun's number of processes; None outside of torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def start_ranks(nproc: int, command: str, options: Mapping[str, Any], settings: Sequence[str] | None) -> int:
+    """Run a command of this program in `nproc` processes, with its options and settings; see `torchrun`."""
+    flags = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}={one}" for one in values if one is not None]
+    return torchrun(nproc, [command, *flags, *(settings or ())])
 
 
 def torchrun(
@@ -108,7 +104,8 @@ def torchrun(
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
             said = interrupted(list(_said(folder, nproc).values()), by)
-            code, message = 128 + stop.sigval, said and f"megatron-vlm: {said}"
+            code = 128 + stop.sigval
+            message = said and f"megatron-vlm: {said}"
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             code, message = last_words(_said(folder, nproc), codes)

@@ -52,7 +52,8 @@ def recipe_for(
             "--model and --data find a layout for one machine; write the recipe there, with --dry-run, and "
             "give it to torchrun's processes as --config FILE."
         )
-    source, own = source_settings(model, data), said(settings, arguments)
+    source = source_settings(model, data)
+    own = said(settings, arguments)
     assumed = {"run_dir": "runs", **source, **own, "adapter.start": None}  # a run may have a copy of that
     validate_paths(apply_overrides(RunConfig(), assumed))
     refuse(model)
@@ -63,7 +64,8 @@ def recipe_for(
         from megatron_vlm.planning.proposal import propose
 
         proposal = propose(source, load_config(model), gpus, own, nproc)
-    config, text = proposal.config(), proposal.to_yaml(shlex.join(["megatron-vlm", *sys.argv[1:]]))
+    config = proposal.config()
+    text = proposal.to_yaml(shlex.join(["megatron-vlm", *sys.argv[1:]]))
     check(config, proposal.processes)
     check_run_folder(config)
     typer.echo(text)

@@ -110,7 +110,8 @@ def answers(
     `sampling` are arguments of `generate`; without any, there is one greedy answer to each.
     """
     run = open_run(config)
-    processor, needs = run.source.processor, run.source.needs
+    processor = run.source.processor
+    needs = run.source.needs
     prompts = [
         encode_prompt(processor, messages, files, needs)
         for messages, files in zip(conversations, images, strict=True)

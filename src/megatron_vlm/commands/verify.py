@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -26,7 +27,7 @@ from megatron_vlm.training.logits import logits_of
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitsDifference:
     max_abs: float
     mean_abs: float
     argmax_agreement: float  # fraction of positions at which both have the same most likely token
@@ -39,10 +40,13 @@ class Difference:
         )
 
 
-Question = tuple[ProcessorMixin, list[dict], list[bytes]]  # (processor, HF messages, images)
+class Question(NamedTuple):
+    processor: ProcessorMixin
+    messages: list[dict]  # as Transformers has them
+    images: list[bytes]
 
 
-def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | None) -> Difference:
+def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | None) -> LogitsDifference:
     """How far the logits of two models are apart, each a run or an HF checkpoint.
 
     Both see the same prompt, which the processor and chat template of `source` make from the question and the
@@ -53,20 +57,20 @@ def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | 
     folder = resolve(source.model.hf_path)
     processor = load_processor(folder)
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
-    prompt = processor, [turn], [image or picture()]
+    prompt = Question(processor, [turn], [image or picture()])
     logits_SV = _logits(checked, prompt)
     gc.collect()
     return difference(logits_SV, _logits(source, prompt))
 
 
-def difference(mine_SV: Tensor, theirs_SV: Tensor) -> Difference:
+def difference(mine_SV: Tensor, theirs_SV: Tensor) -> LogitsDifference:
     if mine_SV.shape != theirs_SV.shape:
         raise ValueError(
             f"logits {tuple(mine_SV.shape)} and {tuple(theirs_SV.shape)}: not checkpoints of one model"
         )
     gap_SV = (mine_SV - theirs_SV).abs()
     agreement = (mine_SV.argmax(-1) == theirs_SV.argmax(-1)).float().mean()
-    return Difference(gap_SV.max().item(), gap_SV.mean().item(), agreement.item(), len(gap_SV))
+    return LogitsDifference(gap_SV.max().item(), gap_SV.mean().item(), agreement.item(), len(gap_SV))
 
 
 def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list[str]:
@@ -78,11 +82,12 @@ def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list
     mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
     for key in theirs.files.keys() & mine.files.keys():
-        values = [checkpoint.slices(key)[...] for checkpoint in (mine, theirs)]
-        if values[0].shape != values[1].shape:
-            shapes = f"{tuple(values[0].shape)} and {tuple(values[1].shape)}"
+        ours = mine.slices(key)[...]
+        other = theirs.slices(key)[...]
+        if ours.shape != other.shape:
+            shapes = f"{tuple(ours.shape)} and {tuple(other.shape)}"
             gaps.append((float("inf"), f"{printable(key)}: {shapes}"))
-        elif gap := _largest_gap(*values):
+        elif gap := _largest_gap(ours, other):
             gaps.append((gap, f"{printable(key)}: {gap:.3g}"))
     only = [
         f"{printable(key)}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())
@@ -98,7 +103,8 @@ def _largest_gap(mine: Tensor, theirs: Tensor) -> float:
 
 def picture() -> bytes:
     """A PNG with something in it: rings in one channel, ramps in the others."""
-    rings, ramp = Image.radial_gradient("L"), Image.linear_gradient("L")
+    rings = Image.radial_gradient("L")
+    ramp = Image.linear_gradient("L")
     file = io.BytesIO()
     Image.merge("RGB", (rings, ramp, ramp.rotate(90))).resize((320, 240)).save(file, "PNG")
     return file.getvalue()
@@ -109,11 +115,11 @@ def _logits(config: RunConfig, prompt: Question) -> Tensor:
     """Logits (S, V): a run's by Megatron, from its latest checkpoint; an HF checkpoint's by Transformers."""
     if config.run_dir == MISSING:
         model = load_model(resolve(config.model.hf_path), torch.float32)
-        inputs = processor_outputs(*prompt)
+        inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
         return model(**inputs, use_cache=False).logits[0]
     config.model.dtype = "fp32"
     run = open_run(config)
-    encoded = encode_prompt(*prompt, run.source.needs)
+    encoded = encode_prompt(prompt.processor, prompt.messages, prompt.images, run.source.needs)
     with in_evaluation(run.chunks):
         [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()

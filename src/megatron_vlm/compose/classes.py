@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from megatron_vlm.compose.sources import IMAGE_TOKENS, Part
+from megatron_vlm.compose.sources import IMAGE_TOKENS, Component
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import as_hf_config
@@ -55,7 +55,7 @@ class Composed:
     config: Callable[
         [Any, Any, int], dict[str, Any]
     ]  # (vision config, text config, image token) → its own keys
-    images: Callable[[Part, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
+    images: Callable[[Component, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
     # (image processor, tokenizer, {role: token}, vision config, chat template)
     processor: Callable[[Any, Any, dict[str, str], Any, str], ProcessorMixin]
     hub_names: tuple[tuple[str, str], ...] = ()  # patterns in names of parameters → as files spell them
@@ -68,15 +68,16 @@ class Composed:
 
 def composed_config(
     composed: Composed,
-    tower: Part,
-    language: Part,
+    tower: Component,
+    language: Component,
     changes: Mapping[str, Any],
     image_token: int,
     dtype: str,
     choices: Choices,
 ) -> PreTrainedConfig:
     """The config of the whole, whose parts all run in `dtype`; `changes` are those of the text config."""
-    vision, text = part_config(tower), part_config(language)
+    vision = part_config(tower)
+    text = part_config(language)
     if hasattr(vision, "vision_use_head"):
         vision.vision_use_head = False
     for key, value in changes.items():
@@ -92,12 +93,12 @@ def composed_config(
     )
 
 
-def part_config(part: Part) -> PreTrainedConfig:
+def part_config(part: Component) -> PreTrainedConfig:
     """The config of a tower or of a language model, without what it says about its own files."""
     return as_hf_config({key: value for key, value in part.config.items() if key not in _ABOUT}, part.folder)
 
 
-def _own_images(tower: Part) -> Any:
+def _own_images(tower: Component) -> Any:
     """The tower's image processor; raises ConfigError if Transformers cannot read it."""
     try:
         return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)
@@ -108,13 +109,13 @@ def _own_images(tower: Part) -> Any:
         ) from error
 
 
-def _colours(tower: Part) -> dict[str, Any]:
+def _colours(tower: Component) -> dict[str, Any]:
     """What the tower's image processor says of COLOURS."""
     theirs = _own_images(tower)
     return {key: value for key in COLOURS if (value := getattr(theirs, key, None)) is not None}
 
 
-def _lfm2_vl_images(tower: Part, vision: Any, choices: Choices) -> Any:
+def _lfm2_vl_images(tower: Component, vision: Any, choices: Choices) -> Any:
     least, most = IMAGE_TOKENS
     return Lfm2VlImageProcessor(
         do_image_splitting=False,
@@ -131,9 +132,10 @@ def _lfm2_vl(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, t
     return Lfm2VlProcessor(image_processor=images, tokenizer=tokenizer, chat_template=template)
 
 
-def _llava_images(tower: Part, vision: Any, choices: Choices) -> Any:
+def _llava_images(tower: Component, vision: Any, choices: Choices) -> Any:
     """The tower's own. Raises ConfigError unless it makes one image of the tower's size of any image."""
-    images, side = _own_images(tower), vision.image_size
+    images = _own_images(tower)
+    side = vision.image_size
     wanted = (1, vision.num_channels, side, side)
     for size in ((side, side), (3 * side, side), (side // 2 + 1, 2 * side)):
         made = tuple(images(Image.new("RGB", size), return_tensors="pt")["pixel_values"].shape)
@@ -158,7 +160,7 @@ def _llava(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, tem
     )
 
 
-def _mistral3_images(tower: Part, vision: Any, choices: Choices) -> Any:
+def _mistral3_images(tower: Component, vision: Any, choices: Choices) -> Any:
     return PixtralImageProcessor(
         size={"longest_edge": vision.image_size},
         patch_size={"height": vision.patch_size, "width": vision.patch_size},

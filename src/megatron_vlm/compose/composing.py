@@ -19,7 +19,7 @@ from megatron_vlm.compose.classes import (
     expected_shapes,
     part_config,
 )
-from megatron_vlm.compose.sources import ROLES, TOWERS, Part
+from megatron_vlm.compose.sources import ROLES, TOWERS, Component
 from megatron_vlm.compose.templates import chat_template
 from megatron_vlm.compose.tensors import Writer, dtype_name, is_tied, open_weights, sources_of
 from megatron_vlm.compose.tokenizer import (
@@ -42,12 +42,12 @@ TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComposePlan:
     """What will be written."""
 
     composed: Composed
-    tower: Part
-    language: Part
+    tower: Component
+    language: Component
     tokenizer: Any
     tokens: list[RoleToken]
     rows_before: int
@@ -68,7 +68,8 @@ class Plan:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        rows, added = self.config.text_config.vocab_size, sum(each.how == ADDED for each in self.tokens)
+        rows = self.config.text_config.vocab_size
+        added = sum(each.how == ADDED for each in self.tokens)
         grows = f"{self.rows_before} → {rows} rows" if rows > self.rows_before else f"{rows} rows, as before"
         text.append(f"{added} tokens are added; embedding{'' if self.tied else ' and output layer'}: {grows}")
         return "\n".join([f"{self.composed.architecture}: {self.what}", *text])
@@ -79,7 +80,8 @@ class Plan:
 
     @property
     def what(self) -> str:
-        vision, text = self.config.vision_config, self.config.text_config
+        vision = self.config.vision_config
+        text = self.config.text_config
         return (
             f"{vision.model_type} of width {vision.hidden_size}, {text.model_type} of width "
             f"{text.hidden_size}, {len(self.writer.stored)} tensors, {readable_size(self.writer.nbytes)}"
@@ -88,21 +90,22 @@ class Plan:
 
 @reading("language.folder")
 def plan(
-    tower: Part,
-    language: Part,
+    tower: Component,
+    language: Component,
     named: dict[str, str],
     choices: Choices,
     new_rows: str = "mean",
     vocab_multiple: int | None = None,
     template: str | None = None,
     seed: int = 0,
-) -> Plan:
+) -> ComposePlan:
     """What would be written, by the headers of the weights and the tokenizer. Raises ConfigError."""
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
     text = part_config(language)
     tokenizer = open_tokenizer(language.folder)
     weights = open_weights(language, is_tower=False)
-    tied, rows = is_tied(weights, bool(text.tie_word_embeddings)), text.vocab_size
+    tied = is_tied(weights, bool(text.tie_word_embeddings))
+    rows = text.vocab_size
     tokens = assign(tokenizer, composed.roles, named)
     refuse_beyond(tokenizer, tokens, rows)
     by_role = {each.role: each for each in tokens}
@@ -116,7 +119,7 @@ def plan(
     shapes = expected_shapes(config)
     sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, rows, tied)
     template = _template(tokenizer, by_role, template)
-    return Plan(
+    return ComposePlan(
         composed,
         tower,
         language,
@@ -134,8 +137,10 @@ def plan(
 def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) -> str:
     """The chat template that is given, or one in the style of the tokenizer's. Raises ConfigError if it does
     not write an image where one stands."""
-    image, end = by_role["image"].token, by_role["end_of_turn"].token
-    vocabulary, own = tokenizer.get_vocab(), own_template(tokenizer)
+    image = by_role["image"].token
+    end = by_role["end_of_turn"].token
+    vocabulary = tokenizer.get_vocab()
+    own = own_template(tokenizer)
     made = chat_template(lambda text: text in vocabulary or text in own, image, end, begins_texts(tokenizer))
     template = made if given is None else given
     content = [{"type": "text", "text": "a"}, {"type": "image"}]
@@ -151,7 +156,7 @@ def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) 
     raise ConfigError(f"--chat-template: {problem}; correct it, or leave the option out.")
 
 
-def write(plan: Plan, output: Path) -> None:
+def write(plan: ComposePlan, output: Path) -> None:
     """Write the checkpoint. Raises as `files.folder_aside` and `files.need_room`."""
     with folder_aside(output) as aside:
         need_room(output, plan.writer.nbytes)
@@ -160,7 +165,7 @@ def write(plan: Plan, output: Path) -> None:
         plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
 
 
-def _write_config(plan: Plan, folder: Path) -> None:
+def _write_config(plan: ComposePlan, folder: Path) -> None:
     """config.json, as every supported version of Transformers reads it, and generation_config.json."""
     plan.config.save_pretrained(folder)
     saved = json.loads(read_text(folder / CONFIG_FILE))
@@ -169,7 +174,7 @@ def _write_config(plan: Plan, folder: Path) -> None:
         write_whole(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def _write_words(plan: Plan, folder: Path) -> None:
+def _write_words(plan: ComposePlan, folder: Path) -> None:
     """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
     tokens = {each.role: each.token for each in plan.tokens}
     plan.tokenizer.chat_template = None  # the processor's is the only one
@@ -183,7 +188,7 @@ def _write_words(plan: Plan, folder: Path) -> None:
     refuse_changed(plan.tokenizer, again.tokenizer)
 
 
-def _generation_config(language: Part, by_role: dict[str, RoleToken]) -> dict[str, Any]:
+def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> dict[str, Any]:
     """The language model's as it stands, also with settings that Transformers would refuse to save; it ends
     replies at the end of a turn, too. Raises ConfigError if it cannot be read."""
     file = language.folder / GENERATION_FILE

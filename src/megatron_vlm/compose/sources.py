@@ -43,26 +43,26 @@ IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A checkpoint of which a part is taken, and the config of that part."""
 
     folder: Path
     config: dict[str, Any]
 
 
-def open_tower(path: str) -> Part:
+def open_tower(path: str) -> Component:
     """The checkpoint whose tower is taken; its text half, if it has one, is left. Raises ConfigError."""
     return _open("--tower", path, tower_config, PROCESSORS, "an image processor")
 
 
-def open_language_model(path: str) -> Part:
+def open_language_model(path: str) -> Component:
     """The checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
     return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
 
 
 def _open(
     option: str, path: str, read: Callable[..., dict[str, Any]], files: Iterable[str], what: str
-) -> Part:
+) -> Component:
     for problem in folder_problems(option, path, partial(read, named=f"{option} {printable(path)}")):
         raise ConfigError(problem)
     folder = resolve(Path(path).expanduser() if Path(path).expanduser().is_dir() else path, read)
@@ -73,7 +73,7 @@ def _open(
             f"{option} {printable(path)} has no file of {what} ({' or '.join(files)}); copy the original "
             "checkpoint's into it."
         )
-    return Part(folder, read(folder))
+    return Component(folder, read(folder))
 
 
 def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:

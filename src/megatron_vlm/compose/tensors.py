@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_vlm.compose.sources import Part
+from megatron_vlm.compose.sources import Component
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.weights import HFCheckpoint
@@ -42,7 +42,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStatistics:
     """What the present rows of a matrix are like: mean and standard deviation of each column."""
 
     mean_D: Tensor
@@ -54,7 +54,7 @@ class Rows:
         return (self.mean_D.square() + self.deviation_D.square()).mean().sqrt().item()
 
 
-def open_weights(part: Part, is_tower: bool) -> HFCheckpoint:
+def open_weights(part: Component, is_tower: bool) -> HFCheckpoint:
     """The checkpoint, a tower's tensors by their names in the tower."""
     return HFCheckpoint(part.folder, ((TOWER_PREFIX, ""),) if is_tower else ())
 
@@ -132,7 +132,9 @@ class Writer:
         new_rows: str,
         seed: int,
     ):
-        self._sources, self._new_rows, self._seed = sources, new_rows, seed
+        self._sources = sources
+        self._new_rows = new_rows
+        self._seed = seed
         embedding = sources[TEXT + "embed_tokens.weight"]
         self.dtype = embedding.source.stored(embedding.key).dtype
         self._embedding = embedding
@@ -163,7 +165,8 @@ class Writer:
 
     def value(self, name: str) -> Tensor:
         """The tensor as it is written."""
-        copied, stored = self._sources[name], self.stored[name]
+        copied = self._sources[name]
+        stored = self.stored[name]
         if copied is None:
             return self._started(name).to(stored.dtype)
         value = copied.source.slices(copied.key)[...]
@@ -173,7 +176,7 @@ class Writer:
             return value
         return torch.cat([value, self._grown(name, missing, rows_of(copied)).to(value.dtype)])
 
-    def _grown(self, name: str, count: int, rows: Rows) -> Tensor:
+    def _grown(self, name: str, count: int, rows: RowStatistics) -> Tensor:
         """New rows: the mean of the present ones, or drawn with the mean and deviation of each column."""
         mean = rows.mean_D.expand(count, -1)
         return mean if self._new_rows == "mean" else mean + rows.deviation_D * self._normal(name, mean.shape)
@@ -193,17 +196,18 @@ class Writer:
         return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7])))
 
 
-def rows_of(copied: Copied) -> Rows:
+def rows_of(copied: Copied) -> RowStatistics:
     """What a matrix's rows are like; reads a few at a time."""
     matrix = copied.source.slices(copied.key)
     count, width = matrix.get_shape()
-    total_D, squares_D = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+    total_D = torch.zeros(width, dtype=torch.float64)
+    squares_D = torch.zeros(width, dtype=torch.float64)
     for part in _parts(matrix, count):
         total_D += part.sum(0)
         squares_D += part.square().sum(0)
         copied.source.release(part.nbytes)
     mean_D = total_D / count
-    return Rows(mean_D.float(), (squares_D / count - mean_D.square()).clamp(min=0).sqrt().float())
+    return RowStatistics(mean_D.float(), (squares_D / count - mean_D.square()).clamp(min=0).sqrt().float())
 
 
 def _parts(matrix, count: int) -> Iterator[Tensor]:

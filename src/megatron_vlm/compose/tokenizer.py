@@ -29,7 +29,8 @@ def open_tokenizer(folder: Path) -> Any:
         if not hasattr(tokenizer, "backend_tokenizer"):  # mistral-common's, to which nothing can be added
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
-        reason, remedy = printable(str(error).strip().partition("\n")[0]), "download it again"
+        reason = printable(str(error).strip().partition("\n")[0])
+        remedy = "download it again"
         is_sentencepiece = (folder / "tokenizer.model").is_file() and not (
             folder / "tokenizer.json"
         ).is_file()

@@ -12,7 +12,8 @@ from megatron_vlm.messages import printable
 
 def adapter_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with `config.adapter`, as messages for the user."""
-    adapter, default = config.adapter, dict(all_settings(AdapterConfig()))
+    adapter = config.adapter
+    default = dict(all_settings(AdapterConfig()))
     given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
     if adapter.start is not None:
         for name in given:

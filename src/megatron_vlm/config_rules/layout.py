@@ -47,8 +47,10 @@ def sizes_in(config_json: Mapping[str, Any]) -> dict[str, int]:
 def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:
     """Why a layout does not divide a model, whose sizes have Megatron's names; unknown ones are left out.
     Megatron refuses some of it, too, but does not say what to do."""
-    tp, experts = parallel.tp, sizes.get("num_moe_experts") or 0
-    stages, layers = parallel.pp * parallel.vpp, sizes.get("num_layers")
+    tp = parallel.tp
+    experts = sizes.get("num_moe_experts") or 0
+    stages = parallel.pp * parallel.vpp
+    layers = sizes.get("num_layers")
     if layers and stages > layers:
         return (
             f"parallel: pp · vpp = {stages} stages are more than the model's {layers} layers; "

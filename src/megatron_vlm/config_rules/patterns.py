@@ -34,7 +34,9 @@ def matching(pattern: str, texts: Iterable[str], how: str = "fullmatch") -> dict
     """
     import regex
 
-    test, ends, found = getattr(regex, how), time.process_time() + SECONDS, {}
+    test = getattr(regex, how)
+    ends = time.process_time() + SECONDS
+    found = {}
     for text in texts:
         try:
             if match := test(pattern, text, timeout=max(ends - time.process_time(), 1e-3)):

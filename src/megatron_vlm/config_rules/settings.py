@@ -46,7 +46,8 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
     yield from _length_problems(config)
     yield from _part_problems(config)
     yield from objective_of(config).problems(config)
-    optimizer, steps = config.optimizer, config.train.steps
+    optimizer = config.optimizer
+    steps = config.train.steps
     if steps is not None and not (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
     if not optimizer.min_lr <= optimizer.lr:
@@ -68,7 +69,8 @@ def _single_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
-    train, data = config.train, config.data
+    train = config.train
+    data = config.data
     if train.epochs is not None and train.steps is not None:
         yield (
             f"train.epochs: {train.epochs:g}, and train.steps is {train.steps}; both say when the run ends: "
@@ -175,7 +177,8 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
-    train, parallel = config.train, config.parallel
+    train = config.train
+    parallel = config.parallel
     data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
     rows = train.micro_batch_size * data_parallel
     micro_batches, rest = divmod(train.global_batch_size, rows)

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from megatron_vlm.batch import Prompt
 from megatron_vlm.generation.cache import bytes_per_row
 from megatron_vlm.generation.forward import forward, told_by_last_stage
-from megatron_vlm.generation.rows import Piece, Request, Rows
+from megatron_vlm.generation.rows import AnswerRows, Piece, Request
 from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
@@ -106,7 +106,7 @@ def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) 
         raise ValueError(f"generate: {answers} answers at temperature 0 are all the same; raise temperature.")
 
 
-def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[Rows]]:
+def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[AnswerRows]]:
     """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
     prompts, as experts are shared by ranks that must call them together: where something is missing, the
     first pieces are answered again, and not collected.
@@ -129,12 +129,12 @@ def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) ->
     per_wave = at_once // size
     for start in range(0, each, per_wave):
         yield [
-            Rows(request, pieces[lane::lanes][start : start + per_wave], model)
+            AnswerRows(request, pieces[lane::lanes][start : start + per_wave], model)
             for lane in range(group.rank() * stages, (group.rank() + 1) * stages)
         ]
 
 
-def _run(model: list[torch.nn.Module], lanes: list[Rows]) -> None:
+def _run(model: list[torch.nn.Module], lanes: list[AnswerRows]) -> None:
     """All tokens of the lanes' rows."""
     request, pieces = lanes[0].request, len(lanes[0].pieces)
     longest = max(len(prompt["input_ids"]) for prompt in request.prompts)
@@ -150,7 +150,7 @@ def _run(model: list[torch.nn.Module], lanes: list[Rows]) -> None:
         _choose(lanes, forward(model, [lane.token_stream(length) for lane in lanes]))
 
 
-def _prompts(model: list[torch.nn.Module], lanes: list[Rows], first: int, count: int) -> list[Tensor]:
+def _prompts(model: list[torch.nn.Module], lanes: list[AnswerRows], first: int, count: int) -> list[Tensor]:
     layouts = [lane.prompts(first, count) for lane in lanes]
     length = _divisible(max(layout.longest for layout, _ in layouts))
     streams = [lane.prompt_stream(*asked, length) for lane, asked in zip(lanes, layouts, strict=True)]
@@ -163,7 +163,7 @@ def _divisible(tokens: int) -> int:
     return -(-tokens // tp) * tp
 
 
-def _choose(lanes: list[Rows], logits: list[Tensor]) -> None:
+def _choose(lanes: list[AnswerRows], logits: list[Tensor]) -> None:
     """The next token of all held rows, from the last stage's logits."""
     counts = [len(lane.held) for lane in lanes]
     chosen = torch.zeros(3, sum(counts), dtype=torch.float64, device=setup.device())
@@ -173,7 +173,7 @@ def _choose(lanes: list[Rows], logits: list[Tensor]) -> None:
         lane.take(part.numpy())
 
 
-def _any_runs(lanes: list[Rows]) -> bool:
+def _any_runs(lanes: list[AnswerRows]) -> bool:
     """Whether a row goes on: here, or where experts are spread over ranks, on any rank."""
     runs = any(lane.runs.any() for lane in lanes)
     if get_model_config(lanes[0].model).expert_model_parallel_size == 1:
@@ -183,7 +183,7 @@ def _any_runs(lanes: list[Rows]) -> bool:
     return bool(everywhere.item())
 
 
-def _collect(lanes: list[Rows], numbers: Tensor) -> None:
+def _collect(lanes: list[AnswerRows], numbers: Tensor) -> None:
     """Into (4, prompts, answers, steps): tokens, both log-probabilities, and 1 where there is a token."""
     for rows in lanes:
         for row, asked in enumerate(rows.answers):

@@ -62,7 +62,7 @@ class Request:
                 )
 
 
-class Rows:
+class AnswerRows:
     """One row for each answer of the pieces: R of them, of which the model computes those that are `held`.
 
     `taken` (3, R, steps) fp64 are each row's tokens and their log-probabilities, see `Sampling.choose`;

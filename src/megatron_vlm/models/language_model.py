@@ -25,7 +25,7 @@ from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
-from megatron_vlm.models.layers.feed_forward import GatedMLP
+from megatron_vlm.models.layers.feed_forward import GatedFeedForward
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
@@ -135,7 +135,7 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
     add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-    dense_mlp = partial(GatedMLP.as_mlp_submodule, submodules=mlp_linears)
+    dense_mlp = partial(GatedFeedForward.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
         module=deepstack.DeepstackLayer,
         submodules=TransformerLayerSubmodules(

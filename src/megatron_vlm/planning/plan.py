@@ -83,7 +83,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     config: RunConfig
     gpus: int
     stages: tuple[Stage, ...]
@@ -116,14 +116,14 @@ class Plan:
 
 
 @dataclass
-class Known:
+class KnownCosts:
     """What plans of one model and one size of images share, so that it is computed once."""
 
     image: costs.ImageCost | None = None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
 
 
-def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None = None) -> Plan:
+def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: KnownCosts | None = None) -> MemoryPlan:
     """The plan of a valid configuration on `gpus` GPUs. Plans that share `known` are made faster.
 
     Raises ConfigError or ValueError that says what to change if the layout does not divide GPUs or model.
@@ -131,7 +131,7 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     validate(config, gpus)
     description = describe(hf_config)
     architecture = description.architecture
-    known = known or Known()
+    known = known or KnownCosts()
     image = known.image = known.image or costs.image_cost(config, description)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     stage_costs = costs.stage_costs(config, architecture, image)
@@ -146,16 +146,18 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     stages = tuple(
         _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
     )
-    passes, per_row = costs.language_model_passes(config), costs.images_per_row(config, image)
+    passes = costs.language_model_passes(config)
+    per_row = costs.images_per_row(config, image)
     again = config.model.recompute == "full"
     layers = sum(
         costs.layer_flops(architecture, i, config.data.seq_length) for i in range(megatron_config.num_layers)
     )
     language_model = passes * layers + costs.output_passes(config) * costs.output_flops(architecture)
     an_image = image.flops * per_row / config.data.seq_length
-    tower, of_tower = costs.vision_passes(config, image), again and image.passes > 1
+    tower = costs.vision_passes(config, image)
+    of_tower = again and image.passes > 1
     useful = language_model - again * layers + (tower - of_tower) * an_image
-    return Plan(
+    return MemoryPlan(
         config=config,
         gpus=gpus,
         stages=stages,
@@ -222,9 +224,11 @@ class _Held:
         adapters = self._adapters
         attention = self._trained or adapters[layer, ATTENTION] + self._saved[layer] > 0
         inner = adapters[layer, FEED_FORWARD] + adapters[layer, EXPERTS]
-        parts = attention, self._trained or inner + self._saved[layer] > 0
-        saved = saved_by_layer(megatron_config, layer, value, *parts)
-        return saved + self._drops * saved_by_dropout(megatron_config, layer, value, *parts)
+        feed_forward = self._trained or inner + self._saved[layer] > 0
+        saved = saved_by_layer(megatron_config, layer, value, attention, feed_forward)
+        if self._drops:
+            saved += saved_by_dropout(megatron_config, layer, value, attention, feed_forward)
+        return saved
 
 
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
@@ -249,7 +253,9 @@ def _stage(
     gpus: int,
     number: int,
 ) -> Stage:
-    parallel, first, last = config.parallel, number == 0, number == config.parallel.pp - 1
+    parallel = config.parallel
+    first = number == 0
+    last = number == config.parallel.pp - 1
     layout = megatron_config.pipeline_model_parallel_layout
     layers = tuple(
         range(start := layout.get_layer_offset(vp_stage=v, pp_rank=number), start + count)
@@ -264,7 +270,8 @@ def _stage(
         expert_ranks = gpus // (parallel.pp * parallel.ep)
     tokens = config.train.micro_batch_size * config.data.seq_length
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
-    lm_passes, seq_length = costs.language_model_passes(config), config.data.seq_length
+    lm_passes = costs.language_model_passes(config)
+    seq_length = config.data.seq_length
     layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
     activations = _activations(config, megatron_config, held, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
@@ -296,9 +303,13 @@ def _activations(
     """The most bytes that the stage's ranks keep at any time: what forward passes keep for the backward, and
     what the backward needs besides for the output layer or for a recomputed layer, whichever is more. When a
     tower's layer is recomputed, the language model's layers of that micro batch are done."""
-    rows, tp, cp = config.train.micro_batch_size, config.parallel.tp, config.parallel.cp
-    tokens, recompute = rows * config.data.seq_length / cp, config.model.recompute == "full"
-    value, trained = DTYPES[config.model.dtype].itemsize, "language_model" not in config.frozen
+    rows = config.train.micro_batch_size
+    tp = config.parallel.tp
+    cp = config.parallel.cp
+    tokens = rows * config.data.seq_length / cp
+    recompute = config.model.recompute == "full"
+    value = DTYPES[config.model.dtype].itemsize
+    trained = "language_model" not in config.frozen
     cut = tp if megatron_config.sequence_parallel else 1
     hidden = tokens * value * megatron_config.hidden_size
     numbers = [i for each in layers for i in each]
@@ -310,7 +321,8 @@ def _activations(
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
     of_one = kept + value * masks * tokens * rows * config.data.seq_length
-    kept, images = forwards * of_one, rows * costs.images_per_tower(config, image)
+    kept = forwards * of_one
+    images = rows * costs.images_per_tower(config, image)
     if stage == 0:
         kept += images * forwards * image.kept(recompute)
         kept += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
@@ -329,7 +341,8 @@ def _activations(
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:
     """How many micro batches' activations a stage keeps at a time in Megatron's 1F1B schedules."""
-    pp, vpp = config.parallel.pp, config.parallel.vpp
+    pp = config.parallel.pp
+    vpp = config.parallel.vpp
     if vpp == 1:
         return min(pp - stage, micro_batches)
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, micro_batches * vpp) / vpp

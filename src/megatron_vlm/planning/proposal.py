@@ -63,7 +63,8 @@ def propose(
     `source` are the settings that name checkpoint and data. `said` are the user's own settings, which stay as
     they are; who sets a part of the layout chooses all of it. Raises ConfigError if no layout fits.
     """
-    model, first = source["model.hf_path"], paths_of(source["data.train_data_path"])[0]
+    model = source["model.hf_path"]
+    first = paths_of(source["data.train_data_path"])[0]
     name = said.get("name") or f"{Path(model).name}-{Path(first).name.partition('.')[0]}"
     found: dict[str, tuple[Any, str]] = {
         "name": (name, ""),
@@ -106,7 +107,8 @@ def _layout(
     settings: Mapping[str, Any], hf_config: Any, gpus: Sequence[int], processes: int
 ) -> dict[str, tuple[Any, str]]:
     """The settings of the quickest layout that fits, by its plan."""
-    config, capacity = begun(apply_overrides(RunConfig(), settings)), min(gpus)
+    config = begun(apply_overrides(RunConfig(), settings))
+    capacity = min(gpus)
     there = f"{processes} GPUs" if processes > 1 else "a GPU"
     there += f" of {readable_size(capacity)}"
     plans = planned_layouts(config, hf_config, processes, capacity, Gpu())
@@ -119,7 +121,8 @@ def _layout(
             "adapters alone, by adapter.r=16, or a part, by model.freeze=[tower,language_model]."
         )
     layout, plan = plans[0]
-    usual, found = dict(all_settings(RunConfig())), {}
+    usual = dict(all_settings(RunConfig()))
+    found = {}
     for key, value in (setting.split("=") for setting in layout):
         if value != str(usual[key]):
             found[key] = (int(value) if value.isdigit() else value, "")

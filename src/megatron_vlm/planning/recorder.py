@@ -31,7 +31,7 @@ META = torch.device("meta")
 aten = torch.ops.aten
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """An operation on the device."""
 
     kind: str  # "matmul", "attention" or "other"
@@ -49,11 +49,11 @@ class Collective(NamedTuple):
 
 
 class Seen(Counter):
-    """How often each Work, Collective and place of a host read was seen."""
+    """How often each DeviceWork, Collective and place of a host read was seen."""
 
     @property
-    def work(self) -> dict[Work, int]:
-        return {what: count for what, count in self.items() if isinstance(what, Work)}
+    def work(self) -> dict[DeviceWork, int]:
+        return {what: count for what, count in self.items() if isinstance(what, DeviceWork)}
 
     @property
     def collectives(self) -> dict[Collective, int]:
@@ -75,7 +75,7 @@ class Recorder(TensorMemory):
         self.seen = Seen()
         self._routed = routed
         # an operation on these shapes -> its work, and the shapes that it makes: many layers do the same
-        self._known: dict[tuple, tuple[Work | None, Any]] = {}
+        self._known: dict[tuple, tuple[DeviceWork | None, Any]] = {}
         self._sent = WeakTensorKeyDictionary()  # small tensors that came from the host -> their numbers
         self._labels = dict(_labels())
 
@@ -112,7 +112,7 @@ class Recorder(TensorMemory):
             self._sent[out] = args[0]
         return out
 
-    def _work(self, func, args, kwargs, read: list[Tensor], out: Any) -> Work | None:
+    def _work(self, func, args, kwargs, read: list[Tensor], out: Any) -> DeviceWork | None:
         """None for a view."""
         returned = [value.alias_info for value in func._schema.returns]
         if returned and all(alias and not alias.is_write for alias in returned):
@@ -122,13 +122,13 @@ class Recorder(TensorMemory):
         if packet in ATTENTION:
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
-            return Work("attention", ATTENTION[packet](self, given), nbytes)
+            return DeviceWork("attention", ATTENTION[packet](self, given), nbytes)
         if packet is aten._grouped_mm:
-            return Work("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
+            return DeviceWork("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            return Work("matmul", float(flops), nbytes)
-        return Work("other", 0.0, nbytes)
+            return DeviceWork("matmul", float(flops), nbytes)
+        return DeviceWork("other", 0.0, nbytes)
 
     def _exchange(self, func, args, kwargs):
         names = [argument.name for argument in func._schema.arguments]
@@ -254,7 +254,8 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> float:
 
 
 def _scaled_dot_product(_: Recorder, given: dict[str, Any]) -> float:
-    query, key = given["query"], given["key"]
+    query = given["query"]
+    key = given["key"]
     return 4.0 * query.numel() * key.shape[-2] / (2 if given.get("is_causal") else 1)
 
 
@@ -276,8 +277,11 @@ def shapes_only() -> Iterator[None]:
     """Inside, four functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
     not store all scores; dropout is one and stores a byte for each number; a tensor made from numbers of the
     device reads each; Adam may be fused."""
-    functional, tensor, check = torch.nn.functional, torch.tensor, adam._device_dtype_check_for_fused
-    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+    functional = torch.nn.functional
+    tensor = torch.tensor
+    check = adam._device_dtype_check_for_fused
+    attention = functional.scaled_dot_product_attention
+    dropout = functional.dropout
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
 
     def one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):

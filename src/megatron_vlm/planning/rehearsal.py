@@ -26,7 +26,7 @@ from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.work import costs
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
-from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
+from megatron_vlm.planning.recorder import META, Collective, DeviceWork, Recorder, Seen, shapes_only
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import Reports, StepLoss
 from megatron_vlm.training.optimizer import build_optimizer
@@ -74,11 +74,11 @@ class Rehearsal:
 
     @property
     def operations(self) -> float:
-        return sum(count for _, count in self._of_step(Work))
+        return sum(count for _, count in self._of_step(DeviceWork))
 
     def flops(self, *kinds: str) -> float:
         """Of a step, in operations of these kinds ("matmul", "attention")."""
-        return sum(what.flops * count for what, count in self._of_step(Work) if what.kind in kinds)
+        return sum(what.flops * count for what, count in self._of_step(DeviceWork) if what.kind in kinds)
 
     def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:
         for seen, times in ((self.micro_batch, self.micro_batches), (self.once, 1)):
@@ -100,7 +100,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
     if torch.cuda.is_available():
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
-    config, description = _as_on_a_gpu(config), describe(hf_config)
+    config = _as_on_a_gpu(config)
+    description = describe(hf_config)
     with (
         setup.pretended(config.parallel, gpus, rank),
         cpu.standing_in(META),
@@ -113,7 +114,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         model = data_parallel(chunks, config)
         optimizer, scheduler = build_optimizer(model, config)
         optimizer.step()  # makes its state
-        weights, gradients = _nbytes(p for chunk in chunks for p in chunk.parameters()), _gradients(model)
+        weights = _nbytes(p for chunk in chunks for p in chunk.parameters())
+        gradients = _gradients(model)
         gc.collect()
         held = recorder.alive
         step_loss = objective_of(config).step_loss(config, model)
@@ -121,7 +123,8 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
         batches = [example_batch(config, description, META)] * _enough(config, count, stage)
-        micro_batch, once = Seen(), Seen()
+        micro_batch = Seen()
+        once = Seen()
         recorder.seen, recorder.peak = micro_batch, recorder.alive
         step_loss = _then_counting(step_loss, recorder, once)
         train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
@@ -152,7 +155,8 @@ def _as_on_a_gpu(config: RunConfig) -> RunConfig:
 
 def _enough(config: RunConfig, count: int, stage: int) -> int:
     """Micro batches after which a stage has held the most that it ever holds, see `plan.forwards_kept`."""
-    pp, vpp = config.parallel.pp, config.parallel.vpp
+    pp = config.parallel.pp
+    vpp = config.parallel.vpp
     return min(count, 2 * pp if vpp > 1 else pp - stage + (pp > 1))
 
 
@@ -188,7 +192,8 @@ def _gradients(model: list[torch.nn.Module]) -> int:
 
 def example_batch(config: RunConfig, description: Description, device: torch.device) -> Batch:
     """Full rows of one document each, with images, as `rehearse` says; pixels on `device` and ready."""
-    rows, length = config.train.micro_batch_size, config.data.seq_length
+    rows = config.train.micro_batch_size
+    length = config.data.seq_length
     images, counts = _images(config, description)
     image_token = description.hf_config.image_token_id
     ids_T = torch.full((length,), _text_token(description.hf_config), dtype=torch.int64)
@@ -202,7 +207,8 @@ def example_batch(config: RunConfig, description: Description, device: torch.dev
     documents_T = (torch.arange(length) // (length // documents)).clamp(max=documents - 1).int() + 1
     labels_T[:-1][documents_T.diff() > 0] = IGNORE_INDEX  # no document is trained to predict the next
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    visual, dtype = GenericVisualInputs.cat(images * rows) if first else None, DTYPES[config.model.dtype]
+    visual = GenericVisualInputs.cat(images * rows) if first else None
+    dtype = DTYPES[config.model.dtype]
     if visual is not None:
         visual = visual.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to(device)
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
-from megatron_vlm.planning.plan import RESERVE, Plan
+from megatron_vlm.planning.plan import RESERVE, MemoryPlan
 from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
 from megatron_vlm.planning.search import Found, planned_layouts, rehearse_all, representatives
 from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
@@ -16,7 +16,8 @@ from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
 
 def gpu_with(settings: Sequence[str]) -> Gpu:
     """An H100 with other numbers, given as `name=number`. Raises ConfigError on an unknown name."""
-    gpu, known = Gpu(), asdict(Gpu())
+    gpu = Gpu()
+    known = asdict(Gpu())
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in known:
@@ -30,7 +31,7 @@ def gpu_with(settings: Sequence[str]) -> Gpu:
     return gpu
 
 
-def rehearsed(plan: Plan, hf_config: Any, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
+def rehearsed(plan: MemoryPlan, hf_config: Any, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
     """What each rank holds, sends and does in a real step, beside the plan; then the step's time."""
     gpu = gpu_with(settings)
     yield ""
@@ -42,7 +43,7 @@ def rehearsed(plan: Plan, hf_config: Any, rank: int | None, settings: Sequence[s
     yield from _of_step(step_time(found, gpu, plan.useful_flops), gpu)
 
 
-def _of_rank(one: Rehearsal, plan: Plan) -> Iterator[str]:
+def _of_rank(one: Rehearsal, plan: MemoryPlan) -> Iterator[str]:
     planned = plan.stages[one.stage].memory - RESERVE
     parts = ("weights", "gradients", "optimizer", "activations")
     yield (
@@ -72,7 +73,7 @@ def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
     )
 
 
-def searched(plan: Plan, hf_config: Any, capacity: float, settings: Sequence[str]) -> Iterator[str]:
+def searched(plan: MemoryPlan, hf_config: Any, capacity: float, settings: Sequence[str]) -> Iterator[str]:
     """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
     gpu = gpu_with(settings)
     yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."

@@ -12,7 +12,7 @@ from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
+from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective
 from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
 from megatron_vlm.planning.step_time import Gpu, StepTime, collective_seconds, step_time
@@ -26,7 +26,7 @@ MOST_REHEARSED = 5
 @dataclass(frozen=True)
 class Found:
     settings: tuple[str, ...]
-    plan: Plan
+    plan: MemoryPlan
     rehearsals: tuple[Rehearsal, ...]
     time: StepTime
 
@@ -38,13 +38,14 @@ class Found:
 
 def planned_layouts(
     config: RunConfig, hf_config: Any, gpus: int, capacity: float, gpu: Gpu
-) -> list[tuple[tuple[str, ...], Plan]]:
+) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """All layouts on `gpus` GPUs whose plans need at most `capacity` bytes of each, as settings and plans, by
     an estimate of a step's time.
 
     tp stays inside a node; micro batch and global batch stay what they are.
     """
-    known, found = Known(), []
+    known = KnownCosts()
+    found = []
     for settings in _layouts(config, hf_config, gpus, gpu):
         try:
             plan = make_plan(apply_overrides(config, settings), hf_config, gpus, known)
@@ -56,7 +57,7 @@ def planned_layouts(
 
 
 def rehearse_all(
-    plans: list[tuple[tuple[str, ...], Plan]], hf_config: Any, gpu: Gpu, most: int = MOST_REHEARSED
+    plans: list[tuple[tuple[str, ...], MemoryPlan]], hf_config: Any, gpu: Gpu, most: int = MOST_REHEARSED
 ) -> Iterator[Found]:
     """The first of the planned layouts, rehearsed one after the other."""
     for settings, plan in plans[:most]:
@@ -64,7 +65,7 @@ def rehearse_all(
         yield Found(settings, plan, ranks, step_time(ranks, gpu, plan.useful_flops))
 
 
-def representatives(plan: Plan) -> list[int]:
+def representatives(plan: MemoryPlan) -> list[int]:
     """The first ranks of the stages that differ: the first, the last, the fullest and the busiest."""
     pp = plan.config.parallel.pp
     busiest = max(range(pp), key=lambda stage: plan.stages[stage].flops)
@@ -82,12 +83,14 @@ def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator
             yield (*(f"parallel.{k}={v}" for k, v in layout.items()), f"model.recompute={recompute}")
 
 
-def planned_seconds(plan: Plan, hf_config: Any, gpu: Gpu) -> float:
+def planned_seconds(plan: MemoryPlan, hf_config: Any, gpu: Gpu) -> float:
     """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
-    parallel, architecture = plan.config.parallel, describe(hf_config).architecture
+    parallel = plan.config.parallel
+    architecture = describe(hf_config).architecture
     busiest = max(plan.stages, key=lambda stage: stage.flops)
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
-    value, again = DTYPES[plan.config.model.dtype].itemsize, plan.config.model.recompute == "full"
+    value = DTYPES[plan.config.model.dtype].itemsize
+    again = plan.config.model.recompute == "full"
     tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length // parallel.cp
     hidden = tokens * value * architecture["hidden_size"]
     layers = sum(map(len, busiest.layers))

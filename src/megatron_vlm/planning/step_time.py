@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vlm.config import derived
-from megatron_vlm.planning.recorder import Collective, Seen, Work
+from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
 from megatron_vlm.planning.rehearsal import Rehearsal
 
 
@@ -54,7 +54,8 @@ def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) ->
 
     `useful_flops` is the work of a step on all GPUs.
     """
-    config, gpus = rehearsals[0].config, rehearsals[0].gpus
+    config = rehearsals[0].config
+    gpus = rehearsals[0].gpus
     computing, exchanging = max(
         ((computing_time(one.micro_batch, gpu), exchanging_time(one.micro_batch, gpu)) for one in rehearsals),
         key=sum,
@@ -84,7 +85,7 @@ def computing_time(seen: Seen, gpu: Gpu) -> float:
     return sum(count * _seconds(work, gpu) for work, count in seen.work.items())
 
 
-def _seconds(work: Work, gpu: Gpu) -> float:
+def _seconds(work: DeviceWork, gpu: Gpu) -> float:
     share = gpu.attention_share if work.kind == "attention" else gpu.matmul_share
     arithmetic = work.flops / (gpu.peak * share)
     return max(arithmetic, work.nbytes / (gpu.memory * gpu.memory_share), gpu.launch)

@@ -9,14 +9,14 @@ from typing import Any
 from megatron_vlm.config import RunConfig, derived, fewest_processes
 from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
+from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 
 MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to change
 
 # --- advice ----------------------------------------------------------------------------------------------
 
 
-def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, Plan]]:
+def ways_to_fit(plan: MemoryPlan, hf_config: Any, capacity: float) -> list[tuple[str, MemoryPlan]]:
     """Changes with which the fullest rank fits into `capacity` bytes, and their plans.
 
     These are single changes; if no single one is enough, pairs; empty if no pair is enough.
@@ -32,7 +32,8 @@ def ways_to_fit(plan: Plan, hf_config: Any, capacity: float) -> list[tuple[str, 
 
 def _changes(config: RunConfig) -> Iterator[str]:
     """Settings worth trying, the cheapest first."""
-    parallel, rows = config.parallel, config.train.micro_batch_size
+    parallel = config.parallel
+    rows = config.train.micro_batch_size
     if rows > 1:
         yield f"train.micro_batch_size={rows // 2}"
     if config.model.recompute != "full":
@@ -43,12 +44,12 @@ def _changes(config: RunConfig) -> Iterator[str]:
     yield f"data.seq_length={config.data.seq_length // 2}"
 
 
-def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | None:
+def _changed(plan: MemoryPlan, settings: tuple[str, ...], hf_config: Any) -> MemoryPlan | None:
     """The plan with other settings, on more GPUs if they need more; None if nothing divides."""
     config = apply_overrides(plan.config, settings)
     fewest = fewest_processes(config.parallel)
     try:
-        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, Known(plan.image))
+        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, KnownCosts(plan.image))
     except ValueError:
         return None
 
@@ -56,13 +57,15 @@ def _changed(plan: Plan, settings: tuple[str, ...], hf_config: Any) -> Plan | No
 # --- words -----------------------------------------------------------------------------------------------
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: MemoryPlan) -> str:
     """The plan as text: a line for each stage, and the assumptions."""
-    config, parallel = plan.config, plan.config.parallel
+    config = plan.config
+    parallel = plan.config.parallel
     sizes = [("tp", parallel.tp), ("pp", parallel.pp), ("vpp", parallel.vpp), ("ep", parallel.ep)]
     layout = " · ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "tp")
     facts = derived(config, plan.gpus)
-    per_row, tokens = plan.images_per_row, plan.image.tokens
+    per_row = plan.images_per_row
+    tokens = plan.image.tokens
     lines = [
         f"{config.name} on {_gpus(plan)}: {layout} · dp {facts['data_parallel']}; "
         f"{facts['micro_batches_per_step']} micro batches of {config.train.micro_batch_size} × "
@@ -87,7 +90,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: MemoryPlan) -> list[str]:
     memory = ("weights", "gradients", "optimizer", "activations", "GB")
     heads = ("stage", "layers", "parameters", *memory, "work")
     mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
@@ -107,7 +110,7 @@ def _table(plan: Plan) -> list[str]:
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
 
 
-def _gpus(plan: Plan) -> str:
+def _gpus(plan: MemoryPlan) -> str:
     return f"{plan.gpus} GPU" + "s" * (plan.gpus > 1)
 
 
@@ -115,7 +118,7 @@ def _flops(count: float) -> str:
     return f"{count / 1e9:.1f} GFLOP"
 
 
-def advice(plan: Plan, hf_config: Any, capacity: float) -> Iterator[str]:
+def advice(plan: MemoryPlan, hf_config: Any, capacity: float) -> Iterator[str]:
     """First whether the fullest rank fits into `capacity` bytes, then what to change, a line each."""
     need = f"{plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
     if plan.memory <= capacity:
@@ -137,7 +140,7 @@ def advice(plan: Plan, hf_config: Any, capacity: float) -> Iterator[str]:
         )
 
 
-def _against_imbalance(plan: Plan) -> Iterator[str]:
+def _against_imbalance(plan: MemoryPlan) -> Iterator[str]:
     busiest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].flops)
     remedy = "use fewer or more stages"
     if busiest == 0 and plan.config.parallel.tp > 1 and not plan.config.parallel.images_spread:

@@ -35,7 +35,7 @@ class TokenRun:
 
 
 @dataclass
-class Document:
+class ShownDocument:
     key: str
     tokens: int
     positions: str
@@ -44,7 +44,7 @@ class Document:
 
 @dataclass
 class Row:
-    documents: list[Document]
+    documents: list[ShownDocument]
     tokens: int  # without padding
     trained: int
     length: int
@@ -63,7 +63,8 @@ class RowReader:
         return row
 
     def rows(self, batch: Batch) -> list[Row]:
-        items, found = self._items(batch) if batch["visual_inputs"] is not None else [], []
+        items = self._items(batch) if batch["visual_inputs"] is not None else []
+        found = []
         rows, length = batch["input_ids"].shape
         for row in range(rows):
             here = [(start - row * length, stop - row * length, pictures) for start, stop, pictures in items]
@@ -71,23 +72,28 @@ class RowReader:
         return found
 
     def _row(self, batch: Batch, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
-        numbers_S, ids_S = batch["attention_mask"][row], batch["input_ids"][row]
+        numbers_S = batch["attention_mask"][row]
+        ids_S = batch["input_ids"][row]
         documents = []
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
-            first, stop = int(places[0]), int(places[-1]) + 1
+            first = int(places[0])
+            stop = int(places[-1]) + 1
             # the mask of a label belongs to the token after it
             trained_S = torch.nn.functional.pad(batch["loss_mask"][row] > 0, (1, 0))
             inside = [item for item in items if first <= item[0] < stop]
             runs = list(self._runs(ids_S, trained_S, inside, first, stop))
             positions = _positions(batch["position_ids"][..., row, first:stop])
-            documents.append(Document(key, stop - first, positions, runs))
-        tokens, trained = int((numbers_S > 0).sum()), int((batch["loss_mask"][row] > 0).sum())
+            documents.append(ShownDocument(key, stop - first, positions, runs))
+        tokens = int((numbers_S > 0).sum())
+        trained = int((batch["loss_mask"][row] > 0).sum())
         return Row(documents, tokens, trained, len(ids_S))
 
     def _items(self, batch: Batch) -> list[tuple[int, int, tuple[str, ...]]]:
         """(first token, stop, pictures) of every image and video, in text order; tokens of all rows."""
-        ids, visual, found = batch["input_ids"].flatten(), batch["visual_inputs"], []
+        ids = batch["input_ids"].flatten()
+        visual = batch["visual_inputs"]
+        found = []
         kinds = torch.zeros_like(ids)
         for span in document_spans(batch["attention_mask"]):
             kinds[span] = self._description.visual_kinds(ids[span])

@@ -91,7 +91,9 @@ def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
 
 
 def _size_and_checksum(path: Path, sync: bool = False) -> list:
-    digest, size, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(_PIECE))
+    digest = xxhash.xxh3_64()
+    size = 0
+    piece = memoryview(bytearray(_PIECE))
     with open_file(path) as file:
         while read := file.readinto(piece):
             digest.update(piece[:read])

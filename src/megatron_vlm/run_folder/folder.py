@@ -231,7 +231,8 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
 
     `state["files"]` is what `checksums` returned for them. An older checkpoint of the same step is removed.
     """
-    folder, final = partial.parent, partial.with_suffix("")
+    folder = partial.parent
+    final = partial.with_suffix("")
     with naming(partial):
         write_whole(partial / STATE, state_text(state))
         sync(partial)

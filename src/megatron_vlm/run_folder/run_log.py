@@ -59,13 +59,15 @@ class RunLogger:
         is_writer: bool = True,
         totals: dict[str, int] | None = None,
     ):
-        self.is_writer, self.totals = is_writer, dict.fromkeys(TOTALS, 0)
+        self.is_writer = is_writer
+        self.totals = dict.fromkeys(TOTALS, 0)
         if not is_writer:
             return
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
-        self.total_steps, self.log_every = total_steps, config.logging.log_every
+        self.total_steps = total_steps
+        self.log_every = config.logging.log_every
         self._formats = {**objective_of(config).figures, **IN_WORDS}
         keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
         self.totals |= {total: number for total, number in (totals or {}).items() if _is_total(total)}
@@ -77,7 +79,8 @@ class RunLogger:
             self._events = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start_step)
         self._wandb = _wandb(config) if config.logging.wandb_project else None
         self._valid_loss: float | None = None
-        self._first_step, self._started = start_step, time.monotonic()
+        self._first_step = start_step
+        self._started = time.monotonic()
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=start_step - 1, desc=config.name, unit="step")

@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.prepare.write import ENGINES, ShardJob, ShardResult, Source
+from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
 from megatron_vlm.files import folder_aside, read_file, read_text, refuse_existing, write_whole
 from megatron_vlm.messages import printable_lines, reading
 
@@ -135,7 +135,7 @@ def prepare_energon_dataset(
 class _Part:
     """A source, and the split of each of its records: one name for all, or an array of indices into names."""
 
-    source: Source
+    source: RecordSource
     rows: Any  # rows of the source's table, in stored order; for a meta file, those of its first epoch
     split_names: list[str]
     assignment: Any = None
@@ -175,13 +175,13 @@ def _plan(source, options: dict, splits, seed: int) -> list[_Part]:
     return [_Part(source, _rows(source, seed), [name]) for name, source in sources.items()]
 
 
-def _rows(source: Source, seed: int) -> Any:
+def _rows(source: RecordSource, seed: int) -> Any:
     import numpy as np
 
     return np.sort(source.open().rows_of(0, seed))
 
 
-def _sources(path: str | Path, options: dict) -> dict[str, Source]:
+def _sources(path: str | Path, options: dict) -> dict[str, RecordSource]:
     """The source; or, for a Hugging Face source with splits, one source per split."""
     from megatron_vlm.data.records.tables import kind_of
 
@@ -189,7 +189,7 @@ def _sources(path: str | Path, options: dict) -> dict[str, Source]:
         raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")
     options = options | {"kind": options["kind"] or kind_of(path)}
     if options["kind"] != "hf":
-        return {"all": Source(str(path), **options)}
+        return {"all": RecordSource(str(path), **options)}
     from megatron_vlm.data.records.hub import split_names
 
     names = split_names(path) or [None]
@@ -198,7 +198,8 @@ def _sources(path: str | Path, options: dict) -> dict[str, Source]:
             f"prepare: {path} has the splits val and validation; give the folder of each, as NAME=PATH."
         )
     return {
-        "val" if name == "validation" else str(name): Source(str(path), name, **options) for name in names
+        "val" if name == "validation" else str(name): RecordSource(str(path), name, **options)
+        for name in names
     }
 
 
@@ -207,7 +208,7 @@ def _check_split_name(name: str) -> None:
         raise ValueError(f"prepare: split name {name!r}; use letters, digits, '-' and '_'.")
 
 
-def _divide(source: Source, ratios: Mapping[str, float], seed: int) -> _Part:
+def _divide(source: RecordSource, ratios: Mapping[str, float], seed: int) -> _Part:
     import numpy as np
 
     for name, ratio in ratios.items():

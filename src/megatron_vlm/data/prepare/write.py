@@ -24,7 +24,7 @@ from megatron_vlm.files import open_to_write
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordSource:
     """The arguments of `open_table`, so that any process can open the source."""
 
     path: str
@@ -39,7 +39,7 @@ class Source:
 
 
 @functools.lru_cache(maxsize=8)
-def _open(source: Source) -> Any:
+def _open(source: RecordSource) -> Any:
     from megatron_vlm.data.records.columns import Columns
     from megatron_vlm.data.records.tables import open_table
 
@@ -60,7 +60,7 @@ class ShardJob:
     order: int
     split: str
     path: Path
-    source: Source
+    source: RecordSource
     items: list[tuple[int, int]]
 
 

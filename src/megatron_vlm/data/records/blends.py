@@ -58,7 +58,7 @@ class Numbered:
         return f"{len(self)} rows, content {self.content()}"
 
 
-class Whole(Numbered):
+class WholeTable(Numbered):
     """What tables share if every row is in every epoch."""
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.records.blends import Blend, Table, Whole
+from megatron_vlm.data.records.blends import Blend, Table, WholeTable
 
 
 def is_held_out(key: str, share: float) -> bool:
@@ -32,8 +32,8 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
     parts, rest = {}, {}
     for name, source in tables.items():
         chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
-        parts[name] = Part(source, np.flatnonzero(chosen), f"{share} held out")
-        rest[name] = Part(source, np.flatnonzero(~chosen), f"without {share} held out")
+        parts[name] = ChosenRows(source, np.flatnonzero(chosen), f"{share} held out")
+        rest[name] = ChosenRows(source, np.flatnonzero(~chosen), f"without {share} held out")
         if not len(rest[name]):
             raise ValueError(
                 f"data.validation_share: {share:g} holds out all {len(source)} rows of "
@@ -56,7 +56,7 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
 
 
 @dataclass
-class Part(Whole):
+class ChosenRows(WholeTable):
     """Some rows of a table, with the keys that they have there."""
 
     table: Table

@@ -16,7 +16,7 @@ from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora, adapt
 from megatron_vlm.models.adapters.saved import (
     PREFIX,
-    Saved,
+    SavedModule,
     saved_tensors,
     saved_weights,
     sharded_saved,
@@ -31,7 +31,7 @@ class Adapters(nn.Module):
     `targets` and `saved`, what is trained whole, are those of the whole model; `base` is the fingerprint of
     the checkpoint that they adapt."""
 
-    def __init__(self, targets: list[Target], saved: dict[str, Saved]):
+    def __init__(self, targets: list[Target], saved: dict[str, SavedModule]):
         super().__init__()
         self.targets, self.saved, self.base = targets, saved, ""
         self.linears: list[Adapted | AdaptedExperts] = []
@@ -55,7 +55,7 @@ class Adapters(nn.Module):
 
 
 def add_adapters(
-    chunk: MegatronModule, targets: list[Target], saved: dict[str, Saved], dropout: float, seed: int
+    chunk: MegatronModule, targets: list[Target], saved: dict[str, SavedModule], dropout: float, seed: int
 ) -> None:
     """Freezes a chunk of the model but what is `saved`, and adds the adapters of those `targets` that it
     holds."""

@@ -29,7 +29,7 @@ PREFIX = "base_model.model."  # of all keys in peft's files
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModule:
     """A parameter or buffer of `VLMModel` in such a module, and its HF tensors: (hub's key, peft's key)."""
 
     rule: Rule
@@ -44,7 +44,9 @@ def outside_saved(names: list[str], modules: list[str]) -> list[str]:
     return [name for name in modules if name not in inside]
 
 
-def find_saved(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> dict[str, Saved]:
+def find_saved(
+    names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap
+) -> dict[str, SavedModule]:
     """Name in `named_weights` -> what it is, of all in the modules that `names` are ends of.
 
     Raises ConfigError for a name that fits nothing, or a module that cannot be trained and written by itself.
@@ -74,7 +76,7 @@ def find_saved(names: list[str], modules: dict[str, nn.Module], weight_map: Weig
             given = next(iter(parts.values()))[1]
             raise _refused(f"{given} is one parameter here with {missing}; name modules that hold them all.")
     return {
-        weight: Saved(
+        weight: SavedModule(
             rule, [parts[i] for i in range(len(parts))], [keys[parts[i][1]] for i in range(len(parts))]
         )
         for weight, (rule, parts) in placed.items()
@@ -102,7 +104,7 @@ def _refused(why: str) -> ConfigError:
     return ConfigError(f"adapter.modules_to_save: {why}")
 
 
-def saved_weights(chunk: MegatronModule) -> Iterator[tuple[Saved, Tensor]]:
+def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:
     """What a chunk holds of its modules that are trained whole."""
     saved = chunk.adapters.saved
     return ((saved[name], weight) for name, weight in named_weights(chunk) if name in saved)

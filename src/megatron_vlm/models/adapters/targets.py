@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.adapters.saved import Saved, find_saved, outside_saved
+from megatron_vlm.models.adapters.saved import SavedModule, find_saved, outside_saved
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
 
@@ -126,7 +126,7 @@ def _check_ranks(ranks: list[int], sizes: list[tuple[int, int]]) -> None:
         )
 
 
-def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Saved]:
+def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, SavedModule]:
     """By parameter, what is trained whole next to adapters, see `find_saved`."""
     modules = hf_modules(description.hf_config)
     return find_saved(adapter.modules_to_save, modules, description.weight_map)

@@ -13,7 +13,7 @@ from megatron_vlm.models.layers.fused import Fused, wide
 Activation = Callable[[Tensor], Tensor]
 
 
-class GatedMLP(MLP):
+class GatedFeedForward(MLP):
     """Megatron's feed-forward, without biases, with less to keep for its backward pass."""
 
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, Tensor | None]:

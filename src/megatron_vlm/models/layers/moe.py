@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.models.layers.feed_forward import GatedMLP, gated
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, Exchange, Join, Order, Spread
+from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Join, Spread, TokenOrder
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, grouped_product
 
 
@@ -155,7 +155,7 @@ class Experts(MegatronModule):
         }
 
 
-class SharedExperts(SharedExpertMLP, GatedMLP):
+class SharedExperts(SharedExpertMLP, GatedFeedForward):
     """Megatron's, which computes its feed-forward by the next class."""
 
 
@@ -190,15 +190,15 @@ class MoE(BaseMoELayer):
 
     def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, experts_TC: Tensor) -> Tensor:
         experts = experts_TC.flatten()
-        by_expert = Order.by(experts, self.config.moe_router_topk)
+        by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
         rows = Spread.apply(hidden_TD, by_expert)
         weights = weights_TE.gather(1, experts_TC).flatten()[by_expert.places]
         counts_E = experts.new_zeros(weights_TE.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         if self.ep_group.size() == 1:
             return Join.apply(self.experts(rows, counts_E, weights), by_expert)
-        exchange = Exchange(counts_E, self.ep_group)
+        exchange = ExpertExchange(counts_E, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
-        by_local = Order.by(exchange.experts)
+        by_local = TokenOrder.by(exchange.experts)
         rows, weights = Spread.apply(rows, by_local), weights[by_local.places]
         output = Join.apply(self.experts(rows, exchange.counts, weights), by_local)
         return Join.apply(exchange.back(output), by_expert)

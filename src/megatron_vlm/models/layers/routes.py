@@ -17,7 +17,7 @@ FREE_ROUTE, ROUTE_OF_PADDING = -1, -2  # in place of an expert's number: the rou
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenOrder:
     """Rows sorted by a key: the sorted row i was number `places[i]`, and row i is now number `rows[i]`.
 
     Unsorted, the `copies` of each original row follow one another.
@@ -28,7 +28,7 @@ class Order:
     copies: int
 
     @classmethod
-    def by(cls, keys: Tensor, copies: int = 1) -> Order:
+    def by(cls, keys: Tensor, copies: int = 1) -> TokenOrder:
         """Rows of equal keys stay in their order."""
         places = keys.argsort(stable=True)
         numbers = torch.arange(len(places), device=places.device)
@@ -39,7 +39,7 @@ class Spread(torch.autograd.Function):
     """The copies of rows (N, D), sorted."""
 
     @staticmethod
-    def forward(ctx, rows_ND: Tensor, order: Order) -> Tensor:
+    def forward(ctx, rows_ND: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         return _spread(rows_ND, order)
 
@@ -52,7 +52,7 @@ class Join(torch.autograd.Function):
     """From the sorted copies (N * copies, D), the sum of each row's copies (N, D)."""
 
     @staticmethod
-    def forward(ctx, sorted_rows: Tensor, order: Order) -> Tensor:
+    def forward(ctx, sorted_rows: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         return _join(sorted_rows, order)
 
@@ -61,18 +61,18 @@ class Join(torch.autograd.Function):
         return _spread(gradient, ctx.order), None
 
 
-def _spread(rows_ND: Tensor, order: Order) -> Tensor:
+def _spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:
     return rows_ND.index_select(0, order.places // order.copies)
 
 
-def _join(sorted_rows: Tensor, order: Order) -> Tensor:
+def _join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
     unsorted = sorted_rows.index_select(0, order.rows)
     if order.copies == 1:
         return unsorted
     return unsorted.unflatten(0, (len(unsorted) // order.copies, order.copies)).sum(1)
 
 
-class Exchange:
+class ExpertExchange:
     """Rows sorted by expert that travel to the ranks of their experts.
 
     `counts_E` are this rank's rows of every expert. Afterwards `counts` are the rows of each expert here and

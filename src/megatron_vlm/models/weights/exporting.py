@@ -40,7 +40,7 @@ Collect = Callable[[Tensor, dist.ProcessGroup], list[Tensor]]  # this rank's ten
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A whole HF tensor, or one `row` of the `rows` fused in it."""
 
     key: str
@@ -79,7 +79,7 @@ def hf_pieces(
     files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
     collect: Collect,
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """What `hf_tensors` gives, before rows are joined; nothing on a rank where `collect` gives nothing."""
     for chunk in chunks:
         for name, local in named_global_weights(chunk, value):
@@ -92,7 +92,7 @@ def hf_pieces(
                 rule, keys = find_rule(rules, global_name, files)
                 tensors = rule.operation.join(shards)
                 for key, tensor in zip(keys, tensors, strict=True):
-                    yield Piece(key, tensor, rule.row(global_name), rule.rows)
+                    yield TensorPiece(key, tensor, rule.row(global_name), rule.rows)
 
 
 def _gather(name: str, local: Tensor, rule: Rule, collect: Collect) -> list[list[Tensor]]:
