@@ -66,7 +66,7 @@ class Feed:
         place = setup.data_parallel_place()
         self._unknown = vocabulary_words(source.processor, source.hf_config.get_text_config().vocab_size)
         data = self._data = RunData(self._config, source.processor, source.needs, *place)
-        watchdog.also(self._data.drops.summary)
+        watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
             data.valid_loader.first_batch()  # or the run would end at its first validation
         if self._config.data.validation_share and setup.is_first_rank():
@@ -177,6 +177,6 @@ class Feed:
 
 
 def _begin_to_read(device: torch.device) -> None:
-    watchdog.reader()
+    watchdog.this_thread_reads()
     if device.type == "cuda":  # each thread has its own
         torch.cuda.set_device(device)
