@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "megatron_vlm"
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 33_390
+LINES = 33_400
 CORE_LINES = 6_570  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
