@@ -38,7 +38,7 @@ def job(run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alon
         one = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
         dist.init_process_group("gloo", **one)
         total = torch.ones(1)
-        reader = ThreadPool(1, watchdog.reader)  # as `feed` reads
+        reader = ThreadPool(1, watchdog.this_thread_reads)  # as `feed` reads
 
         def one_step(step: int) -> None:
             if step == FAILS_IN and ranks.rank() == rank:

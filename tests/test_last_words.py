@@ -233,7 +233,7 @@ def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
 def test_nothing_is_left_of_a_command_in_which_nothing_failed(errors, tmp_path):
     program = (
         "import sys; from megatron_vlm.job import watchdog\n"
-        "with watchdog.watching(sys.argv[1], 60, sys.argv[2]): watchdog.own()"
+        "with watchdog.watching(sys.argv[1], 60, sys.argv[2]): watchdog.claim_files()"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path), errors], check=True, timeout=60)
     assert not any(tmp_path.iterdir())

@@ -278,7 +278,7 @@ def export(
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))
 
     with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
-        watchdog.own()
+        watchdog.claim_files()
         from megatron_vlm.commands.runs import export_run
 
         export_run(config, output, adapter)

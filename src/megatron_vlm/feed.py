@@ -63,10 +63,10 @@ class Feed:
         self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
 
     def _open(self, source: Source) -> None:
-        place = setup.data_parallel_place()
+        rank, ranks = setup.data_parallel_place()
         self._unknown = vocabulary_words(source.processor, source.description.text.vocab_size)
-        data = self._data = RunData(self._config, source.processor, source.needs, *place)
-        watchdog.also(self._data.drops.summary)
+        data = self._data = RunData(self._config, source.processor, source.needs, rank, ranks)
+        watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
             data.valid_loader.first_batch()  # or the run would end at its first validation
         if self._config.data.validation_share and setup.is_first_rank():
@@ -91,8 +91,8 @@ class Feed:
     def _begin(self, resumed: CheckpointState | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
-        place = setup.data_parallel_place()
-        self._log = BatchLog(self._config.run_dir, *place, resumed.step + 1 if resumed else 1)
+        rank, ranks = setup.data_parallel_place()
+        self._log = BatchLog(self._config.run_dir, rank, ranks, resumed.step + 1 if resumed else 1)
         self._batches = self._data.train_batches()
 
     @record_function("data")
@@ -177,6 +177,6 @@ class Feed:
 
 
 def _begin_to_read(device: torch.device) -> None:
-    watchdog.reader()
+    watchdog.this_thread_reads()
     if device.type == "cuda":  # each thread has its own
         torch.cuda.set_device(device)

@@ -151,10 +151,10 @@ def _run(model: list[torch.nn.Module], lanes: list[AnswerRows]) -> None:
 
 
 def _prompts(model: list[torch.nn.Module], lanes: list[AnswerRows], first: int, count: int) -> list[Tensor]:
-    layouts = [lane.prompts(first, count) for lane in lanes]
-    length = _divisible(max(layout.longest for layout, _ in layouts))
-    streams = [lane.prompt_stream(*asked, length) for lane, asked in zip(lanes, layouts, strict=True)]
-    return forward(model, streams)
+    layouts = [lane.layout_of_prompts(first, count) for lane in lanes]
+    length = _divisible(max(layout.longest for layout in layouts))
+    pairs = zip(lanes, layouts, strict=True)
+    return forward(model, [lane.prompt_stream(layout, first, length) for lane, layout in pairs])
 
 
 def _divisible(tokens: int) -> int:

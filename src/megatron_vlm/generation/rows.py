@@ -89,12 +89,10 @@ class AnswerRows:
         self.runs = np.ones(len(rows), bool)
         self.taken, self.counts = np.zeros((3, len(rows), steps)), np.zeros(len(rows), np.int64)
 
-    def prompts(self, first: int, count: int) -> tuple[StreamLayout, int]:
-        """The prompts of some pieces as a stream to be, for `prompt_stream`."""
+    def layout_of_prompts(self, first: int, count: int) -> StreamLayout:
+        """The prompts of `count` pieces as a stream to be, for `prompt_stream`."""
         asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
-        return StreamLayout(
-            batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1
-        ), first
+        return StreamLayout(batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1)
 
     def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
         """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""

@@ -61,7 +61,7 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     _watch = None
 
 
-def own() -> None:
+def claim_files() -> None:
     """Removes error and rank files of earlier runs; called when the run folder belongs to this run."""
     if _watch is not None:
         _watch.owned = True
@@ -92,13 +92,13 @@ def beat(doing: str | None = None, *, step: int | None = None, files: bool = Fal
         _watch.record.write(**news)
 
 
-def also(progress: Callable[[], Any]) -> None:
-    """Counts a change of what `progress` returns as progress of this rank."""
+def count_as_progress(progress: Callable[[], Any]) -> None:
+    """From now on, a change of what `progress` returns counts as progress of this rank."""
     if _watch is not None:
         _watch.progress.append(progress)
 
 
-def reader() -> None:
+def this_thread_reads() -> None:
     """Called by a thread that reads: while the main thread waits for it, it says where the rank is."""
     if _watch is not None:
         _watch.reader = threading.get_ident()

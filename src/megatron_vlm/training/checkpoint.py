@@ -78,7 +78,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
         run_folder.tidy(run_dir)
 
     on_first_rank(first)
-    watchdog.own()
+    watchdog.claim_files()
     return locks[0] if locks else run_lock.join(run_dir, dist.get_rank())
 
 

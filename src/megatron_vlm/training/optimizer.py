@@ -45,7 +45,7 @@ def build_optimizer(
     the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
-    schedule = _schedule(config, steps or config.train.steps or NO_END)
+    warmup, steps = _schedule(config, steps or config.train.steps or NO_END)
     optimizer = get_megatron_optimizer(
         settings,
         model_chunks,
@@ -64,7 +64,7 @@ def build_optimizer(
             part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
     fuse(optimizer)
     clip_on_device()
-    return optimizer, _scheduler(optimizer, config, *schedule)
+    return optimizer, _scheduler(optimizer, config, warmup, steps)
 
 
 def learning_rates(scheduler: Schedule) -> dict[str, float]:
