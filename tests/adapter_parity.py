@@ -97,9 +97,13 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
 # in `make test`, of Gemma3
 OFTEN = ("1 process, adapter", "1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "CP2, adapter")
 OFTEN += ("PP2, adapter on late layers", "DP2 dist. optimizer, adapter", f"TP2+SP, {WITH_MODULES}")
-# of each further family in `make test-long`
-OF_EACH = ("1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "PP2, adapter", "CP2, adapter")
-OF_EACH += (f"TP2+SP, {WITH_MODULES}", "EP2, adapter of experts", "TP2+SP·EP2, adapter of experts")
+
+
+def factors(name: str) -> tuple[str, str, str]:
+    """What a name says beside its family: the layout, the adapter, and what is recomputed."""
+    _, _, model, adapter = LAYOUTS[name]
+    layout = name.removesuffix(", recomputed").removesuffix(", feed-forwards recomputed")
+    return layout.removesuffix(f", {adapter}"), adapter, model.get("recompute", "none")
 
 
 def layouts_of(family: str) -> list[str]:
@@ -194,20 +198,21 @@ def cases(_: str, path: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str,
     return found
 
 
-def measure(names: list[str], path: str, references: str) -> list[dict]:
-    """Every named layout on every input: rows for reports/parity.json."""
+def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[dict]:
+    """Every wanted layout on its inputs, or on all where none is named: rows for reports/parity.json."""
     from megatron_vlm.parallel import setup
 
     if not torch.distributed.is_initialized():
-        setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+        setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
     cases = torch.load(references, weights_only=False)
     rows = []
-    for name in names:
+    for name, inputs in wanted.items():
         _, layout, model, adapter = LAYOUTS[name]
         setup.reset_layout(layout, seed=1)
         [start] = {case["adapter"] for case in cases[adapter].values()}
         made = parity.Model(layout, path, start, **model)
         rows += [
-            {"layout": name, "input": each} | made.compare(case) for each, case in cases[adapter].items()
+            {"layout": name, "input": each} | made.compare(cases[adapter][each])
+            for each in inputs or cases[adapter]
         ]
     return rows

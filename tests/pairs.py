@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
@@ -27,18 +28,27 @@ def pairs(
 
 
 def covering(cells: Iterable[Any], shows: Callable[[Any], set[Hashable]]) -> list[Any]:
-    """Few of the cells that together show all that every cell shows, in the order of `cells`. The next one is
-    always the first of those that show the most that is new, so equal cells give equal choices.
+    """Few of the cells that together show all that every cell shows, in the order of `cells`.
+
+    The next one is always the first of those that show the most that is new, so equal cells give an equal
+    choice. What a cell adds only becomes less, so it is counted again only where it seems to be the most.
     """
-    left = [(number, cell, shows(cell)) for number, cell in enumerate(cells)]
+    every = list(cells)
+    waiting = [(-len(shows(cell)), number) for number, cell in enumerate(every)]
+    heapq.heapify(waiting)
+    seen: set[Hashable] = set()
     chosen = []
-    while left:
-        number, cell, best = max(left, key=lambda each: len(each[2]))
-        chosen.append((number, cell))
-        left = [(n, other, new) for n, other, shown in left if (new := shown - best)]
-    return [cell for _, cell in sorted(chosen, key=lambda each: each[0])]
+    while waiting:
+        _, number = heapq.heappop(waiting)
+        new = shows(every[number]) - seen
+        if new and waiting and (-len(new), number) > waiting[0]:
+            heapq.heappush(waiting, (-len(new), number))
+        elif new:
+            seen |= new
+            chosen.append(number)
+    return [every[number] for number in sorted(chosen)]
 
 
-def pairs_of(cell: Sequence[Hashable]) -> set[Hashable]:
-    """All pairs of a cell's values, each value with its place: for `covering`."""
-    return set(combinations(enumerate(cell), 2))
+def pairs_of(values: Iterable[Hashable]) -> set[Hashable]:
+    """All pairs of the values of a cell, each value with its place: for `covering`."""
+    return set(combinations(enumerate(values), 2))

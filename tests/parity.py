@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import covering, pairs_of
 from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
@@ -119,12 +120,45 @@ def cells(
     ]
 
 
+def cells_of_pairs(
+    of_family: Callable[[str], list[str]],
+    inputs: Callable[[str], Sequence[str]],
+    often: Container[str],
+    factors: Callable[[str], tuple[Hashable, ...]] = lambda layout: (layout,),
+) -> list:
+    """Every family in its layouts, and the inputs on which it is measured there.
+
+    `make test` has Gemma3 in the layouts of `often` on all inputs. `make test-long` has few besides: each two
+    of family, input and the `factors` of a layout meet in one, if they can. `make test-soak` has all.
+    """
+    every = [
+        (family, layout, each)
+        for family in TINY_FAMILIES
+        for layout in of_family(family)
+        for each in inputs(family)
+    ]
+    short = [cell for cell in every if cell[0] == "gemma3" and cell[1] in often]
+    shown = {cell: pairs_of((cell[0], *factors(cell[1]), cell[2])) for cell in every}
+    in_short = set().union(*(shown[cell] for cell in short))
+    paired = covering((cell for cell in every if cell[0] not in RENAMED), lambda cell: shown[cell] - in_short)
+    groups = {"": (short, []), "pairs": (paired, [pytest.mark.long]), "all": (every, [pytest.mark.soak])}
+    found = []
+    for name, (group, marks) in groups.items():
+        of_layout: dict[tuple[str, str], list[str]] = {}
+        for family, layout, each in group:
+            of_layout.setdefault((family, layout), []).append(each)
+        for (family, layout), tried in of_layout.items():
+            label = "-".join(filter(None, (family, layout, name)))
+            found.append(pytest.param(family, layout, tried, marks=marks, id=label))
+    return found
+
+
 def measured(
     request: pytest.FixtureRequest,
     folders: pytest.TempPathFactory,
     layouts: dict[str, tuple],
     cases: Callable[[str, Path], dict],
-    measure_one: Callable[[list[str], str, str], list[dict]],
+    measure_one: Callable[[dict[str, list[str]], str, str], list[dict]],
 ) -> Callable[[int], list[dict]]:
     """A function (processes) -> the rows of all families in their layouts of so many processes, as far as
     this session tests them. One launch serves them all; WRITE_REPORTS=1 puts them into reports/parity.json.
@@ -151,13 +185,19 @@ def measured(
     return rows
 
 
-def asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, list[str]]:
-    """Family -> the layouts of so many processes in which it is tested now."""
+def asked_for(request: pytest.FixtureRequest, processes: int, layouts: dict) -> dict[str, dict[str, list]]:
+    """Family -> the layouts of so many processes in which it is tested now -> the inputs there, if tests say
+    on which."""
     here = [item for item in request.session.items if item.path == request.path]
-    given = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    tested = {(cell.get("family"), cell.get("layout")) for cell in given}
+    tested: dict[tuple, list[str]] = {}
+    for cell in (item.callspec.params for item in here if hasattr(item, "callspec")):
+        inputs = tested.setdefault((cell.get("family"), cell.get("layout")), [])
+        inputs += [each for each in cell.get("inputs", ()) if each not in inputs]
     mine = [name for name in layouts if layouts[name][0] == processes]
-    found = {family: [name for name in mine if (family, name) in tested] for family in TINY_FAMILIES}
+    found = {
+        family: {name: tested[family, name] for name in mine if (family, name) in tested}
+        for family in TINY_FAMILIES
+    }
     return {family: names for family, names in found.items() if names}
 
 
@@ -169,11 +209,15 @@ def _measure_all(measure_one: Callable[..., list[dict]], asked: dict[str, tuple]
 
 
 def _write_report(found: list[dict]) -> None:
-    """Puts the measurements in the place of earlier ones of the same families and layouts."""
+    """Puts the measurements in the place of earlier ones of the same families, layouts and inputs."""
     rows = json.loads(REPORT.read_text()) if REPORT.exists() else []
-    new = {(row["family"], row["layout"]) for row in found}
-    others = [row for row in rows if (row["family"], row["layout"]) not in new]
+    new = {_cell_of(row) for row in found}
+    others = [row for row in rows if _cell_of(row) not in new]
     REPORT.write_text(json.dumps(others + found, indent=1, ensure_ascii=False) + "\n")
+
+
+def _cell_of(row: dict) -> tuple:
+    return row["family"], row["layout"], row.get("input")
 
 
 # the rows of one packed row; a number is a text cut to so many tokens
@@ -395,18 +439,19 @@ class Reference:
         }
 
 
-def measure(names: list[str], path: str, references: str) -> list[dict]:
-    """Every named layout on every input: rows for reports/parity.json, complete on rank 0."""
+def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[dict]:
+    """Every wanted layout on its inputs, or on all cases where none is named: rows for reports/parity.json,
+    complete on rank 0."""
     from megatron_vlm.parallel import setup
 
     if not dist.is_initialized():
-        setup.init_distributed(LAYOUTS[names[0]][1], seed=1)
+        setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
     cases = torch.load(references, weights_only=False)
     rows = []
-    for name in names:
+    for name, inputs in wanted.items():
         setup.reset_layout(LAYOUTS[name][1], seed=1)
         model = Model(LAYOUTS[name][1], path)
-        rows += [{"layout": name, "input": each} | model.compare(case) for each, case in cases.items()]
+        rows += [{"layout": name, "input": each} | model.compare(cases[each]) for each in inputs or cases]
     return rows
 
 

@@ -11,10 +11,17 @@ def rows_of(request, tmp_path_factory):
     return parity.measured(request, tmp_path_factory, parity.LAYOUTS, parity.cases_of, parity.measure)
 
 
-@pytest.mark.parametrize(("family", "layout"), parity.cells(parity.layouts_of, parity.OFTEN, parity.OF_EACH))
-def test_equals_transformers(rows_of, family, layout):
+def inputs_of(family: str) -> list[str]:
+    return [*parity.inputs_of(family), *parity.PACKED]
+
+
+CELLS = parity.cells_of_pairs(parity.layouts_of, inputs_of, parity.OFTEN)
+
+
+@pytest.mark.parametrize(("family", "layout", "inputs"), CELLS)
+def test_equals_transformers(rows_of, family, layout, inputs):
     processes = parity.LAYOUTS[layout][0]
     mine = [row for row in rows_of(processes) if (row["family"], row["layout"]) == (family, layout)]
-    assert [row["input"] for row in mine] == [*parity.inputs_of(family), *parity.PACKED]
+    assert {row["input"] for row in mine} >= {*inputs}
     for row in mine:
         assert row["passed"], row
