@@ -8,6 +8,7 @@ UV := .venv/bin/uv
 IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
 .PHONY: compiled demo demo-rl test test-long test-soak test-all lint setup lock clean
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -52,3 +52,12 @@ def covering(cells: Iterable[Any], shows: Callable[[Any], set[Hashable]]) -> lis
 def pairs_of(values: Iterable[Hashable]) -> set[Hashable]:
     """All pairs of the values of a cell, each value with its place: for `covering`."""
     return set(combinations(enumerate(values), 2))
+
+
+def pairwise(*factors: Sequence[Hashable]) -> Iterator[Any]:
+    """Every combination: few of them, in which each two values of two factors meet, in `make test`, and all
+    others in `make test-soak`."""
+    cells = list(product(*factors))
+    chosen = covering(cells, pairs_of)
+    for cell in cells:
+        yield pytest.param(*cell, marks=() if cell in chosen else pytest.mark.soak)

@@ -15,9 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tiny.distributed import IMPORTED_ONCE
+import torch.distributed as dist
+
+from tiny.distributed import IMPORTED_ONCE, rank_environment
 
 ROOT = Path(__file__).parent.parent
 COMMAND = ROOT / "src/megatron_vlm/cli.py"
@@ -37,9 +41,10 @@ def run_program(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="program_") as folder:
+        files = [Path(folder, name) for name in ("out", "err")]
         process = context.Process(
             target=_main,
-            args=(folder, words, os.path.abspath(cwd), os.environ | environment, until is not None),
+            args=(files, words, os.path.abspath(cwd), os.environ | environment, until is not None),
         )
         process.start()
         ends = time.monotonic() + timeout
@@ -51,9 +56,37 @@ def run_program(
         in_time = process.exitcode is not None
         process.kill()
         process.join()
-        said, errors = (Path(folder, name).read_text(errors="replace") for name in ("out", "err"))
+        said, errors = (file.read_text(errors="replace") for file in files)
     assert in_time, f"{words} took more than {timeout} s: {errors[-3000:]}"
     return subprocess.CompletedProcess(words, process.exitcode, said, errors)
+
+
+@dataclass
+class Job:
+    """Ranks of one job, as torchrun would have started them, with the store at which they meet."""
+
+    ranks: list[BaseProcess]
+    log: Path  # what all of them print
+    store: dist.TCPStore
+
+    def finish(self, timeout: float = 300) -> None:
+        for rank in self.ranks:
+            rank.join(timeout)
+        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks), self.log.read_text()[-4000:]
+
+
+def start_ranks(count: int, path: Path, *arguments: object, log: Path) -> Job:
+    """`torchrun PATH ARGUMENTS...` on so many processes, but for torchrun and the imports."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    words = [str(path), *map(str, arguments)]
+    ranks = []
+    for rank in range(count):
+        given = os.environ | rank_environment(rank, count, store.port)
+        ranks.append(context.Process(target=_main, args=([log, log], words, os.getcwd(), given, True)))
+        ranks[-1].start()
+    return Job(ranks, log, store)
 
 
 def run_anew(
@@ -64,11 +97,13 @@ def run_anew(
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
 
 
-def _main(folder: str, words: list[str], cwd: str, environment: dict[str, str], own_group: bool) -> None:
+def _main(
+    files: list[Path], words: list[str], cwd: str, environment: dict[str, str], own_group: bool
+) -> None:
     if own_group:
         os.setpgrp()
-    for name, descriptor in {"out": 1, "err": 2}.items():
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    for file, descriptor in zip(files, (1, 2), strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

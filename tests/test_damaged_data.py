@@ -10,7 +10,6 @@ from pathlib import Path
 import datasets
 import pytest
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -117,11 +116,6 @@ def whole(tmp_path_factory):
     (folder / "array.json").write_text(json.dumps(records))
     (folder / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "data.jsonl"}}, indent=1))
     return folder
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.fixture

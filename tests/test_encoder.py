@@ -23,11 +23,6 @@ from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 def jpeg(index=0):
     out = io.BytesIO()
     Image.new("RGB", (60, 40), (60 * index, 0, 0)).save(out, "JPEG")

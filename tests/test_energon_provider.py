@@ -40,11 +40,6 @@ def dataset(tmp_path_factory):
     return folder / "dataset"
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 @pytest.fixture
 def encoder(processor):
     return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))

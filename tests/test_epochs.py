@@ -13,7 +13,6 @@ import torch
 from programs import COMMAND, run_program
 from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
@@ -160,11 +159,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("epochs")
     write_hf_folder(folder / "rows", write_sharegpt(folder / "source", ROWS))
     return folder
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 def open_ranks(folder, processor, world_size, **settings):

@@ -11,14 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from loaders import open_loader
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig, ParallelConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.limits import workers_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from tiny.distributed import run_distributed
@@ -35,17 +33,11 @@ def datasets(tmp_path_factory):
     return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
-def train_loader(path, encoder, num_workers=0, **options):
-    provider = EnergonProvider if (Path(path) / ".nv-meta").exists() else HFProvider
+def train_loader(path, encoder, **options):
+    kind = "energon" if (Path(path) / ".nv-meta").exists() else "hf"
     if isinstance(encoder, PackingVLMTaskEncoder):
         options |= {"packing": "stream", "packing_buffer_size": 8}
-    loader = provider(DataConfig(train_data_path=str(path), num_workers=num_workers, **options))
-    return loader.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=1)
+    return open_loader(kind, path, encoder, seed=1, **{"num_workers": 0} | options)
 
 
 def read_until_error(loader, batches=200) -> str:
@@ -105,7 +97,7 @@ def choosing(processor):
 @pytest.mark.parametrize("kind", ["energon", "hf"])
 @pytest.mark.parametrize("encoder", [plain, measuring, encoding, choosing])
 def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
-    text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers))
+    text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers=num_workers))
     assert "Fails: a bug of ours" in text
     if encoder is not choosing:
         assert "7: Fails" in text  # the key

@@ -43,11 +43,6 @@ SEQ_LENGTH = 256
 ALONE = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 def make_encoder(processor, packed: bool, max_pixels: int = 10_000):
     kind = PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder
     return kind(processor, DataConfig(seq_length=SEQ_LENGTH, max_pixels=max_pixels))

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
@@ -29,11 +28,6 @@ def folder(tmp_path_factory):
     meta = {"a": {"file_name": "data.jsonl"}, "b": {"file_name": "data.jsonl", "sample_ratio": 2}}
     (folder / "source/meta.json").write_text(json.dumps(meta))
     return folder
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 def loaders(paths, processor, world_size=1, share=SHARE, **settings):

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
 from megatron_vlm.config import DataConfig
@@ -28,11 +27,6 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(source):
     return write_hf_folder(source.parent.parent / "rows", source)
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from loaders import encoder_of, open_loader
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.settings import validate, validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.paths import DataSource, paths_of, sources_of
@@ -42,22 +41,11 @@ def sources(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
-def open_loader(kind, paths, processor, rank=0, world_size=1, **settings):
-    packed = settings.get("packing", "none") != "none"
-    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
-        processor, DataConfig(seq_length=256)
-    )
+def opened(kind, paths, processor, rank=0, world_size=1, **settings):
+    encoder = encoder_of(processor, 256, settings.get("packing", "none"))
     if kind == "energon":
         settings = {"shuffle_buffer_size": 1, "max_samples_per_sequence": 3} | settings
-    provider = {"hf": HFProvider, "energon": EnergonProvider}[kind](
-        DataConfig(train_data_path=paths, **settings)
-    )
-    return provider.train_loader(encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=5)
+    return open_loader(kind, paths, encoder, seed=5, rank=rank, world_size=world_size, **settings)
 
 
 def keys(batch):
@@ -68,7 +56,7 @@ def epochs_of(kind, paths, processor, count, world_size=1, **settings):
     """How often each key comes in `count` samples over all ranks."""
     seen = Counter()
     for rank in range(world_size):
-        loader = open_loader(kind, paths, processor, rank, world_size, **settings)
+        loader = opened(kind, paths, processor, rank, world_size, **settings)
         of_rank = 0
         while of_rank < count // world_size:
             found = keys(next(loader))
@@ -203,30 +191,30 @@ def test_a_list_resumes_exactly_and_its_samples_are_made_again(
     def content(batch):
         return keys(batch), batch["input_ids"].tolist(), batch["labels"].tolist()
 
-    loader = open_loader(kind, paths, processor, **settings)
+    loader = opened(kind, paths, processor, **settings)
     for _ in range(3):
         last = next(loader)
     state = json.loads(json.dumps(loader.state_dict()))
     expected = [content(next(loader)) for _ in range(9)]
     loader.close()
-    resumed = open_loader(kind, paths, processor, **settings)
+    resumed = opened(kind, paths, processor, **settings)
     resumed.load_state_dict(state)
     assert [content(next(resumed)) for _ in range(9)] == expected
     resumed.close()
     key = json.loads(json.dumps(last["__restore_key__"]))
-    again = open_loader(kind, paths, processor, **settings)
+    again = opened(kind, paths, processor, **settings)
     assert content(again.replay(key)) == content(last)
     again.close()
 
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])
 def test_the_keys_of_a_list_begin_with_its_sources(sources, processor, kind):
-    loader = open_loader(kind, sources[kind], processor, num_workers=0)
+    loader = opened(kind, sources[kind], processor, num_workers=0)
     found = [key for _ in range(20) for key in keys(next(loader))]
     counts = [sum(key.startswith(f"{name}-") for key in found) for name in loader.sources]
     assert len(counts) == 2 and min(counts) > 5 and sum(counts) == len(found)
     loader.close()
-    alone = open_loader(kind, sources[kind][:1], processor, num_workers=0)
+    alone = opened(kind, sources[kind][:1], processor, num_workers=0)
     assert not alone.sources
     alone.close()
 
@@ -272,10 +260,10 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
 
 
 def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
-    loaders = [open_loader("hf", sources["hf"], processor, rank, 2, num_workers=0) for rank in range(2)]
+    loaders = [opened("hf", sources["hf"], processor, rank, 2, num_workers=0) for rank in range(2)]
     seen = Counter(key for loader in loaders for _ in range(4) for key in keys(next(loader)))
     states = [loader.state_dict() for loader in loaders]
-    alone = open_loader("hf", sources["hf"], processor, num_workers=0)
+    alone = opened("hf", sources["hf"], processor, num_workers=0)
     alone.load_states(states)
     seen.update(key for _ in range(12) for key in keys(next(alone)))
     assert len(seen) == 20 and set(seen.values()) == {1}
@@ -283,9 +271,9 @@ def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])
 def test_other_repetitions_are_refused_by_name(sources, processor, kind):
-    loader = open_loader(kind, repeated(sources[kind], "", "*2"), processor, num_workers=0)
+    loader = opened(kind, repeated(sources[kind], "", "*2"), processor, num_workers=0)
     with pytest.raises(ValueError, match=r"repetitions: saved \[None, 2.0\], now None"):
-        open_loader(kind, sources[kind], processor, num_workers=0).load_state_dict(loader.state_dict())
+        opened(kind, sources[kind], processor, num_workers=0).load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])
@@ -322,7 +310,7 @@ def weighted(tmp_path, sources):
 
 def test_what_has_no_epoch_is_refused_in_a_list(sources, processor, tmp_path):
     with pytest.raises(ValueError, match="meta.yaml draws by weights, so it has no epoch"):
-        open_loader("energon", [weighted(tmp_path, sources), sources["energon"][1]], processor)
+        opened("energon", [weighted(tmp_path, sources), sources["energon"][1]], processor)
 
 
 # -- the setting

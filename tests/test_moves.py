@@ -5,16 +5,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from loaders import encoder_of, open_loader
 from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -96,11 +94,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 SETTINGS = [
     {},
     {"packing": "stream", "packing_buffer_size": 10},
@@ -109,21 +102,12 @@ SETTINGS = [
 ]
 
 
-def open_loader(folder, processor, rank, world_size, num_workers=0, **settings):
-    """Of 50 tokens, samples with two images are too long."""
-    cls = PackingVLMTaskEncoder if settings.get("packing") else HFEncoderVLMTaskEncoder
-    encoder, cache = cls(processor, DataConfig(seq_length=50)), str(folder / "lengths")
-    provider = HFProvider(
-        DataConfig(
-            train_data_path=str(folder / "rows"),
-            num_workers=num_workers,
-            max_drop_share=1.0,
-            lengths_cache=cache,
-            **settings,
-        )
-    )
+def opened(folder, processor, rank, world_size, num_workers=0, **settings):
+    """A loader with its encoder. Of 50 tokens, samples with two images are too long."""
+    encoder = encoder_of(processor, 50, settings.get("packing", "none"))
+    settings |= {"max_drop_share": 1.0, "lengths_cache": str(folder / "lengths"), "num_workers": num_workers}
     place = {"rank": rank, "world_size": world_size}
-    return provider.train_loader(encoder, micro_batch_size=1, seed=3, **place), encoder
+    return open_loader("hf", folder / "rows", encoder, seed=3, **place, **settings), encoder
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -136,7 +120,7 @@ def test_changed_ranks_train_or_drop_each_sample_of_the_epoch_once(
         last, before = world_size == worlds[-1], states
         states = []
         for rank in range(world_size):
-            loader, encoder = open_loader(folder, processor, rank, world_size, num_workers, **settings)
+            loader, encoder = opened(folder, processor, rank, world_size, num_workers, **settings)
             if before:
                 loader.load_states(json.loads(json.dumps(before)))
             keys = []
@@ -158,14 +142,14 @@ def test_a_moved_run_resumes_exactly(folder, processor):
     """Amid a buffer of its own, and of what the ranks before had left."""
     stopped = []
     for rank in range(3):
-        loader, _ = open_loader(folder, processor, rank, 3, **SETTINGS[1])
+        loader, _ = opened(folder, processor, rank, 3, **SETTINGS[1])
         stopped.append([next(loader), loader.state_dict()][1])
-    moved, _ = open_loader(folder, processor, 0, 2, **SETTINGS[1])
+    moved, _ = opened(folder, processor, 0, 2, **SETTINGS[1])
     moved.load_states(stopped)
     next(moved)
     state = json.loads(json.dumps(moved.state_dict()))
     expected = [next(moved)["__key__"] for _ in range(20)]
-    resumed, _ = open_loader(folder, processor, 0, 2, **SETTINGS[1])
+    resumed, _ = opened(folder, processor, 0, 2, **SETTINGS[1])
     resumed.load_states([state, None])
     assert [next(resumed)["__key__"] for _ in range(20)] == expected
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
+from loaders import open_loader
 from megatron.energon import SkipSample
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data import drops
@@ -32,8 +32,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.ledger import Ledger, LostSample, check_each_once
 from megatron_vlm.data.load import shared_memory as arena
-from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records import tables
 
@@ -54,25 +52,17 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("lengths"))
 
 
-def open_loader(path: Path, encoder, cache: str, num_workers: int, packing: str, **options):
+def opened(path: Path, encoder, cache: str, num_workers: int, packing: str, **options):
     settings = {"num_workers": num_workers, "packing": packing, "max_drop_share": 1.0} | options
+    settings |= {"packing_buffer_size": 8}
     if path.name == "energon":
-        settings |= {"shuffle_buffer_size": 8, "max_samples_per_sequence": 5, "packing_buffer_size": 8}
-        provider = EnergonProvider(DataConfig(train_data_path=str(path), **settings))
-    else:
-        provider = HFProvider(
-            DataConfig(train_data_path=str(path), packing_buffer_size=8, lengths_cache=cache, **settings)
-        )
-    return provider.train_loader(encoder, micro_batch_size=2, rank=0, world_size=1, seed=5)
+        settings |= {"shuffle_buffer_size": 8, "max_samples_per_sequence": 5}
+        return open_loader("energon", path, encoder, batch=2, seed=5, **settings)
+    return open_loader("hf", path, encoder, batch=2, seed=5, lengths_cache=cache, **settings)
 
 
 def encoder_for(packing: str, processor, **options):
@@ -148,7 +138,7 @@ def test_a_sample_skipped_without_being_counted_ends_the_run(
 ):
     encoder = encoder_for(packing, processor)
     setattr(encoder.documents, work, in_silence(getattr(encoder.documents, work)))
-    loader = open_loader(sources["hf"], encoder, cache, num_workers, packing)
+    loader = opened(sources["hf"], encoder, cache, num_workers, packing)
     with pytest.raises(LostSample, match="data: 000000007: skipped without being counted as dropped"):
         for _ in range(ROWS):
             next(loader)
@@ -275,7 +265,7 @@ def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
     def opened():
         report = drops.DropReport(details_per_reason=1)
         encoder = encoder_for(packing, processor, drops=report)
-        return open_loader(sources[source], encoder, cache, num_workers, packing, **options), report
+        return opened(sources[source], encoder, cache, num_workers, packing, **options), report
 
     def named(report) -> set[int]:
         return {number_of(example["key"]) for example in report.examples()}

@@ -4,17 +4,15 @@ small one count as what they are."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
+from loaders import encoder_of, open_loader
+from pairs import pairwise
 from sources import write_sharegpt
-from transformers import AutoProcessor
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import TooManyDrops
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import _write_index
 from megatron_vlm.data.prepare.write import _add
 
@@ -31,11 +29,6 @@ HF = {
 ENERGON = {"energon": {}, "energon packed": {"packing": "stream"}}
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 def spoil(record: dict, folder, how: str) -> dict:
     """Dropped when it is measured, or only when its image is decoded."""
     if how == "no reply":
@@ -48,7 +41,7 @@ def spoil(record: dict, folder, how: str) -> dict:
     return {"images": [name], "conversations": turns}
 
 
-def write(folder, how: str, good: list[int] = (), rows: int = ROWS):
+def write(folder, how: str, good: Sequence[int] = (), rows: int = ROWS):
     """JSON Lines, of parquet for streams, and shards; all spoilt but the good ones."""
     import tarfile
 
@@ -78,29 +71,27 @@ def write(folder, how: str, good: list[int] = (), rows: int = ROWS):
     return folder
 
 
-def loader_of(folder, kind: str, processor, num_workers=0, rank=0, world_size=1, max_drop_share=1.0):
+def loader_of(folder, kind: str, processor, num_workers=0, max_drop_share=1.0, **place):
     settings = SMALL | (HF | ENERGON)[kind]
     settings |= {"num_workers": num_workers, "max_drop_share": max_drop_share}
-    packed = settings.get("packing", "none") != "none"
-    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
-        processor, DataConfig(seq_length=256)
-    )
+    encoder = encoder_of(processor, 256, settings.get("packing", "none"))
     if kind in ENERGON:
-        provider = EnergonProvider(DataConfig(train_data_path=str(folder / "shards"), **settings))
-    else:
-        path = folder / ("rows.parquet" if settings.get("streaming") else "data.jsonl")
-        settings |= {"media_dir": str(folder), "lengths_cache": str(folder / "lengths")}
-        provider = HFProvider(DataConfig(train_data_path=str(path), **settings))
-    return provider.train_loader(encoder, micro_batch_size=2, rank=rank, world_size=world_size, seed=1)
+        return open_loader("energon", folder / "shards", encoder, batch=2, seed=1, **settings, **place)
+    path = folder / ("rows.parquet" if settings.get("streaming") else "data.jsonl")
+    settings |= {"media_dir": str(folder), "lengths_cache": str(folder / "lengths")}
+    return open_loader("hf", path, encoder, batch=2, seed=1, **settings, **place)
 
 
-@pytest.fixture(scope="module", params=["no reply", "half an image"])
+@pytest.fixture(scope="module")
 def spoilt(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("spoilt"), request.param), request.param
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [*HF, *ENERGON])
+@pytest.mark.parametrize(
+    "spoilt, kind, num_workers",
+    list(pairwise(["no reply", "half an image"], [*HF, *ENERGON], [0, 2])),
+    indirect=["spoilt"],
+)
 def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kind, num_workers):
     folder, how = spoilt
     loader = loader_of(folder, kind, processor, num_workers)
@@ -113,6 +104,7 @@ def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kin
     assert loader._drops._report.counted()[1] < 50 * ROWS
 
 
+@pytest.mark.parametrize("spoilt", ["no reply", "half an image"], indirect=True)
 @pytest.mark.parametrize("kind", [*HF, *ENERGON])
 def test_a_rank_whose_share_is_spoilt_ends_as_well(spoilt, processor, kind):
     folder, _ = spoilt
@@ -120,12 +112,18 @@ def test_a_rank_whose_share_is_spoilt_ends_as_well(spoilt, processor, kind):
         next(loader_of(folder, kind, processor, rank=1, world_size=2))
 
 
+@pytest.fixture(scope="module")
+def with_good(tmp_path_factory):
+    """A function (numbers of good samples) -> the folder in which all others are spoilt."""
+    return cache(lambda *good: write(tmp_path_factory.mktemp("good"), "half an image", good))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [*HF, *ENERGON])
-def test_one_good_sample_in_an_epoch_is_enough(tmp_path, processor, kind, num_workers):
+def test_one_good_sample_in_an_epoch_is_enough(with_good, processor, kind, num_workers):
     """Through several epochs, resumed within one; with Energon, each worker needs one."""
     good = [3] if kind not in ENERGON else [3, 27]
-    folder = write(tmp_path, "half an image", good)
+    folder = with_good(*good)
     loader = loader_of(folder, kind, processor, num_workers)
     batches = [next(loader) for _ in range(4)]
     assert {int(key) % 100 for batch in batches for row in batch["__key__"] for key in row_keys(row)} <= {

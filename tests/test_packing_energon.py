@@ -10,7 +10,6 @@ import torch
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from pairs import pairs
 from sources import write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -35,11 +34,6 @@ def dataset(tmp_path_factory):
         progress=False,
     )
     return folder / "dataset"
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from sources import write_hf_folder, write_sharegpt
-from transformers import AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.drops import TooManyDrops
@@ -25,11 +24,6 @@ ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     return write_hf_folder(root / "rows", write_sharegpt(root / "source", ROWS))
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 import test_sources
 from sources import write_sharegpt
 from test_prepare import prepare, stored
-from transformers import AutoProcessor
 
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig, RunConfig
@@ -21,11 +20,6 @@ from megatron_vlm.data.records import hub
 from megatron_vlm.overrides import apply_overrides
 
 METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     assert first.returncode == 0 and "nanobind" not in first.stderr, first.stderr
     assert "what was there is" in first.stdout and (run / "recipe.yaml.old").exists()
     assert from_yaml(first.stdout.partition("wrote ")[0]).train.steps == 2
-    again = ask(*COMMAND, *line, "steps=3")
+    again = run_program(programs.COMMAND, *line, "steps=3")
     assert again.returncode == 2 and "holds another recipe; go on with that by --config" in again.stderr
     file = run / "recipe.yaml"
     file.write_text(file.read_text().replace("steps: 2", "steps: 3"))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
+from programs import COMMAND, Job, run_program, start_ranks
 from test_whole_runs import figures
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -54,34 +52,18 @@ def dataset(tmp_path_factory) -> Path:
     return folder / "energon"
 
 
-def start(
-    run_dir: Path,
-    checkpoint: Path,
-    dataset: Path,
-    *settings: str,
-    log_in: Path | None = None,
-    environment: dict | None = None,
-) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_vlm.cli", "train", "--recipe", "gemma3_tiny_digits"]
-    command += ["--run_dir", str(run_dir), "--hf_path", str(checkpoint)]
-    command += ["tp=1"] if environment else ["--nproc", "2"]
-    command += [
-        "--train_data_path",
-        str(dataset),
-        f"steps={STEPS}",
-        f"save_every={SAVE_EVERY}",
-        "warmup_steps=2",
+def words_of(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> list[str]:
+    return [
+        *("train", "--recipe", "gemma3_tiny_digits", "--run_dir", str(run_dir), "--hf_path", str(checkpoint)),
+        *("--train_data_path", str(dataset), f"steps={STEPS}", f"save_every={SAVE_EVERY}", "warmup_steps=2"),
+        *("micro_batch_size=2", "global_batch_size=4", "num_workers=2", "eval_every=5", *settings),
     ]
-    command += ["micro_batch_size=2", "global_batch_size=4", "num_workers=2", "eval_every=5", *settings]
-    place = log_in or run_dir
-    place.mkdir(exist_ok=True)
-    log = open(place / "log", "a")
-    env = os.environ | (environment or {})
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
 
 
-def finish(run_dir: Path, process: subprocess.Popen) -> None:
-    assert process.wait(timeout=300) == 0, (run_dir / "log").read_text()[-4000:]
+def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> Job:
+    run_dir.mkdir(exist_ok=True)
+    words = words_of(run_dir, checkpoint, dataset, *settings)
+    return start_ranks(2, COMMAND, *words, log=run_dir / "log")
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -93,37 +75,40 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(run_dir) if "loss" in row}
 
 
-def members(process: subprocess.Popen) -> list[psutil.Process]:
-    """All processes of a run; torchrun's are in sessions of their own."""
-    return [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+def members(job: Job) -> list[psutil.Process]:
+    """The ranks of a run and their workers."""
+    ranks = [psutil.Process(rank.pid) for rank in job.ranks]
+    return [worker for rank in ranks for worker in rank.children(recursive=True)] + ranks
 
 
-def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen) -> None:
+def wait_for_step(step: int, run_dir: Path, job: Job) -> None:
     deadline = time.monotonic() + 200
     while step not in losses(run_dir):
-        assert process.poll() is None and time.monotonic() < deadline, (run_dir / "log").read_text()[-4000:]
+        alive = all(rank.is_alive() for rank in job.ranks)
+        assert alive and time.monotonic() < deadline, job.log.read_text()[-4000:]
         time.sleep(0.01)
 
 
-def refused(run_dir: Path, checkpoint: Path, dataset: Path, environment: dict | None = None) -> str:
-    """What a start in this folder says that ends at once, and changes no file but its own log."""
-    place, before = run_dir.with_name(f"log_of_{run_dir.name}"), contents(run_dir)
-    process = start(run_dir, checkpoint, dataset, log_in=place, environment=environment)
-    assert process.wait(timeout=200) == 2, (place / "log").read_text()[-4000:]
+def refused(run_dir: Path, words: list[str], **environment: str) -> str:
+    """What a start in this folder says that ends at once and changes no file."""
+    before = contents(run_dir)
+    done = run_program(COMMAND, *words, **environment)
+    assert done.returncode == 2, done.stdout + done.stderr
     assert contents(run_dir) == before
-    return (place / "log").read_text()
+    return done.stdout + done.stderr
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def kill_after_step(step: int, run_dir: Path, process: subprocess.Popen) -> None:
+def kill_after_step(step: int, run_dir: Path, job: Job) -> None:
     """SIGKILL to every process of the run once it logged `step`."""
-    wait_for_step(step, run_dir, process)
-    for member in members(process):
+    wait_for_step(step, run_dir, job)
+    for member in members(job):
         member.kill()
-    process.wait()
+    for rank in job.ranks:
+        rank.join()
 
 
 def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -144,29 +129,29 @@ def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path | str]:
     """
     folder = tmp_path_factory.mktemp("runs")
     paths = {name: folder / name for name in ("whole", "resumed", "pp2", "cp2", "cp2_killed")}
-    process = start(paths["whole"], tiny_gemma3, dataset)
-    wait_for_step(1, paths["whole"], process)
-    first = members(process)
+    job = start(paths["whole"], tiny_gemma3, dataset)
+    wait_for_step(1, paths["whole"], job)
+    first = members(job)
     for member in first:
         member.suspend()  # so that it cannot end meanwhile
     (paths["whole"] / "errors/rank0.txt").write_text("of the first")
-    paths["second"] = refused(paths["whole"], tiny_gemma3, dataset, ALONE_IN_TORCHRUN)
+    alone = words_of(paths["whole"], tiny_gemma3, dataset, "tp=1")
+    paths["second"] = refused(paths["whole"], alone, **ALONE_IN_TORCHRUN)
     for member in first:
         member.resume()
-    finish(paths["whole"], process)
-    killed = start(paths["resumed"], tiny_gemma3, dataset)
-    kill_after_step(SAVE_EVERY + 1, paths["resumed"], killed)
+    job.finish()
+    kill_after_step(SAVE_EVERY + 1, paths["resumed"], start(paths["resumed"], tiny_gemma3, dataset))
     for name in ("pp2", "cp2", "cp2_killed"):
         shutil.copytree(paths["resumed"], paths[name])
-    finish(paths["resumed"], start(paths["resumed"], tiny_gemma3, dataset))
-    finish(paths["pp2"], start(paths["pp2"], tiny_gemma3, dataset, "tp=1", "pp=2"))
-    finish(paths["cp2"], start(paths["cp2"], tiny_gemma3, dataset, "tp=1", "cp=2"))
+    start(paths["resumed"], tiny_gemma3, dataset).finish()
+    start(paths["pp2"], tiny_gemma3, dataset, "tp=1", "pp=2").finish()
+    start(paths["cp2"], tiny_gemma3, dataset, "tp=1", "cp=2").finish()
     kill_after_step(
         SAVE_EVERY + 2,
         paths["cp2_killed"],
         start(paths["cp2_killed"], tiny_gemma3, dataset, "tp=1", "cp=2"),
     )
-    finish(paths["cp2_killed"], start(paths["cp2_killed"], tiny_gemma3, dataset, "tp=1", "cp=2"))
+    start(paths["cp2_killed"], tiny_gemma3, dataset, "tp=1", "cp=2").finish()
     return paths
 
 
@@ -209,7 +194,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives(runs):
 def test_a_run_whose_latest_was_deleted_is_refused_before_anything_is_cut(runs, tiny_gemma3, dataset):
     copy = shutil.copytree(runs["whole"], runs["whole"].with_name("without_latest"))
     (copy / "checkpoints/latest").unlink()
-    message = refused(copy, tiny_gemma3, dataset)
+    message = refused(copy, [*words_of(copy, tiny_gemma3, dataset), "--nproc", "2"])
     assert "latest is missing" in message and f"echo step_{STEPS:08d} > {copy}/checkpoints/latest" in message
 
 

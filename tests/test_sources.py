@@ -14,15 +14,14 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
+from loaders import encoder_of, open_loader
 from pairs import pairs
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.blends import blend_tables
@@ -196,11 +195,6 @@ UNKNOWN = [(write, "global") for write in (streamed, streamed_shards)]  # a stre
 
 
 @pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Settings of a source by its function, written once."""
     written = {}
@@ -214,16 +208,15 @@ def source(tmp_path_factory):
     return settings
 
 
-def open_loader(settings, processor, rank=0, world_size=1, num_workers=0, packing="none"):
-    cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-    encoder = cls(processor, DataConfig(seq_length=256 if packing == "none" else 100))
+def opened(settings, processor, rank=0, world_size=1, num_workers=0, packing="none"):
+    """A loader with its encoder."""
+    encoder = encoder_of(processor, 256 if packing == "none" else 100, packing)
     path = settings["train_data_path"]
-    settings = {"lengths_cache": str(path.parent / "lengths"), "num_workers": num_workers} | settings
-    settings |= {"train_data_path": str(path), "packing_buffer_size": BUFFER}
-    provider = HFProvider(DataConfig(**settings, max_drop_share=1.0, packing=packing))
-    return provider.train_loader(
-        encoder, micro_batch_size=1, rank=rank, world_size=world_size, seed=SEED
-    ), encoder
+    more = {"lengths_cache": str(path.parent / "lengths"), "num_workers": num_workers} | settings
+    more |= {"packing_buffer_size": BUFFER, "max_drop_share": 1.0, "packing": packing}
+    del more["train_data_path"]
+    place = {"rank": rank, "world_size": world_size}
+    return open_loader("hf", path, encoder, seed=SEED, **place, **more), encoder
 
 
 def take_epoch(loader):
@@ -269,7 +262,7 @@ GOOD = Counter(set(range(ROWS)) - set(BAD))
 def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, world_size, num_workers):
     trained, lost = Counter(), Counter()
     for rank in range(world_size):
-        loader, encoder = open_loader(source(write), processor, rank, world_size, num_workers, packing)
+        loader, encoder = opened(source(write), processor, rank, world_size, num_workers, packing)
         batches = take_epoch(loader)
         trained += numbers_of(batches, processor)
         loader.close()
@@ -283,7 +276,7 @@ def test_every_source_resumes_exactly(source, processor, write, packing, num_wor
     """At the beginning, amid an epoch, at its end and in the next; saved again at once, and after a batch."""
 
     def open_rank(workers):
-        return open_loader(source(write), processor, 1, 3, workers, packing)[0]
+        return opened(source(write), processor, 1, 3, workers, packing)[0]
 
     reference, states, expected = open_rank(num_workers), [], []
     for _ in range(20):
@@ -322,7 +315,7 @@ def read_epochs(settings, processor, epochs, world_size=1):
     """How often each number came, in each epoch, over all ranks."""
     counts = [Counter() for _ in range(epochs)]
     for rank in range(world_size):
-        loader, _ = open_loader(settings, processor, rank, world_size)
+        loader, _ = opened(settings, processor, rank, world_size)
         while True:
             batch = next(loader)
             if (epoch := loader.state_dict()["place"][0]) == epochs:
@@ -354,7 +347,7 @@ def test_a_meta_file_is_packed_globally_by_epoch(tmp_path, processor):
     settings = write_meta(tmp_path, a={"sample_ratio": 0.5}, b={"sample_ratio": 2}) | {
         "lengths_cache": str(tmp_path / "lengths")
     }
-    loader, _ = open_loader(settings, processor, packing="global")
+    loader, _ = opened(settings, processor, packing="global")
     keys = Counter(key for batch in take_epoch(loader) for row in batch["__key__"] for key in row)
     assert sum(count for key, count in keys.items() if key.startswith("a-")) == 5
     assert all(keys[f"b-{row:09d}"] == 2 for row in range(10))
@@ -383,7 +376,7 @@ def test_some_datasets_of_a_meta_file(tmp_path, processor):
 )
 def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        open_loader(write_meta(tmp_path, a=entry), processor)
+        opened(write_meta(tmp_path, a=entry), processor)
 
 
 # -- media
@@ -437,7 +430,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
     moved = tmp_path / "elsewhere/data.jsonl"
     moved.parent.mkdir()
     settings["train_data_path"].rename(moved)
-    loader, _ = open_loader({"train_data_path": moved, "media_dir": str(tmp_path / "source")}, processor)
+    loader, _ = opened({"train_data_path": moved, "media_dir": str(tmp_path / "source")}, processor)
     assert numbers_of(take_epoch(loader), processor) == GOOD
 
 
@@ -625,7 +618,7 @@ def test_a_damaged_array_names_the_place(tmp_path, processor):
     path = tmp_path / "array.json"
     path.write_text('[{"messages": []},\n {"messages": ]}]')
     with pytest.raises(ValueError, match=r"array.json: is not valid JSON \(.*line 2"):
-        open_loader({"train_data_path": path}, processor)
+        opened({"train_data_path": path}, processor)
 
 
 def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
@@ -644,14 +637,14 @@ def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
 def test_a_file_that_is_rewritten_while_it_is_read_is_named(tmp_path, processor):
     """Also where each row stays JSON; a file that only takes its name is another file."""
     path = json_lines(tmp_path)["train_data_path"]
-    loader, _ = open_loader({"train_data_path": path}, processor)
+    loader, _ = opened({"train_data_path": path}, processor)
     next(loader)
     (tmp_path / "other").write_text("{}\n")
     (tmp_path / "other").replace(path)
     next(loader)
 
     path = json_lines(tmp_path)["train_data_path"]
-    loader, _ = open_loader({"train_data_path": path}, processor)
+    loader, _ = opened({"train_data_path": path}, processor)
     next(loader)
     path.write_text(path.read_text().replace("number", "Number"))
     with pytest.raises(RuntimeError, match="data.jsonl: was changed while it was read; start again"):
@@ -664,12 +657,12 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_named(tmp_path, processor)
 def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     settings = parquet(tmp_path, shards=1) | {"streaming": True, "shuffle_buffer_size": 4}
-    loader, _ = open_loader(settings, processor)
+    loader, _ = opened(settings, processor)
     take(loader, 18)
     state = loader.state_dict()
     file = tmp_path / "parquet/train-0.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).slice(0, 9), file)
-    loader, _ = open_loader(settings, processor)
+    loader, _ = opened(settings, processor)
     loader.load_state_dict(state)
     with pytest.raises(ValueError, match="has 9 rows, the state continues after"):
         next(loader)
@@ -677,17 +670,17 @@ def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypat
 
 def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
     with pytest.raises(ValueError, match="is read where it lies; drop data.streaming"):
-        open_loader(json_lines(tmp_path / "a") | {"streaming": True}, processor)
+        opened(json_lines(tmp_path / "a") | {"streaming": True}, processor)
     rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
     with pytest.raises(ValueError, match="saved by `save_to_disk`"):
-        open_loader({"train_data_path": rows, "streaming": True}, processor)
+        opened({"train_data_path": rows, "streaming": True}, processor)
 
 
 def test_a_stream_without_rows_is_named(tmp_path, processor):
     table = pyarrow.table({"messages": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
     with pytest.raises(ValueError, match="none.parquet: cannot be read .it has no rows; take it out"):
-        open_loader({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
+        opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
 
 
 def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
@@ -707,7 +700,7 @@ def test_all_text_of_a_document_is_trained_and_no_image_token(tmp_path, processo
     (tmp_path / "a.jpg").write_bytes(image_bytes(1))
     row = {"texts": ["the cat", None, "a dog", "the chart"], "images": [None, "a.jpg", None, None]}
     (tmp_path / "documents.jsonl").write_text(json.dumps(row))
-    (batch,) = [next(open_loader({"train_data_path": tmp_path / "documents.jsonl"}, processor)[0])]
+    (batch,) = [next(opened({"train_data_path": tmp_path / "documents.jsonl"}, processor)[0])]
     tokenizer, [ids], [labels] = processor.tokenizer, batch["input_ids"], batch["labels"]
     assert ids[0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
     assert ids[-1] == tokenizer.eos_token_id

@@ -17,11 +17,6 @@ from tiny.gemma3 import TEMPLATE
 TEMPLATES = {"tagged": TEMPLATE, "untagged": without_generation_tags(TEMPLATE)}
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_gemma3):
-    return AutoProcessor.from_pretrained(tiny_gemma3)
-
-
 @pytest.fixture(params=TEMPLATES)
 def spans(request, processor):
     return TextEncoder(processor, chat_template=TEMPLATES[request.param])
