@@ -62,6 +62,8 @@ def count(report: pytest.TestReport) -> None:
 
 def tell(terminal: pytest.TerminalReporter) -> None:
     """The files that took the most of the processors' time."""
+    if not _processor_seconds:
+        return
     terminal.section("processor seconds, and seconds")
     for name, used in _processor_seconds.most_common(TOLD):
         terminal.line(f"{used:7.1f} {_seconds[name]:7.1f}  {name}")

@@ -54,10 +54,15 @@ def pairs_of(values: Iterable[Hashable]) -> set[Hashable]:
     return set(combinations(enumerate(values), 2))
 
 
-def pairwise(*factors: Sequence[Hashable]) -> Iterator[Any]:
+def pairwise(*factors: Sequence) -> list:
     """Every combination: few of them, in which each two values of two factors meet, in `make test`, and all
     others in `make test-soak`."""
-    cells = list(product(*factors))
+    cells = list(product(*(range(len(values)) for values in factors)))
     chosen = covering(cells, pairs_of)
-    for cell in cells:
-        yield pytest.param(*cell, marks=() if cell in chosen else pytest.mark.soak)
+    return [
+        pytest.param(
+            *(values[place] for values, place in zip(factors, cell, strict=True)),
+            marks=() if cell in chosen else pytest.mark.soak,
+        )
+        for cell in cells
+    ]

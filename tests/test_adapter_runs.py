@@ -47,6 +47,7 @@ def story(parts):
     return found, folder
 
 
+@pytest.mark.long
 def test_replicas_stay_bit_equal_and_a_missing_sum_is_seen(parts):
     path, case, _ = parts
     for found in run_distributed(2, adapter_runs.replicas, str(path), str(case), timeout=400):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from programs import COMMAND, start_ranks
 from sources import write_hf_folder, write_sharegpt
 
 pytestmark = pytest.mark.long
@@ -24,20 +25,19 @@ def dataset(tmp_path_factory):
     return write_hf_folder(folder / "rows", write_sharegpt(folder / "source", 100))
 
 
-def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_vlm.cli",
-        "train",
-        "--recipe",
-        "gemma3_tiny_digits",
-        "tp=1",
+def words(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> list[str]:
+    return [
+        *("train", "--recipe", "gemma3_tiny_digits", "tp=1", "--run_dir", str(run_dir)),
+        *("--hf_path", str(checkpoint), "--dataset_type", "hf", "--train_data_path", str(dataset)),
+        *("eval_every=0", f"steps={STEPS}", "num_workers=1", "micro_batch_size=2", "global_batch_size=8"),
+        *("save_every=0", *settings),
     ]
-    command += ["--nproc", "2", "--run_dir", str(run_dir), "--hf_path", str(checkpoint), "eval_every=0"]
-    command += ["--dataset_type", "hf", "--train_data_path", str(dataset), f"steps={STEPS}", "num_workers=1"]
-    command += ["micro_batch_size=2", "global_batch_size=8", "save_every=0", *settings]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megatron_vlm.cli", *words(run_dir, checkpoint, dataset, *settings)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, "--nproc", "2"], **output)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -58,8 +58,7 @@ def processes(run: subprocess.Popen, run_dir: Path) -> tuple[list[psutil.Process
 @pytest.fixture(scope="module")
 def undisturbed(dataset, tiny_gemma3, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("undisturbed")
-    run = start(run_dir, tiny_gemma3, dataset)
-    assert run.communicate(timeout=280) and run.returncode == 0
+    start_ranks(2, COMMAND, *words(run_dir, tiny_gemma3, dataset), log=run_dir / "log").finish()
     return losses(run_dir)
 
 

@@ -62,7 +62,8 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not any(word in k for word in timed)} for row in found]
 
 
-@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, tiny_gemma3, rows, adapter):
     """It is made to go on from the checkpoint before its last: with the first weights as its reference."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from loaders import open_loader
+from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig, ParallelConfig
@@ -93,9 +94,10 @@ def choosing(processor):
     return Choosing(processor, DataConfig(seq_length=256))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["energon", "hf"])
-@pytest.mark.parametrize("encoder", [plain, measuring, encoding, choosing])
+@pytest.mark.parametrize(
+    "encoder, kind, num_workers",
+    pairwise([plain, measuring, encoding, choosing], ["energon", "hf"], [0, 2]),
+)
 def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
     text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers=num_workers))
     assert "Fails: a bug of ours" in text

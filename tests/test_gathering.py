@@ -103,7 +103,8 @@ def late(buckets, start: Callable, force_sync: bool = False) -> None:
 # ---- the test ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_run_whose_parameters_arrive_late_is_the_same(tmp_path, processes):
     cases = TRAINED[processes]
     for family in {family for family, _, _ in cases.values()}:

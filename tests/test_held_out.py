@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.checks.settings import validate
@@ -61,12 +62,17 @@ def test_a_hash_decides_and_a_larger_share_holds_out_more():
     assert [len(held) / len(names) for held in shares] == pytest.approx([0.01, 0.1, 0.5], rel=0.25)
 
 
+PACKINGS = [
+    {},
+    {"packing": "stream", "packing_buffer_size": 7},
+    {"packing": "global"},
+    {"group_by_length": True},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"packing": "stream", "packing_buffer_size": 7}, {"packing": "global"}, {"group_by_length": True}],
+    "settings, world_size, kind", pairwise(PACKINGS, [1, 3], ["source/data.jsonl", "rows"])
 )
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", ["source/data.jsonl", "rows"])
 def test_what_is_held_out_is_never_trained_and_all_else_is(
     folder, processor, settings, world_size, kind, tmp_path
 ):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from loaders import encoder_of, open_loader
+from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import data_problems
@@ -74,9 +75,7 @@ def rows(kind, name):
     return SIZES[name] - (2 if kind == "energon" else 0)
 
 
-@pytest.mark.parametrize("kind", ["hf", "energon"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind, num_workers, world_size", pairwise(["hf", "energon"], [0, 2], [1, 2]))
 def test_an_epoch_has_each_sample_of_each_path_once(sources, processor, kind, num_workers, world_size):
     total = rows(kind, "a") + rows(kind, "b")
     settings = {"num_workers": num_workers}

@@ -13,7 +13,7 @@ import torch
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.training import gradients as gradients_of
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 # ---- in the processes -------------------------------------------------------------------------------------
@@ -179,17 +179,26 @@ def test_only_the_ratio_of_weights_counts(measured):
 WEIGHTED_LAYOUTS = ["DP2", "TP2+SP", "PP2", "PP2·VPP2", "CP2"]
 
 
-def test_weighted_tokens_give_transformers_weighted_loss(family, tmp_path):
-    """Also where all weights of a step are less than one token's."""
+@pytest.mark.parametrize("tried", ["pairs", pytest.param("all", marks=pytest.mark.soak)])
+def test_weighted_tokens_give_transformers_weighted_loss(family, tried, tmp_path):
+    """Also where all weights of a step are less than one token's. A layout has one of the cases, the next
+    family another one."""
     path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
     weighted = parity.case_for(path, ["t", "it", "ititit"], weights=[0.3, 1.0, 2.5, 0.05])
     cases = {"rows": weighted, "packed": parity.packed(weighted)}
     cases["less than 1"] = parity.case_for(path, ["5", "it"], weights=[0.001, 0.002])
     assert 0 < cases["less than 1"]["batch"]["loss_mask"].sum() < 0.5
     torch.save(cases, tmp_path / "cases.pt")
-    arguments = (dict.fromkeys(WEIGHTED_LAYOUTS, []), str(path), str(tmp_path / "cases.pt"))
-    rows = run_distributed(2, parity.measure, *arguments)[0]
-    assert len(rows) == len(WEIGHTED_LAYOUTS) * len(cases)
+    names, number = list(cases), list(TINY_FAMILIES).index(family)
+    wanted = {
+        layout: names if tried == "all" else [names[(number + place) % len(names)]]
+        for place, layout in enumerate(WEIGHTED_LAYOUTS)
+    }
+    rows = run_distributed(2, parity.measure, wanted, str(path), str(tmp_path / "cases.pt"))[0]
+    assert [(row["layout"], row["input"]) for row in rows] == [
+        (layout, name) for layout, inputs in wanted.items() for name in inputs
+    ]
+    assert {row["input"] for row in rows} == {*cases}
     assert [row for row in rows if not row["passed"]] == []
 
 

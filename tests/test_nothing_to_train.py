@@ -89,7 +89,7 @@ def spoilt(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "spoilt, kind, num_workers",
-    list(pairwise(["no reply", "half an image"], [*HF, *ENERGON], [0, 2])),
+    pairwise(["no reply", "half an image"], [*HF, *ENERGON], [0, 2]),
     indirect=["spoilt"],
 )
 def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kind, num_workers):

@@ -92,6 +92,7 @@ for tool in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_every_measuring_tool_starts_as_it_is_typed():
     """Without the paths that these tests add; all in one process, as the imports take long."""
     tools = [str(file) for pattern in ("bench_*.py", "gpu_*.py") for file in (ROOT / "tools").glob(pattern)]

@@ -87,10 +87,7 @@ def cells():
         ways = list(product(packings, (2, 0)))
         for way in ways:
             marks = pytest.mark.long if way == ways[number % len(ways)] else pytest.mark.soak
-            kills = KILLED_AFTER
-            if (source, *way) == (written.streamed, "none", 2):
-                marks, kills = (), KILLED_AFTER[1:]
-            yield pytest.param(source, *way, kills, marks=marks, id=f"{source.__name__}-{way[0]}-{way[1]}")
+            yield pytest.param(source, *way, marks=marks, id=f"{source.__name__}-{way[0]}-{way[1]}")
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +124,8 @@ def figures(run_dir: Path) -> list[dict]:
     return [{name: row[name] for name in row if not name.endswith(OF_THE_MOMENT)} for row in rows]
 
 
-@pytest.mark.parametrize("source, packing, workers, kills", list(cells()))
-def test_a_killed_run_ends_as_if_nothing_had_happened(
-    data, tiny_gemma3, tmp_path, source, packing, workers, kills
-):
+@pytest.mark.parametrize("source, packing, workers", list(cells()))
+def test_a_killed_run_ends_as_if_nothing_had_happened(data, tiny_gemma3, tmp_path, source, packing, workers):
     settings = data(source)
     kind = {"hf_path": str(tiny_gemma3), "train_data_path": "x", "run_dir": "x"}
     kind["dataset_type"] = "energon" if source.__name__.startswith("energon") else "hf"
@@ -143,7 +138,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
     (tmp_path / "config.yaml").write_text(to_yaml(config))
 
     lines = train(tmp_path / "config.yaml", tmp_path / "whole")
-    for step in kills:
+    for step in KILLED_AFTER:
         train(tmp_path / "config.yaml", tmp_path / "killed", step)
     again = train(tmp_path / "config.yaml", tmp_path / "killed")
     assert any(line.startswith("resumed after step ") for line in again)
