@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import parity
-import policy_cells
+import policy_in_ranks
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -56,7 +56,7 @@ class Company:
     def __init__(self, path: str):
         from transformers import AutoModelForImageTextToText
 
-        self.policy = policy_cells.policy_of(path, ParallelConfig(), 10**6)
+        self.policy = policy_in_ranks.policy_of(path, ParallelConfig(), 10**6)
         source = self.policy.source
         self.family, self.processor = source.family, source.processor
         self.kinds = source.family.visual_kinds(source.hf_config)

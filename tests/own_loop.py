@@ -13,18 +13,18 @@ from megatron_vlm.job.failures import LastWords
 
 
 def main() -> None:
-    import alarm_cells
-    import policy_cells
+    import failing_ranks
+    import policy_in_ranks
     import torch
 
     path, held, _, catches = sys.argv[1:]
     samples, _ = torch.load(held, weights_only=False)
-    policy = policy_cells.policy_of(path, alarm_cells.TP, 300)
-    alarm_cells.learn_twice(policy, samples)
+    policy = policy_in_ranks.policy_of(path, failing_ranks.TP, 300)
+    failing_ranks.learn_twice(policy, samples)
     if torch.distributed.get_rank() == 1:
-        alarm_cells.in_backward(policy)
+        failing_ranks.in_backward(policy)
     try:
-        alarm_cells.learn(policy, samples)
+        failing_ranks.learn(policy, samples)
     except torch.OutOfMemoryError:
         if catches == "no":
             raise

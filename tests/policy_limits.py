@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import policy_cells
+import policy_in_ranks
 import torch
 from torch import distributed as dist
 
@@ -48,7 +48,7 @@ def errors(path: str, samples: list[dict]) -> dict[str, Any]:
     """On two data-parallel ranks: what calls raise if the second brings something wrong, and leave."""
     from megatron_vlm.rl.losses import Loss
 
-    policy, second = policy_cells.policy_of(path, ParallelConfig(), 300), dist.get_rank() == 1
+    policy, second = policy_in_ranks.policy_of(path, ParallelConfig(), 300), dist.get_rank() == 1
 
     def learn(given: list = samples, function=loss, normalizer: float = 5, **more) -> dict[str, float]:
         return policy.forward_backward(given, function, normalizer, fields=FIELDS, **more)
@@ -104,7 +104,7 @@ def kinds(path: str, samples: list[dict]) -> dict[str, Any]:
     from megatron_vlm.rl.losses import Loss
     from megatron_vlm.rl.rollouts import OwnEngine
 
-    policy, second = policy_cells.policy_of(path, ParallelConfig(tp=2), 300), dist.get_rank() == 1
+    policy, second = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300), dist.get_rank() == 1
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         scores = policy.logprobs(samples, entropy=True)
@@ -166,7 +166,7 @@ def from_run(path: str, samples: list[dict], run_dir: str) -> dict[str, Any]:
     adapter = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
     for name, adapted in (("whole", None), ("adapters", adapter)):
         folder = f"{run_dir}/{name}"
-        policy = policy_cells.policy_of(path, ParallelConfig(tp=2), 300, adapted)
+        policy = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300, adapted)
         start = policy.logprobs(samples).log_probs
         policy.forward_backward(samples, loss, 5, fields=FIELDS)
         policy.step()
@@ -195,6 +195,6 @@ def shared(path: str, samples: list[dict]) -> str:
     """What a second policy of another layout says."""
     from megatron_vlm.rl.policy import Policy
 
-    policy = policy_cells.policy_of(path, ParallelConfig(tp=2), 300)
+    policy = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300)
     config = RunConfig(model=policy.config.model, parallel=ParallelConfig())
     return said(lambda: Policy.from_hf(config, 300).logprobs(samples))

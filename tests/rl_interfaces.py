@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import policy_cells
+import policy_in_ranks
 import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
@@ -114,7 +114,7 @@ def meet(path: str, held: str) -> dict[str, Any]:
     """On two data-parallel processes: what both examples give, and what Policy gives by itself."""
     samples, _ = torch.load(held, weights_only=False)
     run = RunConfig(parallel=ParallelConfig(), model=ModelConfig(hf_path=path, dtype="fp32"))
-    policy = policy_cells.policy_of(path, run.parallel, 300)
+    policy = policy_in_ranks.policy_of(path, run.parallel, 300)
     rank = torch.distributed.get_rank()
     mine = [samples[0], samples[1]] if rank else [samples[2]]
     every = [sample | {"loss_mask": torch.ones(len(sample["input_ids"]))} for sample in mine]
@@ -203,7 +203,7 @@ def _meet_verl(path: str, run: RunConfig, policy: Any, mine: list[dict]) -> dict
     ]
     data = verl_data(mine)
     scored = engine.forward_backward_batch(data, None, forward_only=True)["model_output"]["log_probs"]
-    fresh = policy_cells.policy_of(path, run.parallel, 300)
+    fresh = policy_in_ranks.policy_of(path, run.parallel, 300)
     whole = [sample | {"loss_mask": torch.ones(len(sample["input_ids"]))} for sample in mine]
     ours = fresh.logprobs(whole).log_probs
     off = [(a[:-1] - b).abs().max().item() for a, b in zip(scored.unbind(), ours, strict=True)]

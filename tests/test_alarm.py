@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import alarm_cells
-import policy_cells
+import failing_ranks
+import policy_in_ranks
 import pytest
 import torch
 
@@ -17,23 +17,23 @@ from tiny.distributed import run_distributed
 
 TESTS = Path(__file__).parent
 SECONDS = 250  # with all imports, on a machine that is busy; gloo would wait for 1800
-WORDS = f"OutOfMemoryError: {alarm_cells.OUT_OF_MEMORY}"
+WORDS = f"OutOfMemoryError: {failing_ranks.OUT_OF_MEMORY}"
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("alarm")
     path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
-    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
     return str(path), str(folder / "held.pt")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", alarm_cells.CASES)
+@pytest.mark.parametrize("case", failing_ranks.CASES)
 def test_an_error_of_one_rank_in_a_pass_ends_the_others(given, tmp_path, case):
     heard = tmp_path / "heard"
     with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 failed") as raised:
-        run_distributed(2, alarm_cells.fails, case, *given, str(heard), timeout=SECONDS)
+        run_distributed(2, failing_ranks.fails, case, *given, str(heard), timeout=SECONDS)
     assert f"rank 1 has failed: {WORDS}" in str(raised.value).strip().splitlines()[-1]
     first, again, training = heard.read_text().splitlines()
     assert first == WORDS and training == "True"
@@ -42,7 +42,7 @@ def test_an_error_of_one_rank_in_a_pass_ends_the_others(given, tmp_path, case):
 
 def test_a_rank_that_waits_for_anything_else_is_ended_too():
     with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 failed") as raised:
-        run_distributed(2, alarm_cells.stuck, timeout=SECONDS)
+        run_distributed(2, failing_ranks.stuck, timeout=SECONDS)
     assert r"rank 1 has failed: MemoryError: no more\x1b[31m" in str(raised.value).strip().splitlines()[-1]
 
 
@@ -71,4 +71,4 @@ def test_a_loop_of_a_users_own_ends_with_the_reason(given, tmp_path, catches):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1
-    assert alarm_cells.OUT_OF_MEMORY in "".join(done.stderr.splitlines()[-4:]), done.stderr
+    assert failing_ranks.OUT_OF_MEMORY in "".join(done.stderr.splitlines()[-4:]), done.stderr

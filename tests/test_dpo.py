@@ -7,7 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
-import dpo_cells
+import dpo_parity
 import parity
 import pytest
 from safetensors.torch import load_file
@@ -19,11 +19,11 @@ from tiny.distributed import run_distributed
 @pytest.fixture(scope="module")
 def rows_of(request, tmp_path_factory):
     layouts = parity.LAYOUTS
-    return parity.measured(request, tmp_path_factory, layouts, dpo_cells.cases_of, dpo_cells.measure)
+    return parity.measured(request, tmp_path_factory, layouts, dpo_parity.cases_of, dpo_parity.measure)
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), parity.cells(dpo_cells.layouts_of, ("1 process", "TP2+SP"), parity.LAYOUTS)
+    ("family", "layout"), parity.cells(dpo_parity.layouts_of, ("1 process", "TP2+SP"), parity.LAYOUTS)
 )
 def test_loss_and_gradients_are_those_of_transformers(rows_of, family, layout):
     rows = rows_of(parity.LAYOUTS[layout][0])
@@ -67,11 +67,11 @@ def metrics(folder: Path) -> list[dict]:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, tiny_gemma3, rows, adapter):
     """It is made to go on from the checkpoint before its last: with the first weights as its reference."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_distributed(2, dpo_cells.train_run, str(tiny_gemma3), str(rows), str(whole), adapter)
+    run_distributed(2, dpo_parity.train_run, str(tiny_gemma3), str(rows), str(whole), adapter)
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "exports")
     (resumed / "checkpoints/latest").write_text("step_00000002")
-    run_distributed(2, dpo_cells.train_run, str(tiny_gemma3), str(rows), str(resumed), adapter)
+    run_distributed(2, dpo_parity.train_run, str(tiny_gemma3), str(rows), str(resumed), adapter)
 
     steps = [row for row in metrics(whole) if "loss" in row]
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-7) and steps[0]["margin"] == 0

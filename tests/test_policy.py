@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import parity
-import policy_cells
+import policy_in_ranks
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,18 +13,18 @@ from tiny.distributed import run_distributed
 
 
 def held(family, path):
-    samples = policy_cells.samples_of(family, path)
-    return samples, policy_cells.reference(path, samples)
+    samples = policy_in_ranks.samples_of(family, path)
+    return samples, policy_in_ranks.reference(path, samples)
 
 
 @pytest.fixture(scope="module")
 def rows_of(request, tmp_path_factory):
-    return parity.measured(request, tmp_path_factory, parity.LAYOUTS, held, policy_cells.measure)
+    return parity.measured(request, tmp_path_factory, parity.LAYOUTS, held, policy_in_ranks.measure)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    parity.cells(policy_cells.layouts_of, ("1 process", "TP2+SP"), ("TP2+SP", "EP2")),
+    parity.cells(policy_in_ranks.layouts_of, ("1 process", "TP2+SP"), ("TP2+SP", "EP2")),
 )
 def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout):
     rows = rows_of(parity.LAYOUTS[layout][0])
@@ -39,9 +39,9 @@ def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout)
 def details(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     path = build_tiny_checkpoint("gemma3", folder / "checkpoint", text={"vocab_size": 577})
-    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
     given = str(path), str(folder / "held.pt"), str(folder / "export")
-    return run_distributed(2, policy_cells.details, *given, timeout=600), folder / "export"
+    return run_distributed(2, policy_in_ranks.details, *given, timeout=600), folder / "export"
 
 
 def test_samples_may_come_in_every_order(details):
@@ -98,7 +98,7 @@ def test_weights_for_an_engine_are_those_of_an_export(details):
 def test_a_policy_learns_to_name_solid_colours(tmp_path):
     """The right answer has the highest log-probability, for shades that were not shown."""
     path = build_tiny_checkpoint("gemma3", tmp_path / "checkpoint")
-    for found in run_distributed(2, policy_cells.learns_colours, str(path), 25):
+    for found in run_distributed(2, policy_in_ranks.learns_colours, str(path), 25):
         best = {
             when: [max(range(4), key=scores.__getitem__) for scores in found[when]]
             for when in ("before", "after")

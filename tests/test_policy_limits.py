@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import policy_cells
+import policy_in_ranks
 import policy_limits
 import pytest
 import torch
@@ -25,7 +25,7 @@ def source(tiny_gemma3):
 
 @pytest.fixture(scope="module")
 def samples(tiny_gemma3) -> list[dict]:
-    return policy_cells.samples_of("gemma3", tiny_gemma3)
+    return policy_in_ranks.samples_of("gemma3", tiny_gemma3)
 
 
 def with_token(sample: dict, token: int) -> dict:
@@ -79,7 +79,7 @@ def test_a_sample_that_cannot_be_scored_is_named(source, samples, name):
 def test_a_batch_holds_texts_beside_what_every_processor_makes(family, tmp_path):
     """Images, videos and neither, as samples and as a batch: the same tokens and visual inputs."""
     path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
-    given, source = policy_cells.samples_of(family, path), open_source(path)
+    given, source = policy_in_ranks.samples_of(family, path), open_source(path)
     documents = documents_of(TensorBatch.from_samples(given), source.needs)
     check_tokens(documents, source)
     for one, other in zip(documents_of(given, source.needs), documents, strict=True):
@@ -95,7 +95,7 @@ def test_a_batch_holds_texts_beside_what_every_processor_makes(family, tmp_path)
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("limits")
     path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
-    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
     given = str(path), str(folder / "held.pt"), str(folder / "runs")
     return run_distributed(2, policy_limits.measure, *given, timeout=600)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import policy_cells
+import policy_in_ranks
+import policy_in_turns
 import pytest
 import torch
-import turn_cells
 
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -22,9 +22,9 @@ def turns(request, tmp_path_factory) -> dict[str, dict]:
             family = item.callspec.params["family"]
             folder = tmp_path_factory.mktemp(family)
             path = build_tiny_checkpoint(family, folder / "checkpoint")
-            torch.save((policy_cells.samples_of(family, path), None), folder / "held.pt")
+            torch.save((policy_in_ranks.samples_of(family, path), None), folder / "held.pt")
             asked[family] = str(path), str(folder / "held.pt")
-    [found] = run_distributed(1, turn_cells.by_turns, asked, timeout=1200)
+    [found] = run_distributed(1, policy_in_turns.by_turns, asked, timeout=1200)
     return found
 
 
@@ -46,12 +46,12 @@ def steps(tmp_path_factory) -> list[dict]:
         folder = tmp_path_factory.mktemp(f"steps_{family}")
         paths[family], held[family] = str(folder / "checkpoint"), str(folder / "held.pt")
         path = build_tiny_checkpoint(family, folder / "checkpoint")
-        torch.save((policy_cells.samples_of(family, path), None), held[family])
-    return run_distributed(2, turn_cells.steps, paths, held, timeout=600)
+        torch.save((policy_in_ranks.samples_of(family, path), None), held[family])
+    return run_distributed(2, policy_in_turns.steps, paths, held, timeout=600)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", turn_cells.STEPS)
+@pytest.mark.parametrize("layout", policy_in_turns.STEPS)
 def test_a_step_is_that_of_megatron_with_one_norm(steps, layout):
     for rank in steps:
         ours, theirs = rank[layout]["ours"], rank[layout]["megatron's"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import policy_cells
+import policy_in_ranks
+import policy_with_adapters
 import pytest
-import rl_adapter_cells
 import torch
 
 from tiny.checkpoints import build_tiny_checkpoint
@@ -18,19 +18,19 @@ def found(tmp_path_factory) -> list[dict]:
     folder, given = tmp_path_factory.mktemp("adapters"), {}
     for family in ("gemma3", "qwen3_vl_moe"):
         path = build_tiny_checkpoint(family, folder / family)
-        torch.save((policy_cells.samples_of(family, path), None), folder / f"{family}.pt")
+        torch.save((policy_in_ranks.samples_of(family, path), None), folder / f"{family}.pt")
         given[family] = str(path), str(folder / f"{family}.pt")
-    return run_distributed(2, rl_adapter_cells.measure, given, str(folder), timeout=600)
+    return run_distributed(2, policy_with_adapters.measure, given, str(folder), timeout=600)
 
 
-@pytest.mark.parametrize("case", rl_adapter_cells.CASES)
+@pytest.mark.parametrize("case", policy_with_adapters.CASES)
 def test_streamed_weights_are_those_of_a_merged_export(found, case):
     for rank in found:
         assert rank[case]["moved"] and rank[case]["merged"]
         assert rank[case]["untouched"]  # the policy goes on with its adapters
 
 
-@pytest.mark.parametrize("case", rl_adapter_cells.CASES)
+@pytest.mark.parametrize("case", policy_with_adapters.CASES)
 def test_adapters_alone_are_those_of_pefts_file(found, case):
     for rank in found:
         assert rank[case]["adapters"] and any("lora_A" in name for name in rank[case]["names"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-import policy_cells
+import policy_in_ranks
 import pytest
 import rl_interfaces
 import torch
@@ -39,7 +39,7 @@ def test_an_example_has_at_most_80_lines(name):
 def met(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interfaces")
     path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
-    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
     return run_distributed(2, rl_interfaces.meet, str(path), str(folder / "held.pt"), timeout=600)
 
 

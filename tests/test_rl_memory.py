@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import memory_cells
-import policy_cells
+import policy_in_ranks
+import policy_offload
 import pytest
 import torch
 
@@ -11,16 +11,16 @@ from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 pytestmark = pytest.mark.long
-CASES = pytest.mark.parametrize("case", memory_cells.CASES)
+CASES = pytest.mark.parametrize("case", policy_offload.CASES)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("memory")
     path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
-    torch.save((policy_cells.samples_of("gemma3", path), None), folder / "held.pt")
-    given = str(path), str(folder / "held.pt"), list(memory_cells.CASES)
-    return run_distributed(2, memory_cells.measure, *given, timeout=600)
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
+    given = str(path), str(folder / "held.pt"), list(policy_offload.CASES)
+    return run_distributed(2, policy_offload.measure, *given, timeout=600)
 
 
 @CASES

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import parity
+import policy_with_routes
 import pytest
-import route_cells
 import torch
 
 from megatron_vlm.batch import DataNeeds
@@ -99,22 +99,26 @@ def test_impossible_routes_are_refused_by_name(given, model, text):
 @pytest.fixture(scope="module")
 def rows_of(request, tmp_path_factory):
     return parity.measured(
-        request, tmp_path_factory, route_cells.LAYOUTS, route_cells.cases, route_cells.measure
+        request,
+        tmp_path_factory,
+        policy_with_routes.LAYOUTS,
+        policy_with_routes.cases,
+        policy_with_routes.measure,
     )
 
 
 def cells() -> list:
     marks = {1: pytest.mark.long, 2: pytest.mark.long, 4: pytest.mark.soak}
     return [
-        pytest.param(family, layout, marks=marks[route_cells.LAYOUTS[layout][0]])
+        pytest.param(family, layout, marks=marks[policy_with_routes.LAYOUTS[layout][0]])
         for family in FAMILIES
-        for layout in route_cells.LAYOUTS
+        for layout in policy_with_routes.LAYOUTS
     ]
 
 
 @pytest.mark.parametrize(("family", "layout"), cells())
 def test_given_experts_are_taken_as_by_transformers(rows_of, family, layout):
-    rows = rows_of(route_cells.LAYOUTS[layout][0])
+    rows = rows_of(policy_with_routes.LAYOUTS[layout][0])
     [row] = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
     assert row["moved"] > 1e-2 and row["router gradient"] > 0, "the test sees nothing"
     assert row["log_probs"] <= 1e-5 and row["gradient"][0] <= 1e-4 and row["loss"] <= 1e-4, row
@@ -123,7 +127,7 @@ def test_given_experts_are_taken_as_by_transformers(rows_of, family, layout):
 @pytest.mark.parametrize(("family", "layout"), cells())
 def test_own_experts_are_recorded_and_replayed_to_the_bit(rows_of, family, layout):
     """In the reversed order, too; and the first ratio is 1."""
-    rows = rows_of(route_cells.LAYOUTS[layout][0])
+    rows = rows_of(policy_with_routes.LAYOUTS[layout][0])
     [row] = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
     assert row["layers"] > 0 and row["other experts"] == 0, row
     assert row["replayed alike"] and row["ratio"] == 1, row

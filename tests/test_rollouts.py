@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import engine_server
 import numpy as np
 import pytest
-import rollout_cells
+import rollout_engines
 import torch
 from PIL import Image
 
@@ -47,7 +47,7 @@ def measured(tmp_path_factory):
                 for style in STYLES
             }
             asked[family] = path, urls
-        return run_distributed(2, rollout_cells.measure, asked, free_address(), timeout=900)
+        return run_distributed(2, rollout_engines.measure, asked, free_address(), timeout=900)
 
 
 @pytest.mark.long
@@ -75,7 +75,7 @@ def test_each_call_draws_anew_and_layouts_draw_alike(measured, family):
 def test_a_loop_learns_and_its_ratios_are_one(measured):
     for rank in measured:
         for found in rank.values():
-            assert found["loop"]["ratios"] == [1.0] * rollout_cells.STEPS
+            assert found["loop"]["ratios"] == [1.0] * rollout_engines.STEPS
             rewards = found["loop"]["rewards"]
             assert rewards[0] < 0.8 and min(rewards[-3:]) > 0.9
 
@@ -106,11 +106,11 @@ def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
 def asked(tiny_gemma3):
     """What an engine looks at of a policy, and its prompts."""
     source = open_source(tiny_gemma3)
-    return SimpleNamespace(source=source), rollout_cells.prompts_of(source)
+    return SimpleNamespace(source=source), rollout_engines.prompts_of(source)
 
 
 def test_a_prompt_is_a_conversation_in_any_form(asked):
-    source, image = asked[0].source, rollout_cells.jpeg(1)
+    source, image = asked[0].source, rollout_engines.jpeg(1)
     forms = [
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],
         [{"role": "user", "content": "<image>What?"}],
@@ -131,7 +131,7 @@ def test_a_prompt_is_a_conversation_in_any_form(asked):
 
 
 def test_an_image_is_given_as_programs_have_it(asked, tmp_path):
-    source, file = asked[0].source, rollout_cells.jpeg(1)
+    source, file = asked[0].source, rollout_engines.jpeg(1)
     (tmp_path / "a.jpg").write_bytes(file)
     expected = RolloutPrompt.of(source, "What?", [file]).inputs["visual_inputs"].pixel_values
     for image in (tmp_path / "a.jpg", str(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg")):

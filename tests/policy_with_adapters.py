@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import policy_cells
+import policy_in_ranks
 import torch
 from safetensors.torch import load_file
 
@@ -37,8 +37,8 @@ def _measure(name: str, path: str, held: str, folder: Path) -> dict[str, Any]:
 
     samples, _ = torch.load(held, weights_only=False)
     _, layout, adapter = CASES[name]
-    policy = policy_cells.policy_of(path, layout, 300, adapter=adapter)
-    policy.forward_backward(samples, policy_cells.loss, 5, entropy=True, fields=["advantage"])
+    policy = policy_in_ranks.policy_of(path, layout, 300, adapter=adapter)
+    policy.forward_backward(samples, policy_in_ranks.loss, 5, entropy=True, fields=["advantage"])
     policy.step()
     before = policy.logprobs(samples).log_probs
     merged = {key: tensor.clone() for key, tensor in policy.hf_weights()}

@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 import numpy as np
-import policy_cells
+import policy_in_ranks
 import torch
 from PIL import Image
 
@@ -44,7 +44,7 @@ def _family(path: str, urls: dict[str, str], dead: str) -> dict[str, Any]:
     from megatron_vlm.rl.http_engine import EngineError, HttpEngine
     from megatron_vlm.rl.rollouts import OwnEngine, RolloutPrompt
 
-    policy = policy_cells.policy_of(path, ParallelConfig(tp=2), 300)
+    policy = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300)
     prompts = prompts_of(policy.source)
     engine = OwnEngine(ANSWERS, NEW_TOKENS, TEMPERATURE)
     found = {"own": looked_at(policy, engine(policy, prompts), TEMPERATURE)}
@@ -62,7 +62,7 @@ def _family(path: str, urls: dict[str, str], dead: str) -> dict[str, Any]:
         found["unforeseen"] = str(error)
     found["cut"] = cut(policy, prompts)
     found["loop"] = learnt(policy, prompts[1])
-    policy = policy_cells.policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism
+    policy = policy_in_ranks.policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism
     found["shares"] = shares(policy, prompts)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import policy_cells
+import policy_in_ranks
 import torch
 
 from megatron_vlm.config import ParallelConfig
@@ -33,7 +33,7 @@ def cases(family: str, path: Path | str) -> tuple[list[dict], dict, list[dict], 
     text = AutoConfig.from_pretrained(path).text_config
     experts = getattr(text, "num_experts", None) or text.n_routed_experts
     choices = getattr(text, "top_k_experts", None) or text.num_experts_per_tok
-    free = policy_cells.samples_of(family, path)
+    free = policy_in_ranks.samples_of(family, path)
     numbers, routed = torch.Generator().manual_seed(5), []
     for sample in free:
         shape = len(sample["input_ids"]), text.num_hidden_layers
@@ -42,7 +42,7 @@ def cases(family: str, path: Path | str) -> tuple[list[dict], dict, list[dict], 
         routed.append(sample | {"routes": routes.short()})
     routed[-2]["routes"] = routed[-2]["routes"][:-1]
     del routed[-1]["routes"]
-    return free, policy_cells.reference(path, free), routed, policy_cells.reference(path, routed)
+    return free, policy_in_ranks.reference(path, free), routed, policy_in_ranks.reference(path, routed)
 
 
 def measure(names: list[str], path: str, held: str) -> list[dict]:
@@ -52,8 +52,8 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
 
 def _measure(name: str, path: str, held: tuple) -> dict[str, Any]:
     free, of_free, routed, of_routed = held
-    policy = policy_cells.policy_of(path, LAYOUTS[name][1], 300, **LAYOUTS[name][2])
-    own = policy_cells.mine(free)
+    policy = policy_in_ranks.policy_of(path, LAYOUTS[name][1], 300, **LAYOUTS[name][2])
+    own = policy_in_ranks.mine(free)
     scores = policy.logprobs(own, routes=True)
     first = next(number for number, sample in enumerate(free) if sample is own[0])
     row: dict[str, Any] = {"other experts": 0, "layers": 0}
@@ -67,7 +67,7 @@ def _measure(name: str, path: str, held: tuple) -> dict[str, Any]:
     row["ratio"] = _first_ratio(policy, own_routes, replayed)
     row["moved"] = (of_routed["log_probs"][1] - of_free["log_probs"][1]).abs().max().item()
     row["alone"] = _alone(policy, routed, of_routed["log_probs"])
-    row |= policy_cells.differences(policy, routed, of_routed)
+    row |= policy_in_ranks.differences(policy, routed, of_routed)
     routers = [key for key in of_routed["grads"] if key.endswith(("mlp.gate.weight", "router.proj.weight"))]
     row["router gradient"] = min(of_routed["grads"][key].abs().max().item() for key in routers)
     return _of_all_ranks(row)
@@ -78,7 +78,7 @@ def _alone(policy, samples: list, expected: list[torch.Tensor]) -> float:
     from megatron.core import parallel_state
 
     mine = [] if parallel_state.get_data_parallel_rank() else samples
-    found = policy.logprobs(mine, policy_cells.TEMPERATURE).log_probs
+    found = policy.logprobs(mine, policy_in_ranks.TEMPERATURE).log_probs
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) if mine else 0.0
 
 

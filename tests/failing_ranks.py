@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import policy_cells
-import rollout_cells
+import policy_in_ranks
+import rollout_engines
 import torch
 from policy_limits import said
 from torch import distributed as dist
@@ -23,7 +23,7 @@ def fails(name: str, path: str, held: str, heard: str) -> None:
     """The first rank waits for the second, whose caller catches what it raises, calls again, and goes on."""
     samples, _ = torch.load(held, weights_only=False)
     layout, call, plant = CASES[name]
-    policy = policy_cells.policy_of(path, layout, 300)
+    policy = policy_in_ranks.policy_of(path, layout, 300)
     if dist.get_rank() == 1:
         plant(policy)
         first, again = said(lambda: call(policy, samples)), said(lambda: policy.logprobs(samples))
@@ -40,7 +40,7 @@ def score_twice(policy, samples: list[dict]) -> None:
 
 
 def learn(policy, samples: list[dict]) -> None:
-    policy.forward_backward(samples, policy_cells.loss, 5, entropy=True, fields=["advantage"])
+    policy.forward_backward(samples, policy_in_ranks.loss, 5, entropy=True, fields=["advantage"])
 
 
 def learn_twice(policy, samples: list[dict]) -> None:
@@ -53,7 +53,7 @@ def learn_twice(policy, samples: list[dict]) -> None:
 def answer(policy, _) -> None:
     from megatron_vlm.rl.rollouts import OwnEngine
 
-    OwnEngine(2, 8)(policy, rollout_cells.prompts_of(policy.source))
+    OwnEngine(2, 8)(policy, rollout_engines.prompts_of(policy.source))
 
 
 def fail(*_) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import policy_cells
-import rollout_cells
+import policy_in_ranks
+import rollout_engines
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,9 +27,9 @@ def by_turns(asked: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 def _turns(path: str, held: str) -> dict[str, Any]:
     samples, _ = torch.load(held, weights_only=False)
-    plain = policy_cells.policy_of(path, ParallelConfig(), 300)
+    plain = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
     found = {"plain": [*_learnt(plain, samples), _answers(plain)]}
-    policy = policy_cells.policy_of(path, ParallelConfig(), 300)
+    policy = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
     with torch.inference_mode():
         before, scored = _answers(policy), policy.logprobs(samples).log_probs
         made = [{key: value.clone() for key, value in sample.items()} for sample in samples]
@@ -52,14 +52,14 @@ def _learnt(policy, samples: list[dict]) -> list[float]:
 
 
 def _backward(policy, samples: list[dict]) -> dict[str, float]:
-    return policy.forward_backward(samples, policy_cells.loss, 0.01, entropy=True, fields=["advantage"])
+    return policy.forward_backward(samples, policy_in_ranks.loss, 0.01, entropy=True, fields=["advantage"])
 
 
 def _answers(policy) -> list[list[float]]:
     """Tokens and log-probabilities of sampled answers."""
     from megatron_vlm.rl.rollouts import OwnEngine
 
-    found = OwnEngine(2, NEW_TOKENS)(policy, rollout_cells.prompts_of(policy.source)[:2])
+    found = OwnEngine(2, NEW_TOKENS)(policy, rollout_engines.prompts_of(policy.source)[:2])
     return [[*one["input_ids"].tolist(), *one["rollout_log_probs"].tolist()] for one in found]
 
 
@@ -81,9 +81,9 @@ def steps(paths: dict[str, str], held: dict[str, str]) -> dict[str, dict[str, An
         samples, _ = torch.load(held[family], weights_only=False)
         row: dict[str, Any] = {}
         for whose, take in {"ours": lambda policy: policy.step(), "megatron's": megatron_step}.items():
-            policy = policy_cells.policy_of(paths[family], layout, 300, dtype=dtype)
+            policy = policy_in_ranks.policy_of(paths[family], layout, 300, dtype=dtype)
             before = [param.detach().clone() for param in policy.chunks[0].parameters()]
-            _backward(policy, policy_cells.mine(samples))
+            _backward(policy, policy_in_ranks.mine(samples))
             with Norms() as norms:
                 norm = take(policy)
             weights = [param.detach().clone() for param in policy.chunks[0].parameters()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import policy_cells
+import policy_in_ranks
 import torch
 
 from megatron_vlm.config import ParallelConfig
@@ -25,17 +25,17 @@ def measure(path: str, held: str, cases: list[str]) -> dict[str, Any]:
 
 def _measure(path: str, samples: list, layout: ParallelConfig, dtype: str) -> dict[str, Any]:
     def backward(policy, part: list) -> dict:
-        return policy.forward_backward(part, policy_cells.loss, 5, entropy=True, fields=["advantage"])
+        return policy.forward_backward(part, policy_in_ranks.loss, 5, entropy=True, fields=["advantage"])
 
-    stays = policy_cells.policy_of(path, layout, 300, dtype=dtype)
-    half, own = 1, policy_cells.mine(samples)
+    stays = policy_in_ranks.policy_of(path, layout, 300, dtype=dtype)
+    half, own = 1, policy_in_ranks.mine(samples)
     for _ in range(2):
         backward(stays, own[:half])
         backward(stays, own[half:])
         stays.step()
     found: dict[str, Any] = {"stays": _weights(stays), "stays norm": stays.step()}
 
-    moves = policy_cells.policy_of(path, layout, 300, dtype=dtype)
+    moves = policy_in_ranks.policy_of(path, layout, 300, dtype=dtype)
     before = _weights(moves)
     backward(moves, own[:half])
     grads = [buffer.grad_data.clone() for buffer in _buffers(moves)]
