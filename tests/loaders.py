@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoProcessor
+
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.models.families import load
 
 PROVIDERS = {"hf": HFProvider, "energon": EnergonProvider}
 
@@ -36,3 +39,11 @@ def open_loader(
     return PROVIDERS[kind](data).train_loader(
         encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
     )
+
+
+def arguments_of(name, path):
+    parts = load(name)
+    return {
+        "processor": AutoProcessor.from_pretrained(path),
+        "needs": parts.data_needs(AutoConfig.from_pretrained(path)),
+    }

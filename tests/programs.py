@@ -110,3 +110,19 @@ def _main(
     gc.freeze()  # see conftest.py
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
+
+
+TYPED = [sys.executable, "-m", "megatron_vlm.cli"]
+
+
+OUTSIDE_TORCHRUN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+
+
+def ask(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**OUTSIDE_TORCHRUN, **environment}
+    )
+
+
+# `make setup` puts the oldest supported version there, over the packages of the environment
+OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))

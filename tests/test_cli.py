@@ -1,6 +1,5 @@
 """The real command in real processes."""
 
-import os
 import re
 import signal
 import subprocess
@@ -10,20 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 from machine import is_quick, processor_seconds
+from programs import TYPED, ask
 
 from megatron_vlm.overrides import from_yaml
 
 ROOT = Path(__file__).parent.parent
-COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
 RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
 QUICK_SECONDS = 1.0  # 0.6 measured
-OUTSIDE_TORCHRUN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-
-
-def ask(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**OUTSIDE_TORCHRUN, **environment}
-    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +33,7 @@ def test_answers_within_a_second(arguments):
 
     def take() -> float:
         before = processor_seconds()
-        answer = ask(*COMMAND, *arguments)
+        answer = ask(*TYPED, *arguments)
         assert answer.returncode == 0 and answer.stdout
         return processor_seconds() - before
 
@@ -51,13 +43,13 @@ def test_answers_within_a_second(arguments):
 def test_recipes_lists_each_with_its_line():
     from megatron_vlm.recipes import RECIPES
 
-    listing = ask(*COMMAND, "recipes").stdout.splitlines()
+    listing = ask(*TYPED, "recipes").stdout.splitlines()
     lines = [line.split(maxsplit=1) for line in listing[: len(RECIPES)]]
     assert [name for name, _ in lines] == list(RECIPES)
     assert lines[0] == ["gemma3_vl_4b", "Gemma3 4B, for four 80 GB GPUs and up, or two with recompute=full."]
 
 
-@pytest.mark.parametrize("program", [[*COMMAND, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])
+@pytest.mark.parametrize("program", [[*TYPED, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])
 def test_dry_run_prints_the_merged_configuration_as_yaml(program):
     flags = ["--recipe", "gemma3_vl_4b", "--dataset_type", "hf", "--train_data_path", "/data", "--run_dir=/r"]
     answer = ask(*program, *flags, "tp=4", "train.steps=10", "--dry-run", "--nproc", "8")
@@ -68,7 +60,7 @@ def test_dry_run_prints_the_merged_configuration_as_yaml(program):
 
 
 def test_dry_run_says_what_is_still_to_give():
-    answer = ask(*COMMAND, "train", "--recipe", "gemma3_vl_4b", "--dry-run")
+    answer = ask(*TYPED, "train", "--recipe", "gemma3_vl_4b", "--dry-run")
     assert answer.returncode == 0
     assert answer.stdout.splitlines()[-1] == "# still to give: data.train_data_path"
     assert yaml.safe_load(answer.stdout)["data"]["train_data_path"] == "???"
@@ -87,7 +79,7 @@ def test_dry_run_says_what_is_still_to_give():
 )
 def test_a_users_mistake_is_a_short_message_and_code_2(arguments, message):
     """`test_mistakes.py` makes all the others."""
-    answer = ask(*COMMAND, *arguments)
+    answer = ask(*TYPED, *arguments)
     assert answer.returncode == 2
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr and len(answer.stderr.splitlines()) <= 5
@@ -109,7 +101,7 @@ def test_a_librarys_error_names_the_file_of_its_traceback():
 
 
 def test_our_own_error_shows_its_traceback_on_request():
-    answer = ask(*COMMAND, "train", MEGATRON_VLM_DEBUG="1")
+    answer = ask(*TYPED, "train", MEGATRON_VLM_DEBUG="1")
     assert answer.returncode == 2 and "Traceback" in answer.stderr
     assert answer.stderr.splitlines()[-1].startswith("megatron-vlm: give --recipe NAME or --config FILE")
 

@@ -29,8 +29,7 @@ from config_changes import (
 )
 from odd_configs import Cell
 from parity import RENAMED
-from programs import run_anew, run_program
-from test_transformers_versions import OLDEST
+from programs import OLDEST, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import load

@@ -119,7 +119,7 @@ def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damag
     loader = train_loader(
         copy,
         HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)),
-        num_workers,
+        num_workers=num_workers,
         shuffle_buffer_size=1,
     )
     if damage == "cut while it is read":

@@ -1,18 +1,17 @@
 """The fast path makes of a sample what the Hugging Face processor makes of it, to the bit."""
 
 import functools
-import io
 import json
 import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
 from megatron.energon.errors import SkipSample
+from noisy_media import film, picture
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
@@ -86,23 +85,6 @@ TEXTS = [
 ]
 
 
-def picture(size, mode, format, options, seed=0):
-    """Smooth, so that resizing has something to round, and noisy."""
-    rng, (width, height) = np.random.default_rng(seed), size
-    noise = Image.fromarray(
-        rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 4), dtype=np.uint8), "RGBA"
-    )
-    rgba = np.array(noise.resize(size, Image.Resampling.BICUBIC)) ^ rng.integers(0, 4, (height, width, 4))
-    if mode == "I;16":
-        image = Image.fromarray((rgba[..., 0] * 257).astype(np.uint16))
-    else:
-        rgba = Image.fromarray(rgba.astype(np.uint8), "RGBA")
-        image = rgba if mode == "RGBA" else rgba.convert("RGB").convert(mode)
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
-
-
 @functools.cache
 def samples():
     """Each file alone, then 0 to 3 of them in up to 8 turns, beside one another too."""
@@ -125,19 +107,6 @@ def _samples():
         yield ChatMLSample(
             __key__=str(number), __restore_key__=(), conversation=json.dumps(turns), imgs=imgs or None
         )
-
-
-def film(size, count):
-    """An encoded file, 4 frames a second."""
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as target:
-        stream = target.add_stream("libx264", rate=4)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for seed in range(count):
-            rgb = decode_pixels(picture(size, "RGB", "PNG", {}, seed))
-            target.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
-        target.mux(stream.encode())
-    return out.getvalue()
 
 
 def clip(size, count):

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from megatron.energon import stateless
-from test_fast import film, picture
+from noisy_media import film, picture
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig

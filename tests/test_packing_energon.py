@@ -5,8 +5,8 @@ import re
 from collections import Counter
 
 import pytest
-import test_sources
 import torch
+import written_sources
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from pairs import pairs
 from sources import write_sharegpt
@@ -97,12 +97,12 @@ def test_text_documents_bring_no_image_into_a_row(dataset, encoder):
 def kinds(dataset, tmp_path_factory):
     """Datasets by kind, with the numbers of their samples."""
     folder, out = tmp_path_factory.mktemp("kinds"), {"records": (dataset, Counter(range(SAMPLES)))}
-    for write in (test_sources.documents, test_sources.in_lmdb):
+    for write in (written_sources.documents, written_sources.in_lmdb):
         (folder / write.__name__).mkdir()
         source = write(folder / write.__name__)["train_data_path"]
         target = folder / f"{write.__name__}_prepared"
         prepare_energon_dataset({"train": source}, target, samples_per_shard=5, workers=1, progress=False)
-        out[write.__name__] = target, test_sources.GOOD
+        out[write.__name__] = target, written_sources.GOOD
     blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
     for name, weight in (("records", 3), ("documents", 1)):
         blend += f"      - {{weight: {weight}, path: {out[name][0]}}}\n"
@@ -207,7 +207,7 @@ def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packi
         loader = get_loader(epoch)
         loader.pin_memory = False
         for batch in loader:
-            seen += test_sources.numbers_of([batch], processor)
+            seen += written_sources.numbers_of([batch], processor)
         close_loader(loader)
         encoder.drops.check(1.0)
         dropped.update(int(example["key"].split("-")[-1]) for example in encoder.drops.examples())

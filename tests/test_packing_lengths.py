@@ -1,6 +1,5 @@
 """What text and image headers predict of a sample's encoding is what the processor makes of it."""
 
-import io
 import json
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 from megatron.energon.errors import SkipSample
 from parity import OF_DATA
 from PIL import Image
+from sources import image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
@@ -36,12 +36,6 @@ def encoders(parts, seq_length=4096, **options):
     processor, needs = parts
     data = DataConfig(seq_length=seq_length, **options)
     return PackingVLMTaskEncoder(processor, data, needs), HFEncoderVLMTaskEncoder(processor, data, needs)
-
-
-def image(size, format="PNG", **options):
-    out = io.BytesIO()
-    Image.new("RGB", size, (10, 200, 30)).save(out, format, **options)
-    return out.getvalue()
 
 
 def sample(sizes, question="\n Which? ", turns=1, key="s"):

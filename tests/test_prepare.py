@@ -5,38 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 
 import datasets
 import pytest
-import yaml
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
+from prepared_shards import prepare, stored
 from programs import ROOT, run_program
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.shard_format import cook_record
-
-
-def prepare(source, output, **kwargs):
-    return prepare_energon_dataset(source, output, **({"workers": 1, "progress": False} | kwargs))
-
-
-def stored(output):
-    """split → key → {part: bytes}, read with tarfile alone."""
-    splits = yaml.safe_load((output / ".nv-meta/split.yaml").read_text())["split_parts"]
-    return {split: _samples([output / name for name in names]) for split, names in splits.items()}
-
-
-def _samples(shards):
-    samples = {}
-    for shard in shards:
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                key, _, part = member.name.partition(".")
-                samples.setdefault(key, {})[part] = tar.extractfile(member).read()
-    return samples
 
 
 def numbers(samples):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-import test_sources
+import written_sources
+from prepared_shards import prepare, stored
 from sources import write_sharegpt
-from test_prepare import prepare, stored
 
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig, RunConfig
@@ -31,25 +31,25 @@ def take(loader, count):
     return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
 
 
-@pytest.mark.parametrize("write", [s for s in test_sources.SOURCES if "streamed" not in s.__name__])
+@pytest.mark.parametrize("write", [s for s in written_sources.SOURCES if "streamed" not in s.__name__])
 def test_every_source_is_prepared_and_trains_the_same(tmp_path, write, processor, encoder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "source").mkdir()
     settings = write(tmp_path / "source")
     source = settings.pop("train_data_path")
     summary = prepare({"val": source} if source.is_file() else source, tmp_path / "out", **settings)
-    assert sum(summary.samples.values()) == len(test_sources.GOOD)
-    assert sum(summary.skipped.values()) == len(test_sources.BAD)
+    assert sum(summary.samples.values()) == len(written_sources.GOOD)
+    assert sum(summary.skipped.values()) == len(written_sources.BAD)
     if source.is_dir():
         return
     loader = EnergonProvider(
         DataConfig(train_data_path="", valid_data_path=str(tmp_path / "out"), num_workers=0)
     ).valid_loader(encoder, micro_batch_size=1, rank=0, world_size=1)
-    assert test_sources.numbers_of(loader, processor) == test_sources.GOOD
+    assert written_sources.numbers_of(loader, processor) == written_sources.GOOD
 
 
 def test_a_meta_file_is_prepared_in_its_shares(tmp_path):
-    settings = test_sources.write_meta(tmp_path, a={"sample_ratio": 0.4}, b={"sample_ratio": 1.5})
+    settings = written_sources.write_meta(tmp_path, a={"sample_ratio": 0.4}, b={"sample_ratio": 1.5})
     prepare({"train": settings["train_data_path"]}, tmp_path / "out")
     replies = [
         json.loads(parts["json"])["conversations"][1] for parts in stored(tmp_path / "out")["train"].values()
@@ -115,7 +115,7 @@ def train_loader(path, encoder, num_workers=0):
 
 def test_a_weighted_blend_draws_by_its_weights(blend, processor, encoder):
     loader = train_loader(blend / "blend.yaml", encoder)
-    numbers = test_sources.numbers_of([next(loader) for _ in range(400)], processor)
+    numbers = written_sources.numbers_of([next(loader) for _ in range(400)], processor)
     from_a = sum(count for number, count in numbers.items() if number < 20)
     assert 270 < from_a < 330  # 300 expected, standard deviation 8.7
     assert set(numbers) == set(range(40))

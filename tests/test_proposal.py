@@ -6,9 +6,8 @@ from pathlib import Path
 
 import programs
 import pytest
-from programs import run_program
+from programs import TYPED, ask, run_program
 from sources import write_sharegpt
-from test_cli import COMMAND, ask
 
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.proposing import memory_of_gpus, source_settings
@@ -120,7 +119,7 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     line += ["global_batch_size=4", "data.max_drop_share=1"]
     run.mkdir()
     (run / "recipe.yaml").write_text("# of a run that failed before its first step")
-    first = ask(*COMMAND, *line, "steps=2")  # which ends as Python does, with what libraries say then
+    first = ask(*TYPED, *line, "steps=2")  # which ends as Python does, with what libraries say then
     assert first.returncode == 0 and "nanobind" not in first.stderr, first.stderr
     assert "what was there is" in first.stdout and (run / "recipe.yaml.old").exists()
     assert from_yaml(first.stdout.partition("wrote ")[0]).train.steps == 2
@@ -144,11 +143,11 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     ],
 )
 def test_mistakes_are_told_at_once(arguments, message):
-    answer = ask(*COMMAND, "train", *arguments)
+    answer = ask(*TYPED, "train", *arguments)
     assert answer.returncode == 2 and message in answer.stderr
     assert len(answer.stderr.splitlines()) <= 2
 
 
 def test_ranks_of_torchrun_are_sent_to_a_file():
-    answer = ask(*COMMAND, "train", "--model", "m", "--data", "d", WORLD_SIZE="2", RANK="0")
+    answer = ask(*TYPED, "train", "--model", "m", "--data", "d", WORLD_SIZE="2", RANK="0")
     assert answer.returncode == 2 and "give it to torchrun's processes as --config FILE" in answer.stderr

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grey_media import steady
+from loaders import arguments_of
 from PIL import Image
-from test_videos import arguments_of, steady
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from logged_figures import figures
 from PIL import Image
 from programs import COMMAND, Job, run_program, start_ranks
-from test_whole_runs import figures
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset

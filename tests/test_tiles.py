@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from grey_media import frame_list, picture, sample, steady
 from megatron.energon.errors import SkipSample
 from PIL import Image
-from test_packing_lengths import image
-from test_videos import frame_list, picture, sample, steady
+from sources import image
 from transformers import AutoConfig, AutoProcessor, InternVLConfig
 
 from megatron_vlm.batch import IGNORE_INDEX

@@ -11,7 +11,7 @@ from pathlib import Path
 import hf_generate
 import pytest
 from PIL import Image
-from programs import run_anew, run_program
+from programs import OLDEST, run_anew, run_program
 
 from megatron_vlm.compose import composing
 from megatron_vlm.compose.classes import Choices
@@ -22,8 +22,6 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower
 
-# `make setup` puts the oldest supported version there, over the packages of the environment
-OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
 COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 # text settings of random models that say more than one token; 0.2 for all others
 VARIED = {"gemma3": {}, "gemma4": {"initializer_range": 0.05}}

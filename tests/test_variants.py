@@ -10,7 +10,7 @@ import adapter_parity
 import parity
 import pytest
 import torch
-from test_weights import check_equal, round_trips
+from weight_trips import check_equal, round_trips
 
 from megatron_vlm.models.families import load
 from megatron_vlm.models.family_parts.keys import section_for

@@ -1,27 +1,25 @@
 """Videos: which frames are taken and when they are shown, and what every family's encoder makes of them."""
 
-import io
 import json
 import multiprocessing
 import re
 import struct
 import tarfile
-from fractions import Fraction
 
-import av
 import datasets
 import numpy as np
 import pytest
 import torch
+from grey_media import SHADE, file, frame_list, picture, sample, steady
+from loaders import arguments_of
 from megatron.energon.errors import SkipSample
-from PIL import Image
 from programs import COMMAND, run_program
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
@@ -30,7 +28,6 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.shard_format import cook_record
-from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
@@ -38,38 +35,6 @@ from tiny.checkpoints import build_tiny_checkpoint
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
 FAMILIES += [pytest.param(name, marks=pytest.mark.long) for name in ("qwen2_vl", "glm46v")]
 EVERY = VideoRules(fps=100)  # all frames
-SHADE = 8  # frame i is grey 8 i
-
-
-def file(times, container="mp4", codec="libx264", size=(64, 48), gop=10):
-    """An encoded video whose frame i, shown at times[i] seconds, is grey of shade `SHADE` * i."""
-    out = io.BytesIO()
-    with av.open(out, "w", format=container) as target:
-        stream = target.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        stream.codec_context.gop_size = gop
-        stream.time_base = stream.codec_context.time_base = Fraction(1, 10 if container == "avi" else 1000)
-        for index, time in enumerate(times):
-            grey = np.full((size[1], size[0], 3), min(255, SHADE * index), np.uint8)
-            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
-            frame.pts, frame.time_base = round(time / stream.time_base), stream.time_base
-            target.mux(stream.encode(frame))
-        target.mux(stream.encode())
-    return out.getvalue()
-
-
-def steady(count, fps=10, **how):
-    return file([index / fps for index in range(count)], **how)
-
-
-def picture(index, format="JPEG", size=(64, 48)):
-    out = io.BytesIO()
-    Image.new("RGB", size, (SHADE * index,) * 3).save(out, format)
-    return out.getvalue()
-
-
-def frame_list(count):
-    return [picture(index) for index in range(count)]
 
 
 def shown(frames):
@@ -269,29 +234,9 @@ def arguments(family):
     return arguments_of(*family)
 
 
-def arguments_of(name, path):
-    parts = load(name)
-    return {
-        "processor": AutoProcessor.from_pretrained(path),
-        "needs": parts.data_needs(AutoConfig.from_pretrained(path)),
-    }
-
-
 def encoder_of(arguments, seq_length=2048, packing=False, fast=True, **settings):
     kind = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
     return kind(**arguments, data=DataConfig(seq_length=seq_length, **settings), fast=fast)
-
-
-def sample(videos=(), imgs=(), question=None, key="s0"):
-    question = question or "<image>" * len(imgs) + "<video>" * len(videos) + "What happens here?"
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A cat jumps."}]
-    return ChatMLSample(
-        __key__=key,
-        __restore_key__=(key,),
-        conversation=json.dumps(turns),
-        imgs=list(imgs) or None,
-        videos=list(videos) or None,
-    )
 
 
 def by_processor(encoder, conversation, videos):

@@ -18,6 +18,12 @@ from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 
+@pytest.fixture()
+def processor(tiny_gemma3):
+    """One of its own for each test: they change it."""
+    return AutoProcessor.from_pretrained(tiny_gemma3)
+
+
 def test_the_tokens_of_a_sound_checkpoint_need_no_words(processor):
     assert vocabulary_words(processor, len(processor.tokenizer)) == []
 

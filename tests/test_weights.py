@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from weight_trips import EXPERT_LAYOUTS, LAYOUTS, all_tensors, check_equal, check_tensors_equal, round_trips
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
@@ -24,8 +25,6 @@ from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
-LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
-LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
 EXACT = [
     (layout, family)
     for family in TINY_FAMILIES
@@ -67,7 +66,6 @@ ODD = {  # kind -> what differs in the text model
     "qwen3_vl_moe with odd vocabulary": {"vocab_size": 513},
 }
 EXACT += [("TP2", kind) for kind in ODD] + [("PP2", "gemma3 with odd vocabulary")]
-EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
 # how checkpoints hold experts, apart from what Transformers writes
 EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
@@ -84,36 +82,6 @@ def often(cells: list[tuple[str, str]]) -> list:
     others = tuple(family for family in TINY_FAMILIES if family not in ("gemma3", "qwen3_vl_moe"))
     long = {cell for cell in cells if cell[1].startswith(others) or cell[0] == "EP2·TP2"}
     return [pytest.param(*cell, marks=pytest.mark.long if cell in long else ()) for cell in cells]
-
-
-def round_trips(jobs: list[tuple[str, str, str]]) -> None:
-    """(layout, source, output) one after the other: import, export."""
-    from megatron_vlm.models import weights
-    from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.vlm import build_model
-    from megatron_vlm.parallel import setup
-
-    if not torch.distributed.is_initialized():
-        setup.init_distributed(ParallelConfig(), seed=1)
-    for name, source, output in jobs:
-        layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
-        setup.reset_layout(layout, seed=1)
-        opened = open_source(source)
-        hf_config, family = opened.hf_config, opened.family
-        run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
-        chunks = build_model(run, family, hf_config, setup.device())
-        weight_map = family.weight_map(hf_config)
-        weights.import_hf(chunks, source, weight_map)
-        weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
-
-
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        part = load_file(file)
-        assert not part.keys() & tensors.keys()
-        tensors |= part
-    return tensors
 
 
 class Sources(dict[str, Path]):
@@ -443,16 +411,6 @@ def test_exported_config_is_one_that_older_transformers_read(exports, sources):
     before, after = (c["vision_config"].pop("rope_parameters") for c in config.values())
     assert before == after | {"rope_type": "axial"}
     assert config[sources["mistral3"]] == config[exports["TP2", "mistral3"]]
-
-
-def check_equal(exported: Path, source: Path) -> None:
-    check_tensors_equal(all_tensors(exported), all_tensors(source))
-
-
-def check_tensors_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == theirs.keys() and len(mine) > 50
-    for key, tensor in theirs.items():
-        assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key
 
 
 def test_export_has_everything_but_weights_as_it_was(exports, sources):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-import test_sources as written
+import written_sources as written
+from logged_figures import figures
 from programs import COMMAND, run_program
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
-from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.recipes import load_recipe
 
@@ -31,13 +31,6 @@ SETTINGS = {
     "data.packing_buffer_size": 8,
 }
 KILLED_AFTER = (3, 5)  # while it evaluates, and while it trains
-OF_THE_MOMENT = (
-    "seconds",
-    "per_second",
-    "per_device",
-    "mfu",
-    "peak_memory_gb",
-)  # how names end that differ
 
 
 def energon(folder):
@@ -117,11 +110,6 @@ def train(config: Path, run_dir: Path, killed_after: int | None = None) -> list[
     done = run_program(COMMAND, *words, until=is_logged if killed_after else None)
     assert done.returncode == (-9 if killed_after else 0), done.stdout + done.stderr
     return done.stdout.splitlines()
-
-
-def figures(run_dir: Path) -> list[dict]:
-    rows = list(read_rows(run_dir / "metrics.jsonl"))
-    return [{name: row[name] for name in row if not name.endswith(OF_THE_MOMENT)} for row in rows]
 
 
 @pytest.mark.parametrize("source, packing, workers", list(cells()))
