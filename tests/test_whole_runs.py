@@ -79,8 +79,11 @@ def cells():
         packings = list(PACKINGS)[:2] if source in WITHOUT_LENGTHS else PACKINGS
         ways = list(product(packings, (2, 0)))
         for way in ways:
-            marks = pytest.mark.long if way == ways[number % len(ways)] else pytest.mark.soak
-            yield pytest.param(source, *way, marks=marks, id=f"{source.__name__}-{way[0]}-{way[1]}")
+            name = f"{source.__name__}-{way[0]}-{way[1]}"
+            if way == ways[number % len(ways)]:
+                once = KILLED_AFTER[number % 2 :][:1]
+                yield pytest.param(source, *way, once, marks=pytest.mark.long, id=name)
+            yield pytest.param(source, *way, KILLED_AFTER, marks=pytest.mark.soak, id=f"{name} twice")
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +115,10 @@ def train(config: Path, run_dir: Path, killed_after: int | None = None) -> list[
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("source, packing, workers", list(cells()))
-def test_a_killed_run_ends_as_if_nothing_had_happened(data, tiny_gemma3, tmp_path, source, packing, workers):
+@pytest.mark.parametrize("source, packing, workers, kills", list(cells()))
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    data, tiny_gemma3, tmp_path, source, packing, workers, kills
+):
     settings = data(source)
     kind = {"hf_path": str(tiny_gemma3), "train_data_path": "x", "run_dir": "x"}
     kind["dataset_type"] = "energon" if source.__name__.startswith("energon") else "hf"
@@ -126,7 +131,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(data, tiny_gemma3, tmp_pat
     (tmp_path / "config.yaml").write_text(to_yaml(config))
 
     lines = train(tmp_path / "config.yaml", tmp_path / "whole")
-    for step in KILLED_AFTER:
+    for step in kills:
         train(tmp_path / "config.yaml", tmp_path / "killed", step)
     again = train(tmp_path / "config.yaml", tmp_path / "killed")
     assert any(line.startswith("resumed after step ") for line in again)
