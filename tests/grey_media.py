@@ -1,7 +1,6 @@
 """Encoded images and films in shades of grey that say which frame is which, and samples that show them."""
 
 import io
-import json
 from fractions import Fraction
 
 import av
@@ -50,7 +49,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
     return ChatMLSample(
         __key__=key,
         __restore_key__=(key,),
-        conversation=json.dumps(turns),
+        conversation=turns,
         imgs=list(imgs) or None,
         videos=list(videos) or None,
     )

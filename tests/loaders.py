@@ -42,8 +42,7 @@ def open_loader(
 
 
 def arguments_of(name, path):
-    parts = load(name)
     return {
         "processor": AutoProcessor.from_pretrained(path),
-        "needs": parts.data_needs(AutoConfig.from_pretrained(path)),
+        "needs": load(name)(AutoConfig.from_pretrained(path)).data_needs,
     }

@@ -1,103 +1,61 @@
-"""The layers of docs/design/architecture.md hold, and nothing becomes too large."""
+"""The rooms of docs/design/rooms.toml hold, and nothing becomes too large."""
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "megatron_vlm"
-PAGE = ROOT / "docs" / "design" / "architecture.md"
+import rooms
+from rooms import SOURCE, modules, uses
+
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 33_230
-CORE_LINES = 6_570  # of what one reads to understand a run
+LINES = 33_071
+CORE_LINES = 6_600  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
-    *("data/records/records", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
+    *("data/records/normalise", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
     *("data/load/orders", "data/encode/encoder", "data/encode/document", "data/encode/chat_template"),
     *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
-    *("models/families/base", "models/family_parts/llama", "models/families/gemma3"),
+    *("models/description", "models/family_parts/llama", "models/families/gemma3"),
     *("models/weights/rules", "models/weights/importing", "models/weights/exporting"),
     *("parallel/setup", "parallel/layout"),
     *("training/step", "training/optimizer", "training/checkpoint", "training/evaluate"),
 ]
-ROWS = re.findall(r"^\| `([a-z_.]+)` \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-ROOMS = {name: re.findall(r"`([a-z_.]+)`", below) for name, below in ROWS}  # from the ground up
-# files of models/ that are no room of their own
-MODELS = {
-    **dict.fromkeys(
-        ("attention_sizes", "language_model", "pixels", "positions", "vision_parallel", "stream", "head"),
-        "models.parts",
-    ),
-    "schedule": "models.parts",
-    **dict.fromkeys(("vlm", "costs", "step_work"), "models.whole"),
-}
+ROOMS = rooms.read()  # from the ground up
 # at module level, and with them what they import; each line after what the lines above it imported
 WITHOUT = {
-    "torch": ["cli", "config", "commands.arguments", "recipes", "checks.settings", "run_folder", "supported"],
+    "torch": [
+        "cli",
+        "config",
+        "commands.arguments",
+        "recipes",
+        "config_rules.settings",
+        "checks.paths",
+        "run_folder",
+        "supported",
+    ],
     "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare.prepare"],
     # torch's compiler, which Megatron imports unless `parallel.cpu` is there first: half of a process's start
     "torch._inductor.compile_fx": ["train", "commands.runs", "commands.verify"],
 }
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """By dotted name inside the package."""
-    found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+def test_rooms_are_what_the_file_says():
+    """`python tools/rooms.py --write` mends this; what it writes is for a person to read."""
+    code = {name: sorted(below) for name, below in rooms.used_by_code(ROOMS).items()}
+    assert {name: about["uses"] for name, about in ROOMS.items()} == code
+    assert [name for name, about in ROOMS.items() if not about["what"]] == []
 
 
-@cache
-def uses(name: str) -> frozenset[str]:
-    """The modules of the package that one names in an import, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(modules()[name].read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_vlm"):
-            base = node.module.removeprefix("megatron_vlm").removeprefix(".")
-            for alias in node.names:
-                deeper = f"{base}.{alias.name}" if base else alias.name
-                found.add(deeper if deeper in modules() else base)
-    return frozenset(each for each in found if each) - {name}
-
-
-def room(name: str) -> str:
-    first, *rest = name.split(".")
-    if first == "models" and rest and rest[0] in MODELS:
-        return MODELS[rest[0]]
-    return ".".join([first, *rest[:1]]) if first in ("data", "models") else first
-
-
-def test_rooms_use_only_what_the_table_allows():
-    allowed = {name: {*below, name} for name, below in ROOMS.items()}
-    wrong = [
-        f"{name} uses {used}"
-        for name in modules()
-        for used in uses(name)
-        if room(name) not in ("", "data", "models") and room(used) not in allowed[room(name)]
-    ]
-    assert not wrong, wrong
-
-
-def test_the_table_goes_one_way_and_holds_what_is_so():
+def test_arrows_between_rooms_point_down():
     names = list(ROOMS)
-    for position, (name, below) in enumerate(ROOMS.items()):
-        assert not set(below) - set(names[:position]), f"{name} would use what stands above it"
-    used = {name: set() for name in names}
-    for name in modules():
-        if room(name) in used:
-            used[room(name)] |= {room(each) for each in uses(name)} - {room(name)}
-    assert {n: sorted(set(ROOMS[n]) - used[n]) for n in names if set(ROOMS[n]) - used[n]} == {}
+    for position, (name, about) in enumerate(ROOMS.items()):
+        assert not set(about["uses"]) - set(names[:position]), f"{name} would use what stands above it"
 
 
 def test_no_file_uses_itself_by_a_way_round():

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import (
     AdapterConfig,
     ConfigError,
@@ -19,6 +18,7 @@ from megatron_vlm.config import (
     ParallelConfig,
     RunConfig,
 )
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -45,8 +45,8 @@ def started(run: RunConfig, path: str):
     """(chunks, optimizer, scheduler, HF names of each parameter) in the layout that is set up."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf, parameters_by_part
     from megatron_vlm.models.weights.by_part import _trained_parameters
     from megatron_vlm.parallel import setup
@@ -55,11 +55,11 @@ def started(run: RunConfig, path: str):
 
     setup.reset_layout(run.parallel, seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, path, family.weight_map(hf_config))
-    ddp, rules = data_parallel(chunks, run), family.weight_map(hf_config).rules
-    own = parameters_by_part(ddp, run.optimizer.by_part, family.groups, rules)
+    description = describe(hf_config)
+    chunks = build_model(run, description, setup.device())
+    import_hf(chunks, path, description.weight_map)
+    ddp, rules = data_parallel(chunks, run), description.weight_map.rules
+    own = parameters_by_part(ddp, run.optimizer.by_part, description.groups, rules)
     return ddp, *build_optimizer(ddp, run, own=own), list(_trained_parameters(ddp, rules))
 
 
@@ -239,10 +239,10 @@ def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank
     [
         (
             {"optimizer.lr_by_part.tower": -1},
-            "optimizer.lr_by_part: tower has -1, which is no number from 0 on",
+            "optimizer.lr_by_part: tower: -1 is not more than 0",
         ),
-        ({"optimizer.lr_by_part.tower": "nan"}, "optimizer.lr_by_part: tower has nan"),
-        ({"optimizer.lr_by_part.tower": 0}, "tower has 0, which trains nothing; freeze it instead"),
+        ({"optimizer.lr_by_part.tower": "nan"}, "optimizer.lr_by_part: tower: nan is not a finite number"),
+        ({"optimizer.lr_by_part.tower": 0}, "tower: 0 is not more than 0"),
         (
             {"optimizer.lr_by_part.tower": 1, "model.freeze": "tower"},
             "tower is frozen by model.freeze; drop it",
@@ -265,6 +265,6 @@ def test_settings_of_parts_are_read_from_the_command_line_and_written_down():
     assert config.optimizer.lr_by_part == {"tower": 1e-6, r"a\.b": 2e-6}
     assert from_yaml(to_yaml(config)).optimizer == config.optimizer
     with pytest.raises(
-        ConfigError, match="optimizer.lr_by_part.tower: 'fast' does not fit; expected a number"
+        ConfigError, match="optimizer.lr_by_part: {'tower': 'fast'} does not fit; expected dict"
     ):
         apply_overrides(RunConfig(), ["optimizer.lr_by_part.tower=fast"])

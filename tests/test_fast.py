@@ -1,7 +1,6 @@
 """The fast path makes of a sample what the Hugging Face processor makes of it, to the bit."""
 
 import functools
-import json
 import random
 import re
 from dataclasses import replace
@@ -104,9 +103,7 @@ def _samples():
             turns.append({"role": "user", "content": question + rng.choice(TEXTS)})
             reply = rng.choice(TEXTS)  # empty ones only beside others: alone they are no reply
             turns.append({"role": "assistant", "content": reply if turns[1:] or reply.strip() else "A dog."})
-        yield ChatMLSample(
-            __key__=str(number), __restore_key__=(), conversation=json.dumps(turns), imgs=imgs or None
-        )
+        yield ChatMLSample(__key__=str(number), __restore_key__=(), conversation=turns, imgs=imgs or None)
 
 
 def clip(size, count):
@@ -152,7 +149,7 @@ def _videos_and_images(images_or_videos, of_one_length):
         yield ChatMLSample(
             __key__=f"video {number}",
             __restore_key__=(),
-            conversation=json.dumps(turns),
+            conversation=turns,
             imgs=imgs or None,
             videos=videos,
         )
@@ -179,7 +176,7 @@ def processor(request):
 
 
 def known_as(family, processor):
-    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {})))
+    needs = load(family)(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {}))).data_needs
     processor.needs = replace(needs, position_ids=count_up)
     return processor
 
@@ -416,7 +413,7 @@ def test_an_image_whose_square_would_fill_the_memory_is_counted():
     processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
     long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
     talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=[long, small])
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=[long, small])
     for encoder in encoders(processor):
         with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
             encoder.encode_sample(sample)
@@ -471,7 +468,7 @@ def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), DataConfig(), chat_template=template)
     assert "a question about an image is refused" in encoder.documents.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=None)
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=None)
     assert encoder.encode_sample(sample).loss_mask.any()
 
 
@@ -495,17 +492,17 @@ def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
 
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
-    processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
-    processor, parts = known_as(family, processor), load(family)
+    processor = known_as(family, AutoProcessor.from_pretrained(path))
+    description = load(family)(AutoConfig.from_pretrained(path))
     run = RunConfig(model=ModelConfig(dtype="bf16"))
-    [model] = build_model(run, parts, hf_config, setup.device(), processor)
-    import_hf([model], path, parts.weight_map(hf_config))
+    [model] = build_model(run, description, setup.device(), processor)
+    import_hf([model], path, description.weight_map)
     found = []
-    for encoder in encoders(processor, parts.data_needs(hf_config)):
+    for encoder in encoders(processor, description.data_needs):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))
@@ -566,6 +563,6 @@ def test_an_undecodable_image_is_counted(processor):
     turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
     for encoder in (fast, hf):
         with pytest.raises(SkipSample):
-            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=json.dumps(turns), imgs=[cut])
+            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=turns, imgs=[cut])
             encoder.encode_sample(sample)
     assert fast.drops.examples() == hf.drops.examples()

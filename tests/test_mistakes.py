@@ -1,6 +1,6 @@
 """Everyday mistakes: the last line says what is wrong, where and what to do, within two seconds of CPU time.
 
-`python tests/test_mistakes.py --write` makes each of them and writes docs/mistakes.md.
+`python tests/test_mistakes.py --write` makes each of them and writes reports/mistakes.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from machine import is_quick, processor_seconds
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "mistakes.md"
+PAGE = ROOT / "reports" / "mistakes.md"
 SECONDS = 2.0
 COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
@@ -863,7 +863,8 @@ def test_the_whole_command_takes_two_seconds(mistake, folder):
 
 
 def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
-    from megatron_vlm.checks.settings import validate, validate_paths
+    from megatron_vlm.checks.paths import validate_paths
+    from megatron_vlm.config_rules.settings import validate
     from megatron_vlm.recipes import compose
 
     monkeypatch.chdir(folder)
@@ -882,9 +883,10 @@ def write_page() -> None:
             lines.append(f"{row(mistake, output)}{seconds:.1f} |")
             print(lines[-1], flush=True)
     PAGE.write_text(
-        "# Mistakes and what is said of them\n\n"
-        "Each is found before torch or Megatron are imported. The seconds are processor time where this "
-        "page was\nwritten (`python tests/test_mistakes.py --write`); a test makes every one of them.\n\n"
+        "# Everyday mistakes and what is said of them\n\n"
+        "`python tests/test_mistakes.py --write` makes each mistake and writes its last line here. "
+        "`tests/test_mistakes.py` makes\nthem all again and compares. The seconds are processor time where "
+        "this report was written.\n\n"
         "| mistake | last line | seconds |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n",
         encoding="utf-8",
     )

@@ -1,7 +1,5 @@
 """What text and image headers predict of a sample's encoding is what the processor makes of it."""
 
-import json
-
 import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
@@ -27,7 +25,7 @@ ONE_AND_TWO = [[(56, 56)], [(56, 56), (56, 56)]]
 def parts(request, tmp_path_factory):
     """Processor and needs of a family."""
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
-    needs = load(request.param).data_needs(AutoConfig.from_pretrained(path))
+    needs = load(request.param)(AutoConfig.from_pretrained(path)).data_needs
     return AutoProcessor.from_pretrained(path), needs
 
 
@@ -45,7 +43,7 @@ def sample(sizes, question="\n Which? ", turns=1, key="s"):
     for turn in range(1, turns):
         talk += [{"role": "user", "content": f"And {turn}?"}, {"role": "assistant", "content": "Yes " * turn}]
     imgs = [image(size) for size in sizes]
-    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=json.dumps(talk), imgs=imgs)
+    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=talk, imgs=imgs)
 
 
 def samples():

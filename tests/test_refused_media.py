@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def sample(*sizes: tuple[int, int]) -> ChatMLSample:
         files.append(file.getvalue())
     turns = [{"role": "user", "content": "<image>" * len(sizes) + "Which?"}]
     turns.append({"role": "assistant", "content": "7"})
-    return ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(turns), imgs=files)
+    return ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files)
 
 
 def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorMixin, PretrainedConfig]:
@@ -56,7 +55,7 @@ def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorM
 def outcome(way: str, processor: ProcessorMixin, config: PretrainedConfig, given: ChatMLSample):
     """The encoded sample; or the reason why it was dropped, with its detail."""
     kind, fast = WAYS[way]
-    needs = load(config.model_type).data_needs(config)
+    needs = load(config.model_type)(config).data_needs
     encoder = kind(processor, DataConfig(seq_length=100_000), needs, fast=fast)
     try:
         return (

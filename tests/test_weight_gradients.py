@@ -55,7 +55,6 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], int]:
     from megatron_vlm.parallel import setup
     from megatron_vlm.train import starting_model
-    from megatron_vlm.training.step import forward_backward
 
     run = RunConfig(run_dir="none", parallel=ParallelConfig(tp=2), adapter=adapter or AdapterConfig())
     run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
@@ -63,14 +62,14 @@ def gradients(
     ddp = starting_model(run, open_source(path))
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    forward_backward(ddp, [parity.on_device(row) for row in case["rows"]])
+    parity.backward(ddp, [parity.on_device(row) for row in case["rows"]])
     trained = {name: p.main_grad for name, p in ddp[0].module.named_parameters() if p.requires_grad}
     return trained, len(ddp[0].module.language_model.decoder.layers)
 
 
 def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
-    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
     assert len(rows) == MICRO_BATCHES
     torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
     for rank in run_distributed(2, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):

@@ -18,7 +18,7 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     """(layout, source, output) one after the other: import, export."""
     from megatron_vlm.models import weights
     from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     if not torch.distributed.is_initialized():
@@ -26,11 +26,10 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
         setup.reset_layout(layout, seed=1)
-        opened = open_source(source)
-        hf_config, family = opened.hf_config, opened.family
+        description = open_source(source).description
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
-        chunks = build_model(run, family, hf_config, setup.device())
-        weight_map = family.weight_map(hf_config)
+        chunks = build_model(run, description, setup.device())
+        weight_map = description.weight_map
         weights.import_hf(chunks, source, weight_map)
         weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
 

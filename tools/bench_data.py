@@ -102,7 +102,7 @@ class Conversation:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": reply})
         turns[0]["content"] = "<image>" + turns[0]["content"]
-        return ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=[self.jpeg])
+        return ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=[self.jpeg])
 
 
 Work = Callable[[Conversation], Any]
@@ -211,7 +211,7 @@ def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 
 def encoder_of(family: str, processor: ProcessorMixin, fast: bool = True) -> HFEncoderVLMTaskEncoder:
-    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, {}))
+    needs = load(family)(TINY_FAMILIES[family].config(processor, {}, {})).data_needs
     return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=100_000), needs, fast=fast)
 
 

@@ -1,4 +1,4 @@
-"""Write the numbers of reports/ into README.md and docs/ as tables, each between its own marks.
+"""Write the numbers of reports/*.json into README.md, docs/ and reports/, each between its own marks.
 
 python tools/tables.py            take the summaries of runs/demo*, rewrite every table
 python tools/tables.py --check    exit 1 when a page does not show the numbers of its report
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -41,8 +42,9 @@ def parity(report: list[dict]) -> str:
         [layout, *(cell(["max_rel_grad"], family=name, layout=layout)[0] for name in families)]
         for layout in layouts
     )
+    tried = textwrap.fill(f"Inputs, as far as a family takes them: {'; '.join(inputs)}.", width=120)
     return (
-        f"{short}\n\nInputs, of those that a family takes: {'; '.join(inputs)}.\n\n"
+        f"{short}\n\n{tried}\n\n"
         f"Gradients by layout; an empty cell is a layout that the family does not have.\n\n"
         f"{markdown(('layout', *families), long)}"
     )
@@ -314,7 +316,7 @@ def rehearsal(report: list[dict]) -> str:
 # name of the marks -> (report, page, function)
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
-    "parity": ("parity.json", DOCS / "exactness.md", parity),
+    "parity": ("parity.json", REPORTS / "parity.md", parity),
     "demo": ("demo.json", DOCS / "demo.md", demo),
     "demo_rl": ("demo_rl.json", DOCS / "demo.md", demo_rl),
     "weights": ("bench_weights.json", DOCS / "weights.md", weights),
@@ -322,7 +324,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
-    "rehearsal": ("rehearsal.json", DOCS / "rehearsal.md", rehearsal),
+    "rehearsal": ("rehearsal.json", REPORTS / "rehearsal.md", rehearsal),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
 }
 

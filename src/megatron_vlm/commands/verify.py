@@ -16,8 +16,9 @@ from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.messages import printable
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
+from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import resolve
@@ -73,7 +74,7 @@ def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list
     if {checked.run_dir, source.run_dir} != {MISSING}:
         return []
     folders = [resolve(each.model.hf_path) for each in (checked, source)]
-    renames = family_for(load_config(folders[1])).renames
+    renames = describe(load_config(folders[1])).renames
     mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
     for key in theirs.files.keys() & mine.files.keys():
@@ -112,9 +113,8 @@ def _logits(config: RunConfig, prompt: Question) -> Tensor:
         return model(**inputs, use_cache=False).logits[0]
     config.model.dtype = "fp32"
     run = open_run(config)
-    for chunk in run.chunks:
-        chunk.eval()
     encoded = encode_prompt(*prompt, run.source.needs)
-    [logits] = logits_of(run.chunks, [batch_of([encoded])])
+    with in_evaluation(run.chunks):
+        [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

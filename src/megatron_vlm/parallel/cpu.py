@@ -1,7 +1,7 @@
 """Megatron-Core on a machine without CUDA: gloo, CPU tensors, no Transformer Engine, no Apex.
 
-Megatron-Core asks for CUDA by name in many places. `install()` answers them all here; these are the package's
-only changes to Megatron. `models`, `training` and `parallel.setup` call it when they are imported.
+Megatron-Core asks for CUDA by name in many places, and `install()` answers them all. `models`, `training` and
+`parallel.setup` call it on import. docs/design/architecture.md lists all changes to other packages.
 Checked against Megatron-Core 0.19 and torch 2.15.
 """
 
