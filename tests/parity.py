@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from pairs import covering, pairs_of
 from PIL import Image
+from places import ROOT
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
@@ -26,7 +27,7 @@ from megatron_vlm.data.media.naflex import without_padding
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
-REPORT = Path(__file__).parents[1] / "reports" / "parity.json"
+REPORT = ROOT / "reports" / "parity.json"
 
 # Worst cases measured over all families, layouts and inputs are in reports/parity.json.
 MAX_ABS_LOGITS, MAX_ABS_LOSS, MAX_REL_GRAD = 1e-4, 1e-5, 1e-4

@@ -20,10 +20,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.distributed as dist
+from places import ROOT
 
 from tiny.distributed import IMPORTED_ONCE, rank_environment
 
-ROOT = Path(__file__).parent.parent
 COMMAND = ROOT / "src/megatron_vlm/cli.py"
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import policy_in_ranks
 import torch
+from places import ROOT
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.rl import losses
 
-ROOT = Path(__file__).parents[1]
 FILES = {
     "skyrl_worker.PolicyWorker": (
         "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from places import CONFIGS, ROOT
 from transformers import PretrainedConfig
 
 from megatron_vlm.config import fewest_processes
@@ -16,13 +16,12 @@ from megatron_vlm.recipes import compose
 from megatron_vlm.recipes.published import SIZES
 
 WORST = 0.1  # between the planned and the rehearsed
-ROOT = Path(__file__).parent.parent
 LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]
 
 
 def of_layers(count: int, model: str) -> PretrainedConfig:
     """The published config, cut to its first layers, as is Gemma3's tower."""
-    hf_config = load_config(ROOT / f"tests/hf_configs/{model}.json")
+    hf_config = load_config(CONFIGS / f"{model}.json")
     if model.startswith("gemma3"):
         hf_config.vision_config.num_hidden_layers = count
     text = hf_config.text_config
@@ -81,7 +80,7 @@ def test_activations_without_recomputation_are_those_of_the_rehearsal(recipe, se
 
 def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
     rows = json.loads((ROOT / "reports/rehearsal_lora.json").read_text(encoding="utf-8"))
-    models = {config.stem for config in (ROOT / "tests/hf_configs").glob("*.json")}
+    models = {config.stem for config in CONFIGS.glob("*.json")}
     for trained in ("lora", "full"):
         assert {row["model"] for row in rows if row["trained"] == trained} == models
     wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import failing_ranks
 import policy_in_ranks
 import pytest
 import torch
+from places import TESTS
 
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
-TESTS = Path(__file__).parent
 SECONDS = 250  # with all imports, on a machine that is busy; gloo would wait for 1800
 WORDS = f"OutOfMemoryError: {failing_ranks.OUT_OF_MEMORY}"
 

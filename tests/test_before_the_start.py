@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from places import CONFIGS
 from programs import COMMAND, run_program
 from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
@@ -29,7 +30,6 @@ from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.overrides import apply_overrides
 
-CONFIGS = Path(__file__).parent / "hf_configs"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
 

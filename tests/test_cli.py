@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from machine import is_quick, processor_seconds
+from places import ROOT
 from programs import TYPED, ask
 
 from megatron_vlm.overrides import from_yaml
 
-ROOT = Path(__file__).parent.parent
 RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
 QUICK_SECONDS = 1.0  # 0.6 measured
 

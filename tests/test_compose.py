@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from places import CONFIGS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sources import write_sharegpt
@@ -480,7 +481,7 @@ def test_dry_run_prints_the_tokens_and_writes_nothing(parts, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["siglip2_llama31_8b", "siglip2_qwen3_4b"])
 def test_recipes_are_for_what_compose_writes(name, tmp_path):
     """Of the published models; the tokens of Llama are reserved ones."""
-    published = json.loads((Path(__file__).parent / f"hf_configs/{name}.json").read_text())
+    published = json.loads((CONFIGS / f"{name}.json").read_text())
     tower, language = (Part(tmp_path, published[half]) for half in ("vision_config", "text_config"))
     changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
     rest = (changes, published["image_token_id"], published["dtype"], Choices())

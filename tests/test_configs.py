@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import config_fields
 import odd_configs
 import pytest
 from config_changes import (
@@ -69,7 +70,7 @@ def fields(overlay: Path | None, folders: list[Path]) -> dict[str, Any]:
     paths = [str(overlay) if overlay else None, *sys.path]
     program = run_program if overlay is None else run_anew
     done = program(
-        Path(__file__).with_name("config_fields.py"),
+        Path(config_fields.__file__),
         *folders,
         timeout=600,
         PYTHONPATH=os.pathsep.join(filter(None, paths)),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from parity import OF_DATA
 from PIL import Image
+from places import ROOT
 from programs import run_program
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
@@ -25,8 +26,6 @@ from megatron_vlm.data.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
-
-ROOT = Path(__file__).parent.parent
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}
 

@@ -4,7 +4,6 @@ import functools
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from megatron.energon.errors import SkipSample
 from noisy_media import film, picture
 from PIL import Image
+from places import ROOT
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.llava.image_processing_llava import LlavaImageProcessor
@@ -384,7 +384,7 @@ def test_a_processor_with_an_image_processor_that_is_not_known():
 
 
 def test_every_known_processor_is_named_on_the_page():
-    page = (Path(__file__).parent.parent / "docs" / "data-speed.md").read_text()
+    page = (ROOT / "docs" / "data-speed.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
     named = {(name, images) for names, images in rows for name in re.findall(r"`(\w+)`", names)}
     assert named == set(KNOWN)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from places import TESTS
 from programs import run_program
 
 from megatron_vlm.data.drops import TooManyDrops
@@ -20,7 +21,6 @@ from megatron_vlm.job.last_words import last_words
 from megatron_vlm.job.reasons import named
 from megatron_vlm.job.watchdog import describe
 
-TESTS = Path(__file__).parent
 AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
 FROM_CHECKPOINT = "Start again to go on from the last checkpoint."

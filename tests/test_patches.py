@@ -6,11 +6,12 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+
+from places import ROOT
 
 from rooms import modules
 
-PAGE = Path(__file__).parent.parent / "docs" / "design" / "architecture.md"
+PAGE = ROOT / "docs" / "design" / "architecture.md"
 OURS = {"megatron_vlm", *sys.stdlib_module_names} - {"multiprocessing"}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from places import CONFIGS
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
@@ -22,7 +22,6 @@ from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.recipes import load_recipe
 from tiny.distributed import run_distributed
 
-CONFIGS = Path(__file__).parent / "hf_configs"
 WORST_MEMORY = 0.1  # between a layer's estimated and its really saved bytes; measured below 0.06
 DENSE = {
     "num_layers": 2,

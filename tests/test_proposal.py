@@ -2,10 +2,10 @@
 
 import functools
 import json
-from pathlib import Path
 
 import programs
 import pytest
+from places import CONFIGS
 from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
@@ -17,7 +17,6 @@ from megatron_vlm.overrides import from_yaml
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.proposal import LR_OF_ADAPTERS, Proposal, propose
 
-CONFIGS = Path(__file__).parent / "hf_configs"
 H100 = 80 * 10**9
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
+from places import CONFIGS
 
 from tiny.distributed import run_distributed
 
-CONFIGS = Path(__file__).parent / "hf_configs"
 PARAMETERS = {  # of the published models, tied output weights counted once
     "gemma3_vl_4b": 4_300_079_472,
     "gemma3_vl_12b": 12_187_325_040,

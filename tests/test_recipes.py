@@ -1,14 +1,13 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from megatron_vlm.config import ConfigError, fewest_processes
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
 
-ROOT = Path(__file__).parent.parent
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 

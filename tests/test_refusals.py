@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.supported import SUPPORTED, config_file, read_config, refuse, resolve
 
-ROOT = Path(__file__).resolve().parent.parent
 QWEN = {"model_type": "qwen2_5_vl", "vision_config": {}}
 SUPPORTED_TEXT = f"supported are {', '.join(sorted(SUPPORTED))}, with their vision towers."
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('was_run').touch()\nclass C: ...\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from parity import RENAMED
+from places import CONFIGS, ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.cli import app
@@ -21,8 +21,6 @@ from tiny.distributed import run_distributed
 
 WORST_MEMORY = 0.01  # between the rehearsed and the measured peak
 WORST_PLAN = 0.1  # between the planned and the rehearsed
-ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "tests" / "hf_configs"
 LAYOUTS = {
     "dp 2": ParallelConfig(),
     "tp 2": ParallelConfig(tp=2),

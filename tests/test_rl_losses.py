@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from torch import Tensor
 
 from megatron_vlm.rl import losses
@@ -366,7 +366,7 @@ def test_errors_name_what_is_wrong(case):
 
 
 def test_the_examples_of_the_page_run():
-    page = (Path(__file__).parent.parent / "docs" / "rl.md").read_text()
+    page = (ROOT / "docs" / "rl.md").read_text()
     page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)  # these need a checkpoint
     code = [line[4:] for line in page.splitlines() if line.startswith("    ") or not line]
     assert sum(bool(line) for line in code) > 20

@@ -7,7 +7,6 @@ import lzma
 import pickle
 import tarfile
 import zipfile
-from pathlib import Path
 
 import av
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from places import ROOT
 from safetensors.numpy import save
 
 from megatron_vlm.signatures import SIGNATURES, what_file, what_is
@@ -143,7 +143,7 @@ def test_text_in_utf_8_is_no_signature(text):
 
 
 def test_sources_of_this_package_are_text():
-    for file in Path(__file__).parent.parent.joinpath("src").rglob("*.py"):
+    for file in (ROOT / "src").rglob("*.py"):
         assert not file.stat().st_size or what_file(file) is None, file
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from loaders import encoder_of, open_loader
 from pairs import pairs
+from places import ROOT
 from sources import image_bytes, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 from written_sources import (
@@ -284,7 +284,7 @@ def test_plain_columns_become_turns(stored, turns):
 
 
 def test_the_records_that_the_documentation_shows_are_read():
-    page = (Path(__file__).parent.parent / "docs/data.md").read_text()
+    page = (ROOT / "docs/data.md").read_text()
     shown = page.partition("## Records")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     shown, decoder, records = re.sub(" # .*", "", shown).strip(), json.JSONDecoder(), []
     while shown:

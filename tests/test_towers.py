@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from parity import OF_DATA
+from places import CONFIGS
 from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs
@@ -21,7 +20,6 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.recipes.published import SIZES
 from tiny.checkpoints import build_tiny_checkpoint
 
-CONFIGS = Path(__file__).parent / "hf_configs"
 # the first size of each family
 REAL = {family: sizes[0].name for family, sizes in SIZES.items()}
 
