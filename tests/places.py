@@ -3,5 +3,6 @@
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 CONFIGS = TESTS / "hf_configs"  # config.json of published checkpoints

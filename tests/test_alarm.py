@@ -10,7 +10,7 @@ import failing_ranks
 import policy_in_ranks
 import pytest
 import torch
-from places import TESTS
+from places import HELPERS, ROOT
 
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -66,7 +66,7 @@ def test_a_loop_of_a_users_own_ends_with_the_reason(given, tmp_path, catches):
     """As torchrun starts it, whether or not the caller catches the error."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words = [*launcher, "-m", "own_loop", *given, tmp_path / "run", catches]
-    places = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    places = [str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1

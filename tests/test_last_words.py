@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from places import TESTS
+from places import HELPERS
 from programs import run_program
 
 from megatron_vlm.data.drops import TooManyDrops
@@ -98,13 +98,15 @@ LONG_CASES = [
 def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str]:
     """(exit code, all that was printed) of a job in which this happens."""
     words = [run_dir, fault, "--hang-seconds", HANG, *(["--alone", "--rank", 0] if ranks == 1 else [])]
-    environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     if launcher:
         command, environment = [sys.executable, *launcher, "-m", "small_job"], os.environ | environment
         options = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
         done = subprocess.run([*command, *map(str, words)], **options)
     else:  # of two ranks, torchrun starts both from nothing
-        done = run_program(TESTS / "small_job.py", *words, timeout=280, **environment)
+        done = run_program(HELPERS / "small_job.py", *words, timeout=280, **environment)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import hf_generate
 import pytest
 from PIL import Image
+from places import TESTS
 from programs import OLDEST, run_anew, run_program
 
 from megatron_vlm.compose import composing
@@ -149,7 +150,7 @@ def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_
 def test_the_fast_path_equals_the_oldest_processors_too():
     """`test_fast.py` checks the newest."""
     paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]
-    chosen = ["-k", "everything", str(Path(__file__).with_name("test_fast.py"))]
+    chosen = ["-k", "everything", str(next(TESTS.rglob("test_fast.py")))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen],
         capture_output=True,
