@@ -75,7 +75,8 @@ def write(config: pytest.Config) -> None:
     """If it is asked for, and where the reports of all workers come together."""
     if os.environ.get("WRITE_COSTS") and not hasattr(config, "workerinput"):
         costs, selected = json.loads(FILE.read_text()), config.option.markexpr
-        known = {name: old for name, old in costs.get(selected, {}).items() if FILE.with_name(name).exists()}
+        files = {file.name for file in FILE.parent.rglob("test_*.py")}
+        known = {name: old for name, old in costs.get(selected, {}).items() if name in files}
         found = known | {name: round(seconds, 1) for name, seconds in _seconds.items()}
         costs[selected] = dict(sorted(found.items(), key=lambda each: -each[1]))
         FILE.write_text(json.dumps(costs, indent=1) + "\n")
