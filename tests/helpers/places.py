@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent.parent
 HELPERS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 CONFIGS = TESTS / "hf_configs"  # config.json of published checkpoints
