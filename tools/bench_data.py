@@ -59,9 +59,10 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.known import known_of
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import RESAMPLE
+from megatron_vlm.data.kinds.tiles import Tiles
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.media.patches import RESAMPLE
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 
@@ -170,15 +171,15 @@ def fastest_codec() -> str:
 
 
 def floor(family: str, processor: ProcessorMixin, codec: str) -> Work:
-    decode, known, images = codecs()[codec], known_of(processor), processor.image_processor
+    decode, kind, images = codecs()[codec], kind_of(processor), processor.image_processor
     scale = 1 / (255 * torch.tensor(images.image_std))
     shift = -torch.tensor(images.image_mean) / torch.tensor(images.image_std)
 
     def sized(pixels: torch.Tensor) -> torch.Tensor:
         """Colours last."""
-        if known.target is None:  # the tiles are as many images in one size
-            return known.tensors(processor, pixels.numpy(), True)["pixel_values"].flatten(0, 1)
-        size = list(known.target(processor, *pixels.shape[:2]))
+        if isinstance(kind, Tiles):  # as many images in one size
+            return kind.tensors(pixels.numpy(), alone=True)["pixel_values"].flatten(0, 1)
+        size = list(kind.target(*pixels.shape[:2]))
         resample = RESAMPLE[int(images.resample)]
         return tv.resize(pixels.permute(2, 0, 1), size, resample, antialias=True).permute(1, 2, 0)
 

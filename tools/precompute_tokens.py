@@ -29,10 +29,10 @@ def main(
     """Measure the training samples of a run."""
     from megatron_vlm.data.load.hf import HFProvider
     from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
-    from megatron_vlm.data.preferences.pairs import with_pairs
     from megatron_vlm.data.run_data import train_encoder
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_processor
+    from megatron_vlm.objectives import objective_of
 
     run = compose(recipe, config, settings or ())
     data = run.data
@@ -44,7 +44,8 @@ def main(
     path = run.model.hf_path
     hf_config = load_config(path)
     needs = describe(hf_config).data_needs
-    encoder = with_pairs(train_encoder(data, load_processor(path), needs), run)
+    encoder = train_encoder(data, load_processor(path), needs)
+    encoder.documents = objective_of(run).sample_encoder(encoder.documents, data)
     rows = HFProvider(data).train_rows(encoder)
     place = {"rank": int(number) - 1, "world_size": int(parts)}
     tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, **place)

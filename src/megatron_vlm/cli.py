@@ -235,8 +235,9 @@ def replay(
 
     from megatron_vlm.preview.measures import replay_page
 
-    write_whole(output, replay_page(config, step, logged))
-    typer.echo(f"wrote {output}")
+    shown, changed = replay_page(config, step, logged)
+    write_whole(output, shown)
+    typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
 
 
 @app.command(context_settings=WHOLE_LINE)

@@ -199,8 +199,7 @@ class TrainConfig:
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
     # if no rank makes progress for this time, the job ends and writes all stacks
     hang_seconds: Seconds = 480.0
-    # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
-    objective: Literal["tokens", "dpo"] = "tokens"
+    objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 
 

@@ -44,6 +44,7 @@ class Feed:
     """
 
     def __init__(self, config: RunConfig, source: Source, saved: Saved):
+        watchdog.beat("opening the data")
         self._config, self._train = config, config.train
         self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
         # without workers, encoding would disturb the process's generators in the middle of a step
@@ -83,6 +84,7 @@ class Feed:
 
     def resume(self, resumed: CheckpointState | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
+        watchdog.beat("finding the place in the data")
         if self._data:
             self._started(partial(self._begin, resumed))()
 
@@ -96,6 +98,7 @@ class Feed:
     @record_function("data")
     def train(self, step: int) -> list[Batch]:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
+        watchdog.beat(f"waiting for the data of step {step}")
         take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
         coming = self._coming or self._started(take)
         micro_batches, self._coming = coming(), None
@@ -127,6 +130,8 @@ class Feed:
 
     def words(self) -> Iterator[str]:
         """What a user should know of the data before the first step."""
+        if self._begun[0] and self._config.data.restart:
+            yield "data.restart: the data begins again from here"
         if self._data and self._data.why_hf_processor:
             yield (
                 "data: the Hugging Face processor encodes every sample, slower: "

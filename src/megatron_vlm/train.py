@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from torch.nn import Module
 
@@ -16,17 +18,33 @@ from megatron_vlm.models.adapters import words_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights import parameters_by_part
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
-from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
+from megatron_vlm.training.losses.tokens import StepLoss
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
 from megatron_vlm.training.profile import Profile
 from megatron_vlm.training.step import train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on one rank, when all is there that its steps need."""
+
+    config: RunConfig
+    source: Source
+    feed: Feed
+    model: list[Module]
+    optimizer: Any  # Megatron's, like the scheduler
+    scheduler: Any
+    step_loss: StepLoss
+    figures: StepFigures
+    log: RunLogger
 
 
 def train(config: RunConfig, profile_steps: int = 0) -> None:
@@ -38,54 +56,35 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     saved = checkpoint.saved(config.run_dir)
-    given, config = config, setup.on_first_rank(begun, config)
+    asked_for = config
+    config = setup.on_first_rank(begun, asked_for)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied)
-    watchdog.beat("opening the data")
     feed = Feed(config, source, saved)
     milestones = feed.milestones
     model = starting_model(config, source)
-    step_loss, logged = objective_of(config, model)
-    described = source.description
-    own = parameters_by_part(model, config.optimizer.by_part, described.groups, described.rules)
-    optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
-    watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
-    resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
-    figures = StepFigures(config, described, model, feed.sources, logged)
-    watchdog.beat("finding the place in the data")
-    feed.resume(resumed)
+    step_loss = objective_of(config).step_loss(config, model)
+    description = source.description
+    parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
+    optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
     first = saved.step + 1
-    log = RunLogger(config.run_dir, given, milestones.steps, first, setup.is_first_rank(), saved.extra)
-    for message in opening_words(config, source, feed, resumed):
+    resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
+    feed.resume(resumed)
+    figures = StepFigures(config, description, model, feed.sources)
+    is_first_rank = setup.is_first_rank()
+    log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
+    messages = resumed.words() if resumed else ()
+    for message in chain(messages, words_of_start(config), feed.words(), exports.words(config, source)):
         log.message(message)
+    run = Run(config, source, feed, model, optimizer, scheduler, step_loss, figures, log)
     with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
-            began, rates = time.monotonic(), learning_rates(scheduler)
-            watchdog.beat(f"waiting for the data of step {step}")
-            micro_batches = feed.train(step)
-            waited = time.monotonic() - began
-            watchdog.beat(f"training step {step}")
-            with feed.naming_samples(step, micro_batches):
-                given = micro_batches, figures, milestones.goes_on_after(step), step_loss
-                loss, tokens, grad_norm = train_step(model, optimizer, scheduler, *given)
-            watchdog.beat(step=step)
-            seconds = time.monotonic() - began
-            numbers = (loss, rates.pop("lr"), grad_norm, tokens, seconds, feed.dropped_everywhere())
-            log.log_step(step, *numbers, figures.of_step(seconds, waited) | feed.epoch_after(step) | rates)
+            train_and_log(run, step)
             profile.step()
-            extra = {**log.totals, "rows": feed.rows_after(step)}
-            if milestones.evaluates_after(step):
-                watchdog.beat(f"evaluating after step {step}")
-                given = feed.valid(), config.train.eval_steps, feed.valid_sources, step_loss, logged
-                extra["valid_loss"], by_source = validation_loss(model, *given)
-                log.log_eval(step, extra["valid_loss"], by_source)
+            valid_loss = evaluate(run, step) if milestones.evaluates_after(step) else None
             if milestones.saves_after(step):
-                extra["dropped"] = feed.dropped_by_reason()
-                watchdog.beat(f"saving step {step} in {config.run_dir}", files=True)
-                kept = feed.state(), config.train.keep_checkpoints, extra, config.train.keep_best
-                checkpoint.save(config.run_dir, step, model, optimizer, scheduler, *kept)
-                log.save()
+                save(run, step, valid_loss)
             if milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
         if dropped := feed.dropped_by_reason():
@@ -97,19 +96,67 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
-    resumes = checkpoint.exists(config.run_dir) and config.train.objective == "tokens"  # dpo needs the start
+    # what compares with the starting weights needs them also when it resumes
+    resumes = checkpoint.exists(config.run_dir) and not objective_of(config).reference_passes
     chunks = open_model(config, source, resumes, run_dir=config.run_dir)
     return data_parallel(chunks, config)
 
 
-def opening_words(
-    config: RunConfig, source: Source, feed: Feed, resumed: checkpoint.CheckpointState | None
-) -> Iterator[str]:
-    """What a user should know before the first step."""
-    if resumed:
-        yield from resumed.words()
-        if config.data.restart:
-            yield "data.restart: the data begins again from here"
-    yield from words_of_start(config)
-    yield from feed.words()
-    yield from exports.words(config, source)
+def train_and_log(run: Run, step: int) -> None:
+    """One optimizer step with the next global batch."""
+    began = time.monotonic()
+    rates_of_parts = learning_rates(run.scheduler)
+    lr = rates_of_parts.pop("lr")
+    micro_batches = run.feed.train(step)
+    waited = time.monotonic() - began
+    watchdog.beat(f"training step {step}")
+    with run.feed.naming_samples(step, micro_batches):
+        loss, tokens, grad_norm = train_step(
+            run.model,
+            run.optimizer,
+            run.scheduler,
+            micro_batches,
+            step_loss=run.step_loss,
+            figures=run.figures,
+            goes_on=run.feed.milestones.goes_on_after(step),
+        )
+    watchdog.beat(step=step)
+    seconds = time.monotonic() - began
+    run.log.log_step(
+        step,
+        loss=loss,
+        lr=lr,
+        grad_norm=grad_norm,
+        trained_tokens=tokens,
+        seconds=seconds,
+        dropped=run.feed.dropped_everywhere(),
+        figures=run.figures.of_step(seconds, waited) | run.feed.epoch_after(step) | rates_of_parts,
+    )
+
+
+def evaluate(run: Run, step: int) -> float | None:
+    """The validation loss after a step, which is logged."""
+    watchdog.beat(f"evaluating after step {step}")
+    loss, figures = validation_loss(
+        run.config, run.model, run.step_loss, take=run.feed.valid(), sources=run.feed.valid_sources
+    )
+    run.log.log_eval(step, loss, figures)
+    return loss
+
+
+def save(run: Run, step: int, valid_loss: float | None) -> None:
+    """Write a checkpoint of a step, and the pictures of the run so far."""
+    extra = {**run.log.totals, "rows": run.feed.rows_after(step), "valid_loss": valid_loss}
+    extra["dropped"] = run.feed.dropped_by_reason()
+    checkpoint.save(
+        run.config.run_dir,
+        step,
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        loader_state=run.feed.state(),
+        keep=run.config.train.keep_checkpoints,
+        extra=extra,
+        keep_best=run.config.train.keep_best,
+    )
+    run.log.save()

@@ -12,13 +12,13 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 33_071
+LINES = 33273
 CORE_LINES = 6_600  # of what one reads to understand a run
 CORE = [
     *("train", "feed", "batch", "config", "data/run_data", "data/chatml", "data/media/images"),
     *("data/records/normalise", "data/records/tables", "data/load/base", "data/load/hf", "data/load/rows"),
     *("data/load/orders", "data/encode/encoder", "data/encode/document", "data/encode/chat_template"),
-    *("data/encode/text", "data/encode/marks", "data/encode/sizes", "data/encode/known"),
+    *("data/encode/text", "data/encode/processing", "data/kinds/base", "data/kinds/one_size"),
     *("models/hf", "models/vlm", "models/language_model", "models/positions", "models/pixels"),
     *("models/layers/attention", "models/layers/rotary", "models/layers/norms"),
     *("models/description", "models/family_parts/llama", "models/families/gemma3"),
@@ -113,7 +113,7 @@ def test_the_package_grows_only_on_purpose():
 
 def test_the_core_path_is_an_afternoons_reading():
     assert sum(lines_of(modules()[name.replace("/", ".")]) for name in CORE) <= CORE_LINES
-    assert lines_of(modules()["train"]) <= 120
+    assert lines_of(modules()["train"]) <= 170
 
 
 def lines_of(path: Path) -> int:

@@ -31,8 +31,8 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.work.step_work import StepWork
+    from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
-    from megatron_vlm.rl.preferences import objective_of
     from megatron_vlm.training import gradients
 
     setup.init_distributed(ParallelConfig(), seed=1)
@@ -43,7 +43,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
         chunks = build_model(run, description, setup.device())
         ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
         run.train.objective = "dpo" if again else "tokens"
-        step_loss, _ = objective_of(run, ddp)
+        step_loss = objective_of(run).step_loss(run, ddp)
         counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
         with counter:
             step_loss(ddp, [batch])
@@ -116,6 +116,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import evaluate, gradients, step
+    from megatron_vlm.training.losses.tokens import token_losses
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(), seed=1)
@@ -132,7 +133,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
         left = iter(mine)
         take = lambda count, left=left: list(islice(left, count))  # noqa: E731
-        _, valid = evaluate.validation_loss(ddp, take, sources=SOURCES)  # not counted in the step
+        _, valid = evaluate.validation_loss(run, ddp, token_losses, take, SOURCES)  # not counted in the step
         step.train_step(ddp, *build_optimizer(ddp, run), mine, figures)
         found[name] = figures.of_step(seconds=2.0, data_seconds=0.5)
         found[name] |= {f"valid_{figure}": number for figure, number in valid.items()}

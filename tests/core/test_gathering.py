@@ -68,7 +68,8 @@ def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = No
 def trained(config: RunConfig, case: dict, goes_on: bool) -> dict[str, Any]:
     """Losses of the steps, before the last that of a forward pass alone, and a digest of what came out.
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
-    from megatron_vlm.training.step import mean_loss, token_losses, train_step
+    from megatron_vlm.training.losses.tokens import token_losses
+    from megatron_vlm.training.step import mean_loss, train_step
 
     run, found = Run(config), {"losses": [], "on their way": 0}
     groups = [each for chunk in run.model for each in chunk.bucket_groups]

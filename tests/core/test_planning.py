@@ -79,6 +79,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
     from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
+    from megatron_vlm.models.layers.kernel_checks import attention_backends
     from megatron_vlm.models.layers.rotary import Rotary
     from megatron_vlm.models.stream import StreamLayout
     from megatron_vlm.parallel import setup
@@ -105,6 +106,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
             run = RunConfig()
             run.model.load_weights = False
             config = language_model_config(run, cut, (layers, 0, 0))
+            config.attention_backends = attention_backends(config, run.model, torch.device("cpu"))
             model = LanguageModel(config, Rotary([(torch.ones(8), 1.0)]), True, True, None)
             weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
             kept: list[torch.Tensor] = []

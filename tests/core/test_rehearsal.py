@@ -83,10 +83,10 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.config import derived
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.rehearsal import example_batch
     from megatron_vlm.planning.tensor_memory import TensorMemory
-    from megatron_vlm.rl.preferences import objective_of
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
     from megatron_vlm.training.step import train_step
@@ -96,7 +96,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
         model = data_parallel(build_model(run, description, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
-        step_loss, _ = objective_of(run, model)
+        step_loss = objective_of(run).step_loss(run, model)
         held, peaks = memory.alive, []
         batches = [example_batch(run, description, device)] * derived(run, 2)["micro_batches_per_step"]
         for _ in range(6):  # threads of gloo may keep what they were given for a while

@@ -59,8 +59,8 @@ CHOICES = [key for key, hint in setting_types().items() if get_origin(hint) is L
 def test_every_setting_has_a_rule_unless_it_is_a_switch():
     """A new setting without a rule fails here."""
     without = {key for key, hint in setting_types().items() if set(bare(hint)) - {bool, type(None)}}
-    assert without == set()
-    assert len(numbers()) > 40 and len(CHOICES) == 9
+    assert without == {"train.objective"}  # its rule is the registry, `objectives.OBJECTIVES`
+    assert len(numbers()) > 40 and len(CHOICES) == 8
     validate(apply_overrides(RunConfig(), GOOD))
 
 

@@ -22,8 +22,9 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.known import KNOWN, why_unknown
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
+from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -383,6 +384,16 @@ def test_a_processor_with_an_image_processor_that_is_not_known():
     )
 
 
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_processor_of_another_name_is_of_the_kind_that_its_settings_show(family):
+    parts = TINY_FAMILIES[family]
+    processor = parts.processor(default_corpus(100), parts.template)
+    known = type(kind_of(processor))
+    assert known.sign and why_unknown(processor) is None
+    processor.__class__ = type("Another", (type(processor),), {})
+    assert issubclass(known, type(kind_of(processor))) and "not one of the known" in why_unknown(processor)
+
+
 def test_every_known_processor_is_named_on_the_page():
     page = (ROOT / "docs" / "data-speed.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
@@ -452,12 +463,7 @@ def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
 
 def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
     """As a later version of transformers might write them."""
-    key = "Gemma3Processor", "Gemma3ImageProcessor"
-    theirs = KNOWN[key]
-    one_token_for_all = type(theirs)(
-        **vars(theirs) | {"image_ids": lambda processor, h, w: np.zeros(16, int)}
-    )
-    monkeypatch.setitem(KNOWN, key, one_token_for_all)
+    monkeypatch.setattr(OneSize, "ids", lambda *_: (np.zeros(16, int), 64))
     parts = TINY_FAMILIES["gemma3"]
     encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), DataConfig())
     assert "other tokens" in encoder.documents.why_hf_processor

@@ -30,8 +30,8 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, is_blank, place_media
 from megatron_vlm.data.drops import REASONS
+from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.marks import RESERVED as MARKS
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider

@@ -8,8 +8,8 @@ from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.encode.marks import RenderedChat, on_tokens
-from megatron_vlm.data.encode.text import TextEncoder, _only_wraps
+from megatron_vlm.data.encode.chat_template import RenderedChat
+from megatron_vlm.data.encode.text import TextEncoder, _only_wraps, on_tokens
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 from tiny.corpus import default_corpus
 from tiny.gemma3 import TEMPLATE

@@ -18,6 +18,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.videos import VideoRules, decode_video
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -40,9 +41,9 @@ def encoder_of(folder: Path, packing: bool = False, seq_length: int = LENGTH, fa
 
 
 def visual_of(folder: Path, outputs: dict) -> dict[str, torch.Tensor]:
-    description = describe(AutoConfig.from_pretrained(folder))
-    made = description.of_processor(outputs)
-    return {key: made[key] for key in description.visual_keys if key in made}
+    made = kind_of(AutoProcessor.from_pretrained(folder)).unpadded(outputs)
+    visual_keys = describe(AutoConfig.from_pretrained(folder)).visual_keys
+    return {key: made[key] for key in visual_keys if key in made}
 
 
 def check_visual(encoder, encoded, expected: dict[str, torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
@@ -68,7 +69,7 @@ def test_every_frame_of_a_video_is_shown(fast):
         Image.new("RGB", (64, 96), colour).save(out, "PNG")
         frames.append(out.getvalue())
     sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=None, videos=[frames])
-    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, processor.image_processor)
+    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, kind_of(processor))
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}
 

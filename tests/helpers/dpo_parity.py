@@ -14,7 +14,7 @@ from PIL import Image
 
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 
 BETA, SEQ_LENGTH = 0.3, 2048
 PROMPTS = ("t", "it", "ititit", "it")  # a letter for each part: i image, t a few words
@@ -75,7 +75,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            ready = description.of_processor(without_padding(inputs))
+            ready = kind_of(processor).unpadded(inputs)
             seen = {key: value for key, value in ready.items() if key in description.visual_keys}
             visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
             inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)
@@ -134,8 +134,8 @@ def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     from megatron_vlm.data.chatml import ChatMLSample
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-    from megatron_vlm.data.preferences.pairs import with_pairs
     from megatron_vlm.data.records.normalise import normalise
+    from megatron_vlm.objectives import objective_of
 
     needs = description.data_needs
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
@@ -149,10 +149,10 @@ def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
         )
         for n, (record, images) in enumerate(records())
     ]
-    one, pack = (
-        with_pairs(encoder(processor, replace(run.data, packing=packing), needs), run)
-        for encoder, packing in ((HFEncoderVLMTaskEncoder, "none"), (PackingVLMTaskEncoder, "stream"))
-    )
+    one = HFEncoderVLMTaskEncoder(processor, run.data, needs)
+    pack = PackingVLMTaskEncoder(processor, replace(run.data, packing="stream"), needs)
+    for encoder in (one, pack):
+        encoder.documents = objective_of(run).sample_encoder(encoder.documents, run.data)
     single = [one.encode_batch(one.batch([one.encode_document(sample)])) for sample in samples]
     row = pack.join([pack.encode_document(sample) for sample in samples])
     return single, [pack.encode_batch(pack.batch([row]))]
@@ -186,7 +186,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
 
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.weights import import_hf
-    from megatron_vlm.rl.preferences import LOGGED, Preferences
+    from megatron_vlm.objectives import OBJECTIVES
     from megatron_vlm.train import starting_model
     from megatron_vlm.training.figures import BySource
     from megatron_vlm.training.step import mean_loss
@@ -194,7 +194,8 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     run = RunConfig(run_dir="none", parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
     source = open_source(path)
     ddp = starting_model(run, source)
-    step_loss = Preferences(ddp, BETA)
+    run.train.dpo_beta = BETA
+    step_loss = OBJECTIVES["dpo"].step_loss(run, ddp)
     chunks = [chunk.module for chunk in ddp]
     import_hf(chunks, Path(case["moved"]), source.weight_map)
 
@@ -206,7 +207,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     mine = [parity.on_device(batch) for batch in batches[rank::ranks]]
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    reports, logged = parity.backward(ddp, mine, step_loss), BySource((), LOGGED)
+    reports, logged = parity.backward(ddp, mine, step_loss), BySource((), tuple(OBJECTIVES["dpo"].figures))
     logged.count(mine, reports)
     loss, _ = mean_loss(reports)
     sums = logged.sums()

@@ -22,8 +22,7 @@ from places import ROOT
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.anyres import arranged
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -278,7 +277,7 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
     bos = processor.tokenizer.bos_token
     given = {f"{kind}s": found for kind, found in media.items() if found}
     if "images" in given:
-        given["images"] = arranged(processor, given["images"])
+        given["images"] = kind_of(processor).arranged(given["images"])
     if "videos" in given:
         given |= {"fps": 2.0, "do_sample_frames": False}
         given["video_metadata"] = [
@@ -301,7 +300,7 @@ def encode(
     for parts, out in zip(rows, outputs, strict=True):
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
-    made = [description.of_processor(without_padding(out)) for out in outputs]
+    made = [kind_of(processor).unpadded(out) for out in outputs]
     visual = [
         GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
         for out in made
@@ -331,7 +330,7 @@ def encode(
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches or tiles, of all rows; see
-    `megatron_vlm.data.media.naflex` and `anyres`."""
+    `megatron_vlm.data.kinds`."""
     ready = ("pixel_values", "pixel_values_videos")
     counted = ("image_position_ids", "image_sizes", "batch_num_images")
     keys = (*ready, "pixel_attention_mask", "spatial_shapes", *counted)
@@ -553,7 +552,7 @@ def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = 
     """Gradients as a training step has them, without the step; the reports of its loss, by default the
     tokens'."""
     from megatron_vlm.training.gradients import finalize_gradients
-    from megatron_vlm.training.step import token_losses
+    from megatron_vlm.training.losses.tokens import token_losses
 
     reports, weight = (step_loss or token_losses)(ddp, micro_batches)
     finalize_gradients(ddp, weight)
@@ -562,8 +561,8 @@ def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = 
 
 def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], float]:
     """What gradients must not be: those of the mean over micro batches of their mean losses."""
-    from megatron_vlm.models.schedule import run_schedule
-    from megatron_vlm.training.step import streams_of, token_loss
+    from megatron_vlm.models.schedule import run_schedule, streams_of
+    from megatron_vlm.training.losses.tokens import token_loss
 
     def mean_loss(stream: Any, losses_N: torch.Tensor) -> tuple[torch.Tensor, dict]:
         total, report = token_loss(stream, losses_N)

@@ -13,7 +13,7 @@ import parity
 import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
 OURS = ("loss_mask", "advantage", "routes")
@@ -52,20 +52,20 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
 def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Log-probabilities and entropies of all tokens but the first by Transformers, gradients of `loss` over
     the wanted ones, and by layer the experts of each token: those of its `routes` if it has any."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.weights import hub_name
 
-    hf_config = AutoConfig.from_pretrained(path)
-    description = describe(hf_config)
+    description = describe(AutoConfig.from_pretrained(path))
+    kind = kind_of(AutoProcessor.from_pretrained(path))
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     positions, found, total = description.position_ids, {"log_probs": [], "entropies": []}, 0.0
     given, found["experts"] = with_given_experts(model)
     for sample in samples:
         given["routes"] = sample.get("routes")
         found["experts"].append({})
-        ids, ready = sample["input_ids"], description.of_processor(without_padding(sample))
+        ids, ready = sample["input_ids"], kind.unpadded(sample)
         seen = {key: ready[key] for key in description.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}

@@ -24,9 +24,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_vlm.config import ParallelConfig  # noqa: E402
 from megatron_vlm.models.layers.moe import MoE  # noqa: E402
+from megatron_vlm.models.layers.routes import FREE_ROUTE  # noqa: E402
 from megatron_vlm.parallel.layout import megatron_settings  # noqa: E402
 
 SEQ, ROWS, VOCAB = 16, 2, 64
+
+
+class FreelyRoutedMoE(MoE):
+    """Experts of a model without streams: its router chooses for every token."""
+
+    def forward(self, hidden_SBD, padding_mask=None):
+        length, rows, _ = hidden_SBD.shape
+        return super().forward(hidden_SBD, torch.full((rows, length, 1, 1), FREE_ROUTE, dtype=torch.int16))
 
 
 class RMSNorm(torch.nn.Module):
@@ -47,7 +56,7 @@ def build(parallel: ParallelConfig, moe=False, dtype=torch.float32, only_embeddi
     config = _config(parallel, moe, dtype)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     if moe:
-        spec.submodules.mlp = MoE
+        spec.submodules.mlp = FreelyRoutedMoE
     stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     models = [_gpt(config, spec, vp) for vp in stages]
     if only_embedding:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_vlm.batch import GenericVisualInputs, Prompt
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds import kind_of
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -172,7 +172,7 @@ def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
     encoded = [parity.encode_row(processor, parity.conversation(rng, parts)[:1]) for parts in kinds]
     prompts = []
     for outputs in encoded:
-        outputs = needs.of_processor(without_padding(outputs))
+        outputs = kind_of(processor).unpadded(outputs)
         tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
         visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
         input_ids = outputs["input_ids"][0]

@@ -17,7 +17,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.media.naflex import without_padding
+from megatron_vlm.data.kinds.native import NaFlex
 from megatron_vlm.models.families.lfm2_vl import Lfm2VL
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -63,8 +63,8 @@ def vision(tiny):
 
 
 def visual_of(outputs: dict[str, torch.Tensor]) -> GenericVisualInputs:
-    found = without_padding(outputs)
-    return GenericVisualInputs(**{key: found[key] for key in Lfm2VL.visual_keys})
+    ready = NaFlex.unpadded(None, outputs)
+    return GenericVisualInputs(**{key: ready[key] for key in Lfm2VL.visual_keys})
 
 
 def test_the_tower_computes_no_padding(outputs, vision):

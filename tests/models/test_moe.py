@@ -48,6 +48,7 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vlm.models.families import describe
+    from megatron_vlm.models.layers.routes import FREE_ROUTE
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
@@ -66,7 +67,7 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
             theirs.e_score_correction_bias.copy_(torch.randn(8) / 4)
             ours.expert_bias.copy_(theirs.e_score_correction_bias)
         tokens = torch.randn(50, 1, 64, dtype=ours.weight.dtype)
-        weights, _ = ours(tokens)
+        weights, _ = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
         _, chosen_weights, chosen = theirs(tokens)
     expected = torch.zeros(50, 8, dtype=chosen_weights.dtype).scatter(1, chosen, chosen_weights)
     return {"ours": weights.view(50, 8), "theirs": expected}

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.checks.data_on_disk import too_few_records
+from megatron_vlm.checks.data_on_disk import record_problems, too_few_records
 from megatron_vlm.checks.paths import validate_paths
-from megatron_vlm.checks.preference_records import pair_problems
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.data.drops import TooManyDrops
@@ -116,10 +115,11 @@ def test_a_run_that_could_not_validate_does_not_begin(folder, tiny_gemma3, tmp_p
 def test_pairs_of_validation_are_looked_at_like_those_of_training(folder):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    data = DataConfig(dataset_type="hf", train_data_path=f"{folder}/pairs.jsonl")
-    assert not list(pair_problems(data))
-    data.valid_data_path = f"{folder}/source/data.jsonl"
-    [problem] = pair_problems(data)
+    run = RunConfig(data=DataConfig(dataset_type="hf", train_data_path=f"{folder}/pairs.jsonl"))
+    run.train.objective = "dpo"
+    assert not list(record_problems(run))
+    run.data.valid_data_path = f"{folder}/source/data.jsonl"
+    [problem] = record_problems(run)
     assert problem.startswith(
         f"data.valid_data_path: {folder}/source/data.jsonl: its first 12 records have no"
     )

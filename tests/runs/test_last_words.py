@@ -23,7 +23,7 @@ from megatron_vlm.job.watchdog import describe
 
 AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
-FROM_CHECKPOINT = "Start again to go on from the last checkpoint."
+FROM_CHECKPOINT = r"Start again: a run goes on from its last checkpoint, if it has saved one\."
 STACKS = r"The stacks of all ranks and workers are in .*/errors; "
 LONG = pytest.mark.long
 
@@ -37,7 +37,12 @@ CASES = [
         r"This is a bug .*; the traceback is in .*/errors/rank1.txt\.",
     ),
     ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
-    ("interrupt", 1, 130, r"stopped by Ctrl-C after step 2; start again to go on from the last checkpoint\."),
+    (
+        "interrupt",
+        1,
+        130,
+        r"stopped by Ctrl-C after step 2; start again: a run goes on from its last checkpoint, if it ",
+    ),
 ]
 LONG_CASES = [
     (
@@ -199,7 +204,7 @@ def test_a_data_worker_that_is_stopped_is_no_reason_to_wait_longer():
     }
     said = describe({0: content}, 20, Path("run/errors"))
     assert "its data worker (pid 7) is stopped (SIGSTOP)" in said and "raise train.hang_seconds" not in said
-    assert said.endswith("; start again to go on from the last checkpoint.")
+    assert said.endswith("; start again: a run goes on from its last checkpoint, if it has saved one.")
 
 
 def still_running(run_dir: Path) -> list[str]:
@@ -253,11 +258,11 @@ def test_a_command_goes_on_in_a_folder_that_may_only_be_read():
 ALONE = {
     "os.kill(os.getpid(), signal.SIGTERM)": (
         143,
-        "stopped by SIGTERM after step 2; start again to go on from ",
+        "stopped by SIGTERM after step 2; start again: a run goes on from ",
     ),
     "os.kill(os.getpid(), signal.SIGHUP)": (
         129,
-        "stopped by SIGHUP after step 2; start again to go on from ",
+        "stopped by SIGHUP after step 2; start again: a run goes on from ",
     ),
     "os.kill(os.getpid(), signal.SIGBUS)": (
         -7,
@@ -268,8 +273,8 @@ ALONE = {
         "was ended by signal 11 (SIGSEGV) while training step 3: it crashed in compiled",
     ),
     "re.fullmatch('(a?){40}b', 'a' * 40)": (
-        1,
-        "let no other code run for 1 s while training step 3, or was ",
+        -9,
+        "let no other code run for 1 s while training step 3; its stacks ",
     ),
 }
 
@@ -290,10 +295,28 @@ def test_a_process_that_nothing_waits_for_has_its_last_line_too(fault, tmp_path)
         screen.seek(0)
         printed = screen.read().splitlines()
     assert printed[0].startswith("megatron-vlm: ") and said in printed[0]
-    assert printed[-1].endswith("to go on from the last checkpoint.") and len(printed) <= 2
+    assert printed[-1].endswith("from its last checkpoint, if it has saved one.") and len(printed) <= 2
     if code < 128:
         stacks = (tmp_path / "errors/rank0.txt").read_text()
         assert 'File "<string>", line 5' in stacks
+
+
+def test_a_process_that_was_stopped_for_long_goes_on(tmp_path):
+    """For longer than its guard waits for a look of its watchdog."""
+    program = (
+        "import os, signal, subprocess, sys, time; from megatron_vlm.job import failures, watchdog\n"
+        "watchdog.TIMER_AFTER = 1\n"
+        "with failures.LastWords('megatron-vlm'), watchdog.watching(sys.argv[1], 1):\n"
+        "    subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'], start_new_session=True)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    for _ in range(20):\n"
+        "        watchdog.beat(), time.sleep(0.1)\n"
+        "print('went on')\n"
+        "time.sleep(3)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
 
 def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):

@@ -9,12 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
-from megatron_vlm.config import DataConfig, DataPaths
+from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.on_disk.named import is_base64, meant
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
 from megatron_vlm.data.paths import FILMS, PICTURES, paths_of, sources_of
 from megatron_vlm.messages import printable
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import what_file
 
 FIRST_FILES = 1000
@@ -184,6 +185,23 @@ def too_few_records(data: DataConfig, ranks: int) -> Iterator[str]:
             f"data.train_data_path: {printable(data.train_data_path)} has {count} of the {ranks} records "
             "that as many data-parallel ranks need; use fewer ranks or more data."
         )
+
+
+def record_problems(config: RunConfig) -> Iterator[str]:
+    """JSON files that begin with records without what the run's objective needs of each."""
+    data, objective = config.data, objective_of(config)
+    names = {data.columns.get(name, name) for name in objective.record_keys}
+    for key in ("train_data_path", "valid_data_path") if names and data.dataset_type == "hf" else ():
+        for name in paths_of(getattr(data, key)):
+            path = Path(name).expanduser()
+            records = list(first_records(path)) if path.is_file() else []
+            known = any(each.keys() & RECORD_KEYS for each in records)  # no meta file
+            if known and not any(names & each.keys() for each in records):
+                yield (
+                    f"data.{key}: {printable(name)}: its first {len(records)} records have no "
+                    f"{objective.record_part} ({', '.join(sorted(names))}), which train.objective="
+                    f"{config.train.objective} needs; give records that have it, or drop the objective."
+                )
 
 
 def _media_names(record: dict, columns: dict[str, str]) -> list[str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vlm.checks.data_on_disk import data_problems, too_few_records
+from megatron_vlm.checks.data_on_disk import data_problems, record_problems, too_few_records
 from megatron_vlm.checks.model_on_disk import (
     checkpoint_problems,
     read_json,
     run_dir_problems,
     start_problems,
 )
-from megatron_vlm.checks.preference_records import pair_problems
 from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
 from megatron_vlm.config_rules.layout import misfit, sizes_in
+from megatron_vlm.objectives import objective_of
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int | None = None) -> None:
@@ -22,14 +22,14 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
 
     Raises ConfigError with every problem found, one a line.
     """
-    found = list(model_problems(config, needs_data, config.train.objective == "dpo"))
+    found = list(model_problems(config, needs_data, objective_of(config).reference_passes > 0))
     if needs_data:
         data = config.data
         ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
         for key in ("train_data_path", "valid_data_path"):
             found += data_problems(data, f"data.{key}", getattr(data, key))
         found += [] if found else too_few_records(data, ranks)
-        found += pair_problems(data) if config.train.objective == "dpo" else ()
+        found += record_problems(config)
     found += run_dir_problems(config.run_dir)
     if found:
         raise ConfigError("\n".join(found))

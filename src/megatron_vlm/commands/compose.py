@@ -17,7 +17,6 @@ from megatron_vlm.compose.sources import (
     open_tower,
 )
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.media_limits import refuse_narrow
 from megatron_vlm.files import read_text, refuse_existing
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import refuse
@@ -65,11 +64,12 @@ def compose(
     least, most = min_image_tokens or IMAGE_TOKENS[0], max_image_tokens or IMAGE_TOKENS[1]
     if least > most:
         raise ConfigError(f"--min-image-tokens {least} is more than --max-image-tokens {most}; give both.")
-    refuse_narrow(least, most)
 
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import Choices
+    from megatron_vlm.data.kinds.native import refuse_narrow
 
+    refuse_narrow(least, most)
     choices = Choices(min_image_tokens, max_image_tokens, projector_width)
     plan = composing.plan(vision, language, named, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())

@@ -17,6 +17,8 @@ from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.config_rules.layout import layout_problems
 from megatron_vlm.config_rules.patterns import problem as pattern_problem
 from megatron_vlm.data.paths import DataSource, sources_of
+from megatron_vlm.messages import suggestion
+from megatron_vlm.objectives import OBJECTIVES, objective_of
 from megatron_vlm.overrides import checked
 
 
@@ -43,7 +45,7 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
     yield from _packing_problems(config.data)
     yield from _length_problems(config)
     yield from _part_problems(config)
-    yield from _preference_problems(config)
+    yield from objective_of(config).problems(config)
     optimizer, steps = config.optimizer, config.train.steps
     if steps is not None and not (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
@@ -61,6 +63,8 @@ def _single_problems(config: RunConfig) -> Iterator[str]:
             checked(key, value)
         except ConfigError as error:
             yield str(error)
+    if (name := config.train.objective) not in OBJECTIVES:
+        yield f"train.objective: {name} does not exist{suggestion(name, OBJECTIVES)}"
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
@@ -99,21 +103,6 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{key} is frozen by model.freeze; drop it in one of them."
     if config.optimizer.lr_by_part and config.optimizer.lr == 0:
         yield "optimizer.lr_by_part: optimizer.lr is 0; set it, and freeze what is not to be trained."
-
-
-def _preference_problems(config: RunConfig) -> Iterator[str]:
-    if config.train.objective != "dpo":
-        return
-    if config.data.over_length == "truncate":
-        yield (
-            "data.over_length: truncate would cut one answer of a pair and leave the other; with "
-            "train.objective=dpo, raise data.seq_length for both together, or drop pairs."
-        )
-    if not config.model.load_weights:
-        yield (
-            "train.objective: dpo compares with the weights of model.hf_path, and model.load_weights is "
-            "false; set it to true."
-        )
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:

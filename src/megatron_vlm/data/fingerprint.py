@@ -34,11 +34,19 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
+def data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The fields about rows and processor in which two fingerprints differ; the order of rows may differ."""
+    names = ("dataset", "shards", "chat_template", "tokenizer", "processor")
+    pairs = {name: (saved.get(name), current.get(name)) for name in names}
+    return [name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair]
+
+
 def encoder_settings(encoder: Any) -> dict:
     """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
     names += ("video_fps", "video_max_frames", "video_max_pixels", "thinking")
-    processor = encoder.processor
+    processor, kind = encoder.processor, encoder.documents.processing.kind
+    parts = [getattr(processor, name, None) for name in MEDIA_PROCESSORS]
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
     return {name: getattr(encoder.data, name) for name in names} | {
@@ -46,14 +54,13 @@ def encoder_settings(encoder: Any) -> dict:
         "images_or_videos": encoder.needs.images_or_videos,
         "chat_template": digest(encoder.documents.chat.text),
         "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
-        "processor": digest([_image_settings(getattr(processor, part, None)) for part in MEDIA_PROCESSORS]),
+        "processor": digest([_image_settings(part, kind.settings) for part in parts]),
     }
 
 
-def _image_settings(processor: Any | None) -> dict:
+def _image_settings(processor: Any | None, of_kind: tuple[str, ...]) -> dict:
     """The settings that matter; a later version of Transformers may have more."""
     found = {name: getattr(processor, name, None) for name in IMAGE_SETTINGS if name != "size"}
-    if (tilings := getattr(processor, "image_grid_pinpoints", None)) is not None:
-        found["image_grid_pinpoints"] = tilings
+    found |= {name: value for name in of_kind if (value := getattr(processor, name, None)) is not None}
     size = dict(getattr(processor, "size", None) or {})
     return found | {"size": {side: pixels for side, pixels in size.items() if pixels is not None}}

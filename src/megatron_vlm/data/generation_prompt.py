@@ -15,9 +15,8 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
-from megatron_vlm.data.media.anyres import arranged
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.messages import printable, reading
 
 MOST_LISTED = 5  # tokens that a message names
@@ -30,7 +29,7 @@ def encode_prompt(
     needs: DataNeeds,
 ) -> Prompt:
     """The conversation as the model's input on the host, with the template's generation prompt at the end."""
-    outputs = needs.of_processor(without_padding(processor_outputs(processor, messages, images)))
+    outputs = kind_of(processor).unpadded(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
@@ -49,7 +48,7 @@ def processor_outputs(
     bos = processor.tokenizer.bos_token
     return processor(
         text=[text],
-        images=arranged(processor, [decode_image(image) for image in images]) or None,
+        images=kind_of(processor).arranged([decode_image(image) for image in images]) or None,
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
     )

@@ -26,7 +26,7 @@ class UntaggedReplies:
 
     Usually the text begins with the conversation up to the reply, so the lengths of two shorter texts are its
     edges: one more rendering with the generation prompt, one with the reply. A template may write a reply
-    differently once others follow (Qwen3's leave out its thinking). Then marks say where it is: the
+    differently once others follow (some leave out its thinking). Then marks say where it is: the
     conversation is rendered with a mark in place of the reply's text and one at the end of the turn before.
     This takes up to three renderings more for each such reply. So n replies take at most 1 + 5n renderings,
     each of up to the whole conversation.

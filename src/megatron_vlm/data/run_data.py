@@ -15,8 +15,8 @@ from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.drops import DropReport
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.preferences.pairs import with_pairs
 from megatron_vlm.messages import reading
+from megatron_vlm.objectives import objective_of
 
 # dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`
 PROVIDERS = {
@@ -49,8 +49,10 @@ class RunData:
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
         module, name = PROVIDERS[data.dataset_type].split(":")
         provider = getattr(import_module(module), name)(data)
-        train = with_pairs(train_encoder(data, processor, needs, self.drops), config)
-        valid = with_pairs(HFEncoderVLMTaskEncoder(processor, data, needs, self.drops), config)
+        train = train_encoder(data, processor, needs, self.drops)
+        valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
+        for encoder in (train, valid):
+            encoder.documents = objective_of(config).sample_encoder(encoder.documents, data)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
         # why the HF processor encodes the samples; None: it does not

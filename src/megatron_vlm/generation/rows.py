@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
@@ -119,12 +120,11 @@ class Rows:
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
         position_ids = on_device(self.positions[self.held])
-        if self._stream is None or self._stream.is_padding.shape[1] != length:
+        if self._stream is None or self._stream.routes.shape[1] != length:
             order = torch.arange(length, device=here)
             self._stream = Stream(
                 input_ids=order[None],
                 position_ids=position_ids,
-                is_padding=order[None] >= rows,
                 plan=None,
                 visual_inputs=None,
                 feature_ranks=NOTHING,
@@ -135,6 +135,7 @@ class Rows:
                 output_places=order[:rows],
                 outputs=rows,
                 trained_weight=0.0,
+                routes=torch.where(order < rows, FREE_ROUTE, ROUTE_OF_PADDING)[None, :, None, None],
             )
         self._stream.input_ids = on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64))
         self._stream.position_ids = position_ids.expand(3, 1, -1) if axes else position_ids

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import NotAFile, open_to_write, write_whole
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.last_words import FROM_CHECKPOINT, interrupted, say
+from megatron_vlm.job.last_words import START_AGAIN, interrupted, say
 from megatron_vlm.job.reasons import BUG_CODE, explain, is_anothers_end, is_for_users, without_traceback
 
 PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason
@@ -132,7 +132,7 @@ def _end_after_others(name: str, error: BaseException) -> NoReturn:
     if gone:
         who = f"rank {gone[0]['rank']} (pid {gone[0]['pid']}) ended without a word while {gone[0]['doing']}"
     said = without_traceback(str(error)).splitlines()[0]
-    text = f"{who}; rank {ranks.rank()} lost it: {said}\n{FROM_CHECKPOINT}"
+    text = f"{who}; rank {ranks.rank()} lost it: {said}\n{START_AGAIN.capitalize()}."
     _end("lost", BUG_CODE, f"{name}: {text}", error)
 
 

@@ -3,10 +3,15 @@
 A crash in compiled code, a kill, and code that never lets the interpreter go leave no time for Python. The
 guard needs nothing of the process that it guards. faulthandler writes stacks to it, through a socket so small
 that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `last_words`.
+
+It ends a process whose watchdog has not looked for too long. It counts its own waits and not the clock, and
+none while the process is stopped: so time in which either of them could not run is not counted.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import select
 import shutil
@@ -21,19 +26,24 @@ from megatron_vlm.job.last_words import by_signal, held, say
 _CRASHES = {"Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}
 _CRASHES |= {"Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE}
 _SPEAKS_AFTER = 0.05  # seconds, in which the first line has come
+_LOOKS = 20  # times within the longest silence
+_WRITES_FOR = 1  # seconds, in which stacks are in their file
 _RANKS_END = 10  # seconds, in which ranks notice that their launcher is no more
 
 
-def start(record: ranks.RankFile, stacks: int = 2, folder: str | None = None) -> int:
-    """Start the guard of this process, which ends with it; `record` must be in memory.
+def start(
+    record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf, folder: str | None = None
+) -> int | None:
+    """Start the guard of this process, which ends with it; `record` must be in memory. `most_silence` are
+    seconds between two looks of the watchdog.
 
     What faulthandler writes to the returned descriptor goes to the descriptor `stacks`. A process that has a
     `folder` for the time of its work is done when it has removed that; else the guard removes it.
     """
     try:
         guarded = os.pidfd_open(os.getpid())
-    except OSError:  # Linux before 5.3, or a container that forbids it: the stacks are all that is left
-        return stacks
+    except OSError:  # Linux before 5.3, or a container that forbids it: there is no guard
+        return None
     ours, heard = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its least, some 4 KB
     if (between := os.fork()) == 0:
@@ -41,7 +51,7 @@ def start(record: ranks.RankFile, stacks: int = 2, folder: str | None = None) ->
             os.setsid()
             if os.fork() == 0:  # nobody's child, so that nobody waits for it or takes it for a data worker
                 ours.close()
-                _attend(record, heard, guarded, stacks, folder)
+                _attend(record, heard, guarded, stacks, most_silence, folder)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
@@ -51,10 +61,21 @@ def start(record: ranks.RankFile, stacks: int = 2, folder: str | None = None) ->
 
 
 def _attend(
-    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int, folder: str | None
+    record: ranks.RankFile,
+    heard: socket.socket,
+    guarded: int,
+    stacks: int,
+    most_silence: float,
+    folder: str | None,
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if _waits_too_long(record, heard, guarded, most_silence):
+        signal.pidfd_send_signal(guarded, signal.SIGUSR2)  # faulthandler writes the stacks
+        time.sleep(_WRITES_FOR)
+        say(f"megatron-vlm: {held(f'process {record.content["pid"]}', record.read())}")
+        signal.pidfd_send_signal(guarded, signal.SIGKILL)
+        return
     first = ""
     if heard in select.select([heard, guarded], [], [])[0]:
         time.sleep(_SPEAKS_AFTER)
@@ -63,11 +84,29 @@ def _attend(
     if not content["ended"] and (folder is None or os.path.exists(folder)):
         who = f"process {content['pid']}"
         number = next((number for name, number in _CRASHES.items() if name in first), None)
-        said = held(who, content) if first.startswith("Timeout") else by_signal(who, number, content)
-        say(f"megatron-vlm: {said}")
+        say(f"megatron-vlm: {by_signal(who, number, content)}")
     while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
         os.write(stacks, stack)
     if folder is not None:
         os.closerange(0, 3)  # who reads what the process printed shall not wait
         time.sleep(_RANKS_END)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:
+    """Waits until the process ends or crashes; or until its watchdog did not look for longer: then True."""
+    period = None if most_silence == math.inf else most_silence / _LOOKS
+    last_look, silence = None, 0.0
+    while not select.select([heard, guarded], [], [], period)[0]:
+        try:
+            content = record.read()
+        except json.JSONDecodeError:  # it is being written
+            continue
+        stopped = ranks.process_state(content["pid"]) == "T"
+        silence += period
+        if stopped or content["ended"] or content["looked"] != last_look:
+            silence = 0.0
+        last_look = content["looked"]
+        if silence > most_silence:
+            return True
+    return False

@@ -12,7 +12,7 @@ from megatron_vlm.messages import printable_lines
 
 LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # set for the ranks that --nproc starts
 HANG_CODE = 3  # the exit code when no rank makes progress
-FROM_CHECKPOINT = "Start again to go on from the last checkpoint."
+START_AGAIN = "start again: a run goes on from its last checkpoint, if it has saved one"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 _WHY = dict.fromkeys(
     _FROM_OUTSIDE,
@@ -51,7 +51,7 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
         kind, said = "SIGTERM" if -code == signal.SIGTERM else "signal", by_signal(who, -code, content)
         code = 128 - code
     elif content and not ended and time.time() - content["looked"] > content["hang_seconds"]:
-        code, said = HANG_CODE, held(who, content)
+        code, said = HANG_CODE, held(who, content, ", or was stopped for so long")
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
 
@@ -61,15 +61,13 @@ def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> s
     doing = f" while {content['doing']}" if content else ""
     stacks = "; its stacks are in errors/ of the run folder" if number not in (None, *_FROM_OUTSIDE) else ""
     why = _WHY.get(number or signal.SIGKILL, "it crashed in compiled code")
-    return f"{who} {signalled}{doing}: {why}{stacks}.\n{FROM_CHECKPOINT}"
+    return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
 
 
-def held(who: str, content: dict[str, Any]) -> str:
-    """What is said of a process whose interpreter could not run for too long; faulthandler has ended it."""
-    return (
-        f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}, or was "
-        f"stopped for so long; its stacks are in errors/ of the run folder.\n{FROM_CHECKPOINT}"
-    )
+def held(who: str, content: dict[str, Any], or_else: str = "") -> str:
+    """What is said of a process that was ended because its interpreter could not run for too long."""
+    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}{or_else}"
+    return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
 
 
 def interrupted(contents: list[dict[str, Any]], by: str) -> str:
@@ -77,4 +75,4 @@ def interrupted(contents: list[dict[str, Any]], by: str) -> str:
     if not contents:
         return "" if by == "Ctrl-C" else f"stopped by {by}."
     step = max(content["step"] for content in contents)
-    return f"stopped by {by} after step {step}; start again to go on from the last checkpoint."
+    return f"stopped by {by} after step {step}; {START_AGAIN}."

@@ -82,7 +82,7 @@ class RankFile:
         self.write()
 
     def write(self, **news: Any) -> None:
-        """Change some of the content. It takes a few microseconds, and others see it at once."""
+        """Change some of the content. It takes some ten microseconds, and others see all of it at once."""
         with self._writing:  # the watchdog's thread writes, too
             self.content |= news
             os.pwrite(self._file, json.dumps(self.content).encode() + b"\n", 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.last_words import FROM_CHECKPOINT, by_signal
+from megatron_vlm.job.last_words import START_AGAIN, by_signal
 from megatron_vlm.messages import printable
 
 USERS_CODE, BUG_CODE = 2, 1
@@ -28,6 +28,7 @@ _MEMORY_REMEDY = (
 )
 _REMEDIES = {
     errno.ENOSPC: "make room on that disk and start again",
+    errno.EFBIG: "the limit of a file's size is reached: raise `ulimit -f` and start again",
     errno.EDQUOT: "your quota is used up: make room and start again",
     errno.EACCES: "you may not read or write there: give another path, or ask for access",
     errno.EPERM: "you may not do this there: give another path, or ask for access",
@@ -49,7 +50,7 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
     notes = "\n".join(["", *getattr(error, "__notes__", ())])
     text, what = without_traceback(str(error)), _what_was_read(error)
     if is_worker_death(error):
-        return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{FROM_CHECKPOINT}"
+        return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{START_AGAIN.capitalize()}."
     if isinstance(error, OSError) and error.errno is not None:
         return USERS_CODE, _os_error(error)
     if "EADDRINUSE" in text:

@@ -5,8 +5,9 @@ run. A thread of every rank looks at the beats of all ranks. If no rank has made
 the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
 first rank that has heard all others names the rank that hangs, and all end.
 
-Code that never lets the interpreter go stops that thread, too. So each of its looks winds up faulthandler's
-timer, which needs no interpreter: it writes the stacks and ends the process when no look has come for longer.
+Code that never lets the interpreter go stops that thread, too. So what needs no interpreter waits for its
+looks, and ends the process with its stacks when none has come for longer: the guard of a single process, or
+faulthandler's timer in a rank.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
 in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
@@ -31,14 +32,13 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import open_to_write
 from megatron_vlm.job import guard, ranks
-from megatron_vlm.job.last_words import HANG_CODE, say
+from megatron_vlm.job.last_words import HANG_CODE, START_AGAIN, say
 from megatron_vlm.messages import listed
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
 TIMER_AFTER = 10  # seconds after the watchdog, which has better words
 WORST_FIRST = ("is stopped (SIGSTOP)", "is no more", "does not answer", "hangs", "waits for other ranks")
-AGAIN = "start again to go on from the last checkpoint"
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
@@ -81,12 +81,15 @@ def beat(doing: str | None = None, *, step: int | None = None, files: bool = Fal
     """
     if _watch is None:
         return
-    news: dict[str, Any] = {"beats": _watch.record.content["beats"] + 1}
+    news: dict[str, Any] = {}
     if doing is not None:
-        _watch.files, news["doing"] = files, doing
+        news["doing"] = doing
+        _watch.files = files
     if step is not None:
         news["step"] = step
-    _watch.record.write(**news)
+    _watch.record.content["beats"] += 1  # which the next look writes for the other ranks
+    if news:
+        _watch.record.write(**news)
 
 
 def also(progress: Callable[[], Any]) -> None:
@@ -118,7 +121,10 @@ class Watch:
         self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
         # where a crash in compiled code writes its stacks; workers have another parent than this process
-        self._crashes = guard.start(record, self.file.fileno()) if ranks.world_size() == 1 else self.file
+        alone = ranks.world_size() == 1
+        to_guard = guard.start(record, self.file.fileno(), hang_seconds + TIMER_AFTER) if alone else None
+        self._guarded = to_guard is not None
+        self._crashes = to_guard if self._guarded else self.file
         atexit.register(record.end, "done", "")  # Python itself ends the process
         os.register_at_fork(after_in_child=self._in_worker)
         faulthandler.enable(self._crashes)
@@ -173,7 +179,8 @@ class Watch:
 
     def _wind_up(self) -> None:
         self.record.write(looked=time.time())
-        faulthandler.dump_traceback_later(self.hang_seconds + TIMER_AFTER, exit=True, file=self._crashes)
+        if not self._guarded:
+            faulthandler.dump_traceback_later(self.hang_seconds + TIMER_AFTER, exit=True, file=self.file)
 
     def _beat_for_files_and_workers(self, passed: float) -> None:
         found = [progress() for progress in self.progress]
@@ -252,7 +259,7 @@ def describe(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: P
     worst = next(filter(found.get, WORST_FIRST))  # the other ranks only wait for these
     who = listed(found[worst], 3, "; ")
     only_slow = worst in WORST_FIRST[3:] and "SIGSTOP" not in who
-    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else AGAIN
+    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else START_AGAIN
     return (
         f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
         f"The stacks of all ranks and workers are in {errors}; {remedy}."

@@ -69,8 +69,8 @@ class Description(ABC):
     def build_vision(self) -> nn.Module:
         """Tower and projector, called as `vision(**visual_inputs.normalized_for_model())`.
 
-        They give visual features (M, D), those of images in document order before those of videos; or
-        (1 + n, M, D), where the further n are added to the hidden states after each of the first n layers
+        They give the features (M, D) of all images in document order, then of all videos; or (1 + n, M, D),
+        where the further n are added to the hidden states after each of the first n layers
         (`deepstack_layers`).
         """
 
@@ -98,7 +98,7 @@ class Description(ABC):
         return {}
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
-        """The number that the work of tower and projector grows with, but for attention: that of features."""
+        """The number of pieces that tower and projector work on, attention apart; here the features."""
         return sum(self.visual_tokens(visual))
 
     def visual_kinds(self, input_ids: Any) -> Any:
@@ -110,10 +110,6 @@ class Description(ABC):
     def position_ids(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
         """Positions of a document's tokens; data workers call it."""
         return count_up(input_ids_T, visual)
-
-    def of_processor(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A processor's outputs with the visual keys, if they have another form."""
-        return dict(outputs)
 
     @staticmethod
     def portable_config(config: dict) -> dict:
@@ -133,7 +129,6 @@ class Description(ABC):
             visual_keys=self.visual_keys,
             position_ids=self.position_ids,
             images_or_videos=self.images_or_videos,
-            of_processor=self.of_processor,
             frames_as_images=self.frames_as_images,
             misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
         )
@@ -141,11 +136,11 @@ class Description(ABC):
     @property
     def weight_map(self) -> WeightMap:
         return WeightMap(
-            self.model_type,
-            self.rules,
-            self.tied,
-            self.renames,
-            self.ignored_keys,
-            self.portable_config,
-            self.peft_experts,
+            model_type=self.model_type,
+            rules=self.rules,
+            tied=self.tied,
+            renames=self.renames,
+            ignored=self.ignored_keys,
+            portable_config=self.portable_config,
+            peft_experts=self.peft_experts,
         )

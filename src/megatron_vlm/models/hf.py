@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProces
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
@@ -40,9 +41,10 @@ class Source:
         """The checkpoint's processor. Raises FileNotFoundError if there is none."""
         return load_processor(self.folder)
 
-    @property
+    @cached_property
     def needs(self) -> DataNeeds:
-        return self.description.data_needs
+        """What the model wants of its data, and what makes that of the processor's outputs."""
+        return replace(self.description.data_needs, of_processor=kind_of(self.processor).unpadded)
 
     @property
     def weight_map(self) -> WeightMap:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.config import ConfigError, ModelConfig, RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers import deepstack
@@ -55,8 +55,7 @@ class LanguageModelConfig(TransformerConfig):
     pad_token: int | None = None  # its embedding gets no gradient from its places in the text
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
-    attention_backend_name: str = "documents"  # see `models.layers.attention`
-    dense_channels: tuple[int, ...] = ()  # of heads that it has no kernel for: their layers are dense
+    attention_backends: Mapping[int, str] = field(default_factory=dict)  # by channels of a layer's heads
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
     @property
@@ -95,7 +94,6 @@ def language_model_config(
             **balancing_settings(config, architecture),
         },
         **recompute,
-        attention_backend_name=attention_backend(config.model),
         images_spread=config.parallel.images_spread,
         **megatron_settings(config.parallel),
         pipeline_model_parallel_layout=pipeline_layout(*stage_costs, config.parallel),
@@ -113,15 +111,6 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
-
-
-def attention_backend(model: ModelConfig) -> str:
-    """The backend of `models.layers.attention` that `model.attention` means on this device."""
-    if model.attention != "auto":
-        return model.attention
-    if not torch.cuda.is_available():
-        return "documents"
-    return "varlen" if model.dtype == "bf16" else "dense"  # the kernels are for 16 bits
 
 
 def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:
@@ -220,7 +209,7 @@ class LanguageModel(GPTModel):
             position_ids=stream.position_ids,
             attention_mask=None,
             decoder_input=embedded,
-            padding_mask=stream.is_padding if stream.routes is None else stream.routes,
+            padding_mask=stream.routes,  # Megatron only hands it to each layer's feed-forward
             packed_seq_params=copy(stream.plan),  # so that its rotary tables live no longer than this pass
             output_processor=head,
             output_processor_context=stream,
@@ -237,8 +226,8 @@ class LanguageModel(GPTModel):
         super().set_input_tensor(message)
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **others):
+        routes = padding_mask
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
-            mask_T1 = padding_mask.transpose(0, 1).contiguous()
-            padding_mask = scatter_to_sequence_parallel_region(mask_T1).transpose(0, 1)
+            routes = scatter_to_sequence_parallel_region(routes.transpose(0, 1).contiguous()).transpose(0, 1)
         others["packed_seq_params"].turns = self.rotary.turns(position_ids, self.config)
-        return decoder_input, None, None, None, None, padding_mask
+        return decoder_input, None, None, None, None, routes

@@ -14,7 +14,7 @@ from megatron_vlm.models.adapters import add_adapters, find_targets, find_whole,
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
-from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
+from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights import import_hf
 from megatron_vlm.models.work.costs import image_cost, stage_costs
@@ -57,8 +57,11 @@ def build_model(
     if config.parallel.pp > 1:
         costs = stage_costs(config, architecture, image_cost(config, description))
     megatron_config = language_model_config(config, architecture, costs)
+    backends = kernel_checks.attention_backends(megatron_config, config.model, device)
+    megatron_config.attention_backends = backends
     if device.type == "cuda":
-        check_kernels(megatron_config, device)
+        kernel_checks.check_fused(megatron_config, device)
+        kernel_checks.check_weight_gradients(megatron_config, device)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):
@@ -66,16 +69,16 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, description, first, last, vp_stage, processor))
-    adapter, adapts = settled(config.adapter), ()
+    adapter = settled(config.adapter)
     if adapter.r:
-        adapts = find_targets(adapter, description), find_whole(adapter, description)
+        targets, saved = find_targets(adapter, description), find_whole(adapter, description)
     for chunk in chunks:
         freeze(chunk, description.groups, config.model.freeze)
         chunk.to(device)
-        if adapts:
-            add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
+        if adapter.r:
+            add_adapters(chunk, targets, saved, dropout=adapter.lora_dropout, seed=config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
-            check_towers(chunk.vision, device, megatron_config.params_dtype)
+            kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype)
     return chunks
 
 

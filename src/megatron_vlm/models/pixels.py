@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vlm.batch import is_raw
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import Kind
 
 
 class PixelNormalizer(nn.Module):
@@ -20,8 +22,11 @@ class PixelNormalizer(nn.Module):
     def __init__(self, processor: Any | None):
         super().__init__()
         images, videos = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
-        self.images = _Normalizer(images, repeats=getattr(images, "temporal_patch_size", 1))
-        self.videos = _Normalizer(videos)  # raw patches of videos hold all moments already
+        kind = Kind if processor is None else kind_of(processor)
+        self._pads_to_largest = kind.pads_to_largest
+        # raw patches of videos hold all moments already
+        self.images = _Normalizer(images, kind.colours_last, getattr(images, "temporal_patch_size", 1))
+        self.videos = _Normalizer(videos, kind.colours_last)
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The same fields, with raw pixels normalized to `dtype`, or only scaled; others stay as they are.
@@ -35,19 +40,18 @@ class PixelNormalizer(nn.Module):
                 f"uint8 {' and '.join(unknown)}, but the model was built without the checkpoint's processor, "
                 "which says how to normalize them; pass it to build_model."
             )
-        sizes = None if "image_tiles" in visual else visual.get("image_sizes")  # tiles are whole
+        sizes = visual["image_sizes"] if raw and self._pads_to_largest else None
         return visual | {name: fields[name](visual[name], dtype, sizes) for name in raw}
 
 
 class _Normalizer(nn.Module):
     """Normalizes raw pixels of one kind, and repeats the moment in each patch `repeats` times."""
 
-    def __init__(self, part: Any | None, repeats: int = 1):
+    def __init__(self, part: Any | None, colours_last: bool, repeats: int = 1):
         super().__init__()
         settings = [getattr(part, name, None) for name in ("image_mean", "image_std", "rescale_factor")]
         self.knows, self.repeats = None not in settings, repeats
-        last = any(hasattr(part, name) for name in ("encoder_patch_size", "pooling_kernel_size"))
-        self.colours_at = 2 if last else 1  # in what the tower takes
+        self.colours_at = 2 if colours_last else 1  # in the patches that the tower takes
         self.only_scaled = not getattr(part, "do_normalize", True)  # Gemma 4's tower does the rest, in fp32
         if self.knows:
             mean, std, self.factor = settings

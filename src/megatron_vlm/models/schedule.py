@@ -1,4 +1,4 @@
-"""Streams through the chunks of a model by Megatron's schedule for the layout."""
+"""Micro batches as streams, and streams through a model's chunks by Megatron's schedule for the layout."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from functools import partial
 from itertools import tee
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
+from megatron_vlm.batch import Batch
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel import setup
 
 # (stream, what the head made of it) -> (a scalar whose gradient is added to the others', what to report)
 StreamLoss = Callable[[Stream, Tensor], tuple[Tensor, Any]]
@@ -60,6 +63,29 @@ def vlm_step(
         return scalar, 0, report  # no tokens for Megatron to divide by: `finalize_gradients` divides
 
     return model(stream, head), loss_of_output
+
+
+def streams_of(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+) -> list[Stream]:
+    """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
+    pipelines.
+
+    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
+    B * S of the tokens whose outputs are computed; None: the trained tokens.
+    """
+    layout = get_attr_wrapped_model(chunks[0], "layout")
+    layouts = [layout(batch) for batch in micro_batches]
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    lengths = [-(-max(layout.longest, 1) // tp) * tp for layout in layouts]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        lengths = [max(lengths)] * len(lengths)
+    rank = parallel_state.get_context_parallel_rank()
+    windows = get_model_config(chunks[0]).layer_windows or (None,)
+    return [
+        layout.stream(rank, length, windows, setup.device(), places)
+        for layout, length, places in zip(layouts, lengths, wanted or [None] * len(lengths), strict=True)
+    ]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans, is_raw
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING
+from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
 
 
@@ -27,7 +27,6 @@ class Stream:
 
     input_ids       (1, T)
     position_ids    (1, T) or (3, 1, T)
-    is_padding      (1, T) bool
     plan            what each token sees
     visual_inputs   of the whole micro batch, or None
     feature_ranks   (M,) the context-parallel ranks that hold the placeholders, on the host
@@ -39,12 +38,11 @@ class Stream:
     outputs         how many those are
     trained_weight  sum of all weights of the micro batch, on all ranks of context parallelism
     routes          (1, T, layers, k) int16, the experts of each token; FREE_ROUTE where the router chooses,
-                    ROUTE_OF_PADDING. None: it always chooses
+                    ROUTE_OF_PADDING. (1, T, 1, 1) if it always chooses
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    is_padding: Tensor
     plan: AttentionPlan
     visual_inputs: GenericVisualInputs | None
     feature_ranks: np.ndarray
@@ -55,7 +53,7 @@ class Stream:
     output_places: Tensor
     outputs: int
     trained_weight: float
-    routes: Tensor | None = None
+    routes: Tensor
 
 
 def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
@@ -138,7 +136,6 @@ class StreamLayout:
         return Stream(
             input_ids=on_device(self.batch["input_ids"].flatten()[None, taken]),
             position_ids=on_device(self.batch["position_ids"].flatten(-2)[..., None, taken]),
-            is_padding=on_device(np.arange(length)[None] >= len(held)),
             plan=plan,
             visual_inputs=self.batch["visual_inputs"],
             feature_ranks=self.placement.owner[placeholders],
@@ -149,11 +146,13 @@ class StreamLayout:
             output_places=on_device(output_places),
             outputs=len(wanted),
             trained_weight=weights.sum(dtype=np.float64).item(),
-            routes=on_device(self._routes(taken, len(held))) if "routes" in self.batch else None,
+            routes=on_device(self._routes(taken, len(held))),
         )
 
     def _routes(self, taken: np.ndarray, real: int) -> Tensor:
-        routes = self.batch["routes"].flatten(0, 1)[taken]
+        routes = torch.full((len(taken), 1, 1), FREE_ROUTE, dtype=torch.int16)
+        if "routes" in self.batch:
+            routes = self.batch["routes"].flatten(0, 1)[taken]
         routes[real:] = ROUTE_OF_PADDING
         return routes[None]
 

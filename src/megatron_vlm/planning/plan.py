@@ -27,6 +27,7 @@ from megatron_vlm.models.language_model import (
     layer_spec,
 )
 from megatron_vlm.models.layers.deepstack import extras_before
+from megatron_vlm.models.layers.kernel_checks import attention_backends
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup
 from megatron_vlm.planning.adapters import (
@@ -135,9 +136,11 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     stage_costs = costs.stage_costs(config, architecture, image)
     megatron_config = language_model_config(loaded, architecture, stage_costs)
+    meta = torch.device("meta")
+    megatron_config.attention_backends = attention_backends(megatron_config, config.model, meta)
     split = config.parallel.tp, config.parallel.ep
     if split not in known.held:
-        with setup.pretended(config.parallel, gpus), torch.device("meta"):
+        with setup.pretended(config.parallel, gpus), meta:
             known.held[split] = _Held(config, megatron_config, description)
     held = known.held[split]
     stages = tuple(

@@ -24,12 +24,13 @@ from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.work import costs
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
-from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.training.gradients import data_parallel
+from megatron_vlm.training.losses.tokens import Reports, StepLoss
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import Reports, StepLoss, train_step
+from megatron_vlm.training.step import train_step
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Rehearsal:
 def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Rehearsal:
     """A step of `rank` among `gpus` processes, after one in which the optimizer's state was made.
 
-    Rows are full: one document each, or two halves as a preference pair, with `data.visual_share` of the
+    Rows are full: one sample each, whose documents are of one length, with `data.visual_share` of the
     tokens in images of `data.max_pixels`, the others trained. Tokens go evenly to all experts. Attention is
     what `auto` means on a GPU. As many micro batches are run as it takes until a pipeline holds the most.
 
@@ -115,7 +116,7 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         weights, gradients = _nbytes(p for chunk in chunks for p in chunk.parameters()), _gradients(model)
         gc.collect()
         held = recorder.alive
-        step_loss, _ = objective_of(config, model)
+        step_loss = objective_of(config).step_loss(config, model)
         reference = recorder.alive - held
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -197,10 +198,9 @@ def example_batch(config: RunConfig, description: Description, device: torch.dev
         start += count + 1
     positions = description.position_ids(ids_T, GenericVisualInputs.cat(images))
     labels_T = torch.where(ids_T == image_token, IGNORE_INDEX, ids_T)
-    documents_T = torch.ones(length, dtype=torch.int32)
-    if config.train.objective == "dpo":
-        documents_T[length // 2 :] = 2
-        labels_T[length // 2 - 1] = IGNORE_INDEX  # no document is trained to predict the next
+    documents = objective_of(config).documents
+    documents_T = (torch.arange(length) // (length // documents)).clamp(max=documents - 1).int() + 1
+    labels_T[:-1][documents_T.diff() > 0] = IGNORE_INDEX  # no document is trained to predict the next
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     visual, dtype = GenericVisualInputs.cat(images * rows) if first else None, DTYPES[config.model.dtype]
     if visual is not None:

@@ -14,11 +14,14 @@ from tqdm import tqdm
 from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.encode.packing import pack_buffer
+from megatron_vlm.data.fingerprint import data_changes
 from megatron_vlm.data.paths import paths_of
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.page import RowReader, page
+from megatron_vlm.run_folder.checkpoint_files import read_state
+from megatron_vlm.run_folder.folder import latest_checkpoint
 
 QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1)
 ANY_LENGTH = 2**20  # tokens; with this seq_length no sample is too long
@@ -34,8 +37,9 @@ def preview_page(config: RunConfig, rows: int, shown: int) -> str:
     return page(title, to_yaml(config), found, shown, drops)
 
 
-def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
-    """HTML that shows the rows of a step of the run, made again from what `run_folder.batch_log` kept.
+def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> tuple[str, str]:
+    """HTML that shows the rows of a step of the run, made again from what `run_folder.batch_log` kept; and
+    how the data has changed since the last checkpoint, in words that the page shows, too (empty: not at all).
 
     Raises ValueError if the data no longer gives the samples that were trained.
     """
@@ -52,7 +56,21 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> s
                     f"{_paths(config)} now gives {batch['__key__']}; the dataset has changed."
                 )
             found += read.rows(batch)
-    return page(f"{config.name}: step {step}", to_yaml(config), found, len(found), [])
+        changed = _changed_since_saved(config, data)
+    title = f"{config.name}: step {step}" + (f"; {changed}" if changed else "")
+    return page(title, to_yaml(config), found, len(found), []), changed
+
+
+def _changed_since_saved(config: RunConfig, data: RunData) -> str:
+    latest = latest_checkpoint(config.run_dir)
+    states = [rank["loader"] for rank in read_state(latest)["ranks"] if rank["loader"]] if latest else []
+    names = data_changes(states[0]["fingerprint"], data.train_loader.fingerprint) if states else []
+    if not names:
+        return ""
+    return (
+        f"the data has changed since {latest.name} was saved ({', '.join(names)}): samples of the same keys "
+        "may not be what was trained"
+    )
 
 
 def stats_text(config: RunConfig, samples: int) -> str:
@@ -80,10 +98,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         config = apply_overrides(config, alone)
         source = open_source(config.model.hf_path)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
-        described = source.description
-        read = RowReader(source.processor, described.visual_kinds, described.visual_tokens)
         try:
-            yield data, read
+            yield data, RowReader(source)
         finally:
             data.close()
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.models.hf import Source
 
 BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
@@ -50,19 +51,11 @@ class Row:
 
 
 class RowReader:
-    """Batches → what the page shows of their rows.
+    """Batches → what the page shows of their rows."""
 
-    `visual_kinds` and `visual_tokens` are of the checkpoint's `Description`.
-    """
-
-    def __init__(
-        self,
-        processor: ProcessorMixin,
-        visual_kinds: Callable[[Tensor], Tensor],
-        visual_tokens: Callable[[GenericVisualInputs], list[int]],
-    ):
-        self._tokenizer, self._image_processor = processor.tokenizer, processor.image_processor
-        self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
+    def __init__(self, source: Source):
+        self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)
+        self._description = source.description
 
     def __call__(self, batch: Batch) -> Row:
         """What the page shows of a batch's only row."""
@@ -97,12 +90,12 @@ class RowReader:
         ids, visual, found = batch["input_ids"].flatten(), batch["visual_inputs"], []
         kinds = torch.zeros_like(ids)
         for span in document_spans(batch["attention_mask"]):
-            kinds[span] = self._visual_kinds(ids[span])
+            kinds[span] = self._description.visual_kinds(ids[span])
         places = {kind: iter((kinds == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
-        for item, count in zip(visual.items(), self._visual_tokens(visual), strict=True):
+        for item, count in zip(visual.items(), self._description.visual_tokens(visual), strict=True):
             kind = 1 if item.pixel_values is not None else 2
             taken = [next(places[kind]) for _ in range(count)]
-            pictures = tuple(map(data_url, pictures_of(item, self._image_processor)))
+            pictures = tuple(map(data_url, pictures_of(item, self._kind)))
             found.append((taken[0], taken[-1] + 1, pictures))
         return sorted(found)
 
@@ -137,50 +130,14 @@ def _positions(position_ids: Tensor) -> str:
 # --- pictures --------------------------------------------------------------------------------------------
 
 
-def pictures_of(item: GenericVisualInputs, image_processor: Any) -> list[Image.Image]:
+def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
     """The image, or every frame of the video, as the model sees it."""
-    grid = item.image_grid_thw if item.image_grid_thw is not None else item.video_grid_thw
-    pixels = item.pixel_values if item.pixel_values is not None else item.pixel_values_videos
-    if is_raw(pixels) or hasattr(image_processor, "encoder_patch_size"):  # LFM2-VL's keeps them last
-        pixels = _colours_first(pixels)
-    if grid is not None:
-        frames_TCHW = _unpatched(pixels, grid[0].tolist(), image_processor)
-        if item.image_grid_thw is not None:  # repeated over the moments that the tower joins
-            frames_TCHW = frames_TCHW[:1]
-    elif item.image_sizes is not None and item.image_tiles is None:
-        height, width = item.image_sizes[0].tolist()
-        frames_TCHW = pixels[..., :height, :width]
-    else:
-        frames_TCHW = pixels
-    return [
-        Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in _as_bytes(frames_TCHW, image_processor)
-    ]
-
-
-def _colours_first(raw: Tensor) -> Tensor:
-    """Pixels with colours last, such as raw ones, in the axis order of most ready ones."""
-    return (
-        raw.permute(0, 3, 1, 2) if raw.dim() == 4 else raw.unflatten(-1, (-1, 3)).transpose(1, 2).flatten(1)
-    )
-
-
-def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Tensor:
-    """Images (T, C, H, W) from patches in merged squares, the order of Qwen2-VL's image processor; or in
-    rows, that of LFM2-VL's."""
-    merge = getattr(image_processor, "merge_size", 1)
-    patch = getattr(image_processor, "patch_size", None) or image_processor.encoder_patch_size
-    times, height, width = grid[0], grid[1] // merge, grid[2] // merge
-    folded = patches_PF.view(times, height, width, merge, merge, 3, -1, patch, patch)
-    return folded.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, grid[1] * patch, grid[2] * patch)
-
-
-def _as_bytes(frames_TCHW: Tensor, image_processor: Any) -> Tensor:
-    if is_raw(frames_TCHW):
-        return frames_TCHW
-    mean, std = (
-        torch.tensor(x).view(-1, 1, 1) for x in (image_processor.image_mean, image_processor.image_std)
-    )
-    return ((frames_TCHW.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    frames_TCHW = kind.frames(item)
+    if not is_raw(frames_TCHW):
+        colours = (kind.images.image_mean, kind.images.image_std)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in colours)
+        frames_TCHW = ((frames_TCHW.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
 
 
 def data_url(picture: Image.Image) -> str:

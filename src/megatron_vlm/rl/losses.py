@@ -9,36 +9,17 @@ weights and of what the caller divides by, which only the whole step knows. No v
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megatron_vlm.rl.containers import TensorList
+from megatron_vlm.training.losses.terms import Loss, check_same_shape, document_sums, logged
+from megatron_vlm.training.losses.terms import dpo as dpo
 
 LARGEST_LOG_RATIO = 20.0  # so that exp of it is finite, as in verl's core_algos.py
 SMALLEST_DEVIATION = 1e-6  # added to a group's standard deviation, as in verl's core_algos.py
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A sum to be minimised, and what is to be logged.
-
-    total  scalar with gradient
-    logs   name -> (2,): a sum over the tokens that count, or pairs, and their number. Add these over micro
-           batches and ranks, then divide.
-    """
-
-    total: Tensor
-    logs: dict[str, Tensor]
-
-    def __add__(self, other: Loss) -> Loss:
-        """Both terms. Raises ValueError if they log the same name."""
-        if both := sorted(self.logs.keys() & other.logs.keys()):
-            raise ValueError(f"Loss: both terms log {', '.join(both)}; add each kind of term once.")
-        return Loss(self.total + other.total, self.logs | other.logs)
 
 
 def checked(found: object) -> Loss:
@@ -96,7 +77,7 @@ def ppo_clip(
         floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         logs["dual_clip_share"] = objective < floor
         objective = torch.maximum(objective, floor)
-    return Loss(-(weights * objective).sum(), _logged(weights, logs))
+    return Loss(-(weights * objective).sum(), logged(weights, logs))
 
 
 def kl_penalty(
@@ -124,34 +105,13 @@ def kl_penalty(
             kl = log_ratio.exp() - 1 - log_ratio
         case _:
             raise ValueError(f"kl_penalty: there is no estimator {estimator!r}; give k1, k2 or k3.")
-    return Loss(coefficient * (weights * kl).sum(), _logged(weights, {"kl": kl}))
+    return Loss(coefficient * (weights * kl).sum(), logged(weights, {"kl": kl}))
 
 
 def entropy_bonus(entropies: Tensor, coefficient: float, weights: Tensor | None = None) -> Loss:
     """-coefficient * entropy: arXiv 1707.06347 eq. 9, with the opposite sign; logs `entropy`."""
     weights, entropies = _counted(weights, entropies=entropies)
-    return Loss(-coefficient * (weights * entropies).sum(), _logged(weights, {"entropy": entropies}))
-
-
-def dpo(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float = 0.1
-) -> Loss:
-    """-log sigmoid(beta * ((chosen - reference_chosen) - (rejected - reference_rejected))): arXiv 2305.18290
-    eq. 7, summed over pairs.
-
-    Each argument has a pair's log-probability of a whole answer, see `document_sums`. Logs `margin`, what the
-    sigmoid is of, and `accuracy`, the share of pairs whose margin is positive.
-    """
-    references = {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
-    _same_shape(chosen=chosen, rejected=rejected, **references)
-    margin = beta * ((chosen - reference_chosen.detach()) - (rejected - reference_rejected.detach()))
-    logs = {"margin": margin, "accuracy": margin > 0}
-    return Loss(-F.logsigmoid(margin).sum(), _logged(torch.ones_like(margin), logs))
-
-
-def document_sums(values_N: Tensor, documents_N: Tensor, documents: int) -> Tensor:
-    """(documents,) sums of the values of each document, which are numbered from 0."""
-    return values_N.new_zeros(documents).index_add(0, documents_N, values_N)
+    return Loss(-coefficient * (weights * entropies).sum(), logged(weights, {"entropy": entropies}))
 
 
 def grpo_advantages(rewards_B: Tensor | Sequence[float], groups_B: Tensor | Sequence[int]) -> Tensor:
@@ -181,7 +141,7 @@ def grpo_weights(masks: Iterable[Tensor]) -> TensorList:
 def _centred(rewards_B, groups_B) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards minus their group's mean in fp64, the group's number of each sample, the groups' sizes."""
     rewards_B, groups_B = torch.as_tensor(rewards_B, dtype=torch.float64), torch.as_tensor(groups_B)
-    _same_shape(rewards=rewards_B, groups=groups_B)
+    check_same_shape(rewards=rewards_B, groups=groups_B)
     if rewards_B.is_cpu and len(wrong := (~rewards_B.isfinite()).nonzero()):
         sample, reward = wrong[0].item(), rewards_B[wrong[0]].item()
         raise ValueError(
@@ -206,20 +166,9 @@ def _counted(weights: Tensor | None, **values: Tensor) -> list[Tensor]:
     """The weights and the values, with 0 where the weight is 0: no infinity there can reach a gradient."""
     first = next(iter(values.values()))
     weights = torch.ones_like(first) if weights is None else weights
-    _same_shape(**values, weights=weights)
+    check_same_shape(**values, weights=weights)
     return [weights.detach(), *(torch.where(weights != 0, value, 0) for value in values.values())]
-
-
-def _same_shape(**tensors: Tensor) -> None:
-    if len({tensor.shape for tensor in tensors.values()}) > 1:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"losses: shapes differ: {shapes}; give one number for each token or sample.")
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p - log_q).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-
-
-def _logged(weights: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    counts = (weights != 0).float()
-    return {n: torch.stack([(counts * v.detach()).sum(), counts.sum()]).float() for n, v in values.items()}

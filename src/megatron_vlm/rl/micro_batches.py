@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
-from megatron_vlm.data.media.naflex import without_padding
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
@@ -45,7 +44,7 @@ class Document:
         held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
         # what was made under `inference_mode` cannot be kept for a backward pass
         held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
-        made = self.needs.of_processor(without_padding({k: v for k, v in held.items() if len(v)}))
+        made = self.needs.of_processor({k: v for k, v in held.items() if len(v)})
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
         return GenericVisualInputs.from_mapping(given) if given else None

@@ -22,7 +22,7 @@ from megatron_vlm.models.adapters import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
-from megatron_vlm.models.schedule import in_evaluation, run_schedule
+from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.weights import from_every_stage, hf_weights, parameters_by_part
 from megatron_vlm.parallel import setup
@@ -41,7 +41,6 @@ from megatron_vlm.training.gradients import (
     step_if_finite,
 )
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import streams_of
 
 SMALLEST_TEMPERATURE = 1e-4  # fp32 logits, divided by less, have no digits left that tell tokens apart
 Samples = Sequence[Mapping[str, Any]]

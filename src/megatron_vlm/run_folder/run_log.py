@@ -24,13 +24,12 @@ from tqdm import tqdm
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows, write_whole
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
 
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
     "epoch": "epoch {:.2f}",
-    "margin": "margin {:.2f}",
-    "accuracy": "accuracy {:.0%}",
     "mfu": "MFU {:.1%}",
     "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
     "images_per_second_per_device": "{:,.1f} images/s/device",
@@ -67,6 +66,7 @@ class RunLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
         self.total_steps, self.log_every = total_steps, config.logging.log_every
+        self._formats = {**objective_of(config).figures, **IN_WORDS}
         keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
         self.totals |= {total: number for total, number in (totals or {}).items() if _is_total(total)}
         self._file = open_to_write(self.run_dir / "metrics.jsonl", append=True)
@@ -107,7 +107,7 @@ class RunLogger:
             numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": rate}
             self._write(step, {**numbers, "seconds": seconds, **self.totals, **figures})
         words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
-        self._show(step, " · ".join([*words, *_in_words(figures)]))
+        self._show(step, " · ".join([*words, *_in_words(figures, self._formats)]))
 
     def log_eval(self, step: int, loss: float | None, by_source: Mapping[str, float] | None = None) -> None:
         """Log the validation loss after `step`, the last logged step, and the figures of each source; None
@@ -216,9 +216,10 @@ def _wandb(config: RunConfig) -> Any:
     )
 
 
-def _in_words(figures: Mapping[str, float]) -> list[str]:
+def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:
     rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
-    return [*rates, *(words.format(figures[name]) for name, words in IN_WORDS.items() if name in figures)]
+    shown = [words.format(figures[name]) for name, words in formats.items() if words and name in figures]
+    return rates + shown
 
 
 def _short(number: float) -> str:

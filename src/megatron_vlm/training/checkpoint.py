@@ -101,6 +101,7 @@ def save(
     `extra`. A step that `latest` already names is not written again. Raises OSError with the place, the bytes
     to write and the bytes free; `latest` then stays as it was.
     """
+    watchdog.beat(f"saving step {step} in {run_dir}", files=True)
     if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
     ranks = _gather(_rank_state(loader_state))
@@ -154,6 +155,7 @@ def load_latest(
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:
         return None
+    watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
     state = _checked_state(path)
     check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)

@@ -9,24 +9,26 @@ from megatron.core import parallel_state
 from torch import distributed as dist
 
 from megatron_vlm.batch import fully_masked
+from megatron_vlm.config import RunConfig
 from megatron_vlm.models.schedule import in_evaluation
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.training.figures import BySource
-from megatron_vlm.training.step import Reports, StepLoss, mean_loss, token_losses
+from megatron_vlm.training.losses.tokens import Reports, StepLoss
+from megatron_vlm.training.step import mean_loss
 
 
 @torch.no_grad()
 def validation_loss(
+    config: RunConfig,
     chunks: list[torch.nn.Module],
+    step_loss: StepLoss,
     take: Callable[[int], list[dict]],
-    limit: int = 0,
     sources: Sequence[str] = (),
-    step_loss: StepLoss = token_losses,
-    logged: Sequence[str] = (),
 ) -> tuple[float | None, dict[str, float]]:
-    """Loss over the micro batches of `take(count)` (the first `limit`; 0: all), None if it gives none; and
-    loss, trained tokens and samples of each of `sources`, which samples' keys begin with, and what the
-    `step_loss` has `logged`. Collective: `take` gives every rank equally many."""
-    by_source = BySource(sources, logged)
+    """Loss over the micro batches of `take(count)` (the first `train.eval_steps`; 0: all), None if it gives
+    none; and loss, trained tokens and samples of each of `sources`, which samples' keys begin with, and the
+    objective's figures. Collective: `take` gives every rank equally many."""
+    by_source, limit = BySource(sources, objective_of(config).figures), config.train.eval_steps
     at_once = parallel_state.get_pipeline_model_parallel_world_size()  # keeps the pipeline busy
     sums_alone: Reports = []  # not the losses of all validation tokens
     seen = 0

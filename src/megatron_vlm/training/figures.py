@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.work.step_work import StepWork, Work
+from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
 
 # Operations per second in bf16 on tensor cores without sparsity, from NVIDIA's data sheets. The first line of
@@ -58,10 +59,9 @@ class StepFigures:
         description: Description,
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
-        logged: Sequence[str] = (),
     ):
         self._work = StepWork(config, description) if counts_data() else None
-        self._by_source = BySource(sources, logged)
+        self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
         self._sums: list[float] = []
         on_gpu = setup.device().type == "cuda"
@@ -76,7 +76,7 @@ class StepFigures:
 
     def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
         """Called when a step's work is under way on the device, which needs no host meanwhile; `reports` are
-        what `training.step.token_loss` says of the micro batches on the last stage."""
+        what `losses.tokens.token_loss` says of the micro batches on the last stage."""
         self._by_source.count(micro_batches, reports)
         if self._work:
             self._done = Work(*map(sum, zip(*map(self._work.of, micro_batches), strict=True)))
@@ -125,7 +125,7 @@ class BySource:
     """Mean loss, trained tokens and samples of a step, or of a validation, for each of `names`, of which at
     most one, the longest, begins a sample's key; and the mean of each of `logged` in the reports' `logs`."""
 
-    def __init__(self, names: Sequence[str], logged: Sequence[str] = ()):
+    def __init__(self, names: Sequence[str], logged: Collection[str] = ()):
         self._names, self._logged = list(names), list(logged)
         self._prefixes = sorted(((f"{name}-", n) for n, name in enumerate(names)), key=lambda p: -len(p[0]))
         self._clear()

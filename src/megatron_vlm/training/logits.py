@@ -8,9 +8,8 @@ from torch import Tensor
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.models.head import of_all_context_ranks, output_logits
-from megatron_vlm.models.schedule import run_schedule
+from megatron_vlm.models.schedule import run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.training.step import streams_of
 
 
 @torch.no_grad()

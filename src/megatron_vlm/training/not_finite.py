@@ -31,6 +31,6 @@ def raise_not_finite(what: str, reports: list[dict[str, Tensor]]) -> NoReturn:
     raise NotFinite(
         f"training: {what}"
         + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
-        + ". Start again from the last checkpoint, with a lower optimizer.lr or without these samples.",
+        + ". Start again with a lower optimizer.lr or without these samples.",
         guilty,
     )

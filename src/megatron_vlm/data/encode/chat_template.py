@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,16 +18,48 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.encode.interleaved import DocumentText
-from megatron_vlm.data.encode.marks import RESERVED, RenderedChat
-from megatron_vlm.data.replies import Span, UntaggedReplies
+from megatron_vlm.data.replies import REPLY, TURN, Span, UntaggedReplies
 from megatron_vlm.data.turns import DOCUMENT, between_thinking, loss_weight
 from megatron_vlm.messages import reading
 
 WORD_JOINER = "\u2060"
+# Before and after each reply, image and video in what a processor is called with.
+MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
+MARKS = re.compile("[\U0010ff00-\U0010ff05]")
+# All marks, and the two characters with which transformers >= 5.23 marks control tokens.
+RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}\U000f0000\U000f0001]")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-PLACEHOLDER_NAMES = ("boi_token", "image_token")  # Gemma3's template writes the first of its two
+PLACEHOLDER_NAMES = ("boi_token", "image_token")  # a template may write the first of two
+
+
+@dataclass
+class RenderedChat:
+    """A rendered conversation and the character spans of what lies in it; spans may touch but not overlap."""
+
+    text: str
+    replies: list[Span]
+    images: list[Span]
+    videos: list[Span]
+    add_special_tokens: bool = True  # False if the template wrote the BOS token
+    weights: list[float] = field(default_factory=list)  # of the replies in the loss; empty: 1 for each
+
+    def with_media(self, texts: list[str]) -> RenderedChat:
+        """The conversation with `texts` in place of the images, then of the videos."""
+        pieces, read, stops, shifts = [], 0, [], [0]
+        for (start, stop), text in sorted(zip([*self.images, *self.videos], texts, strict=True)):
+            pieces += [self.text[read:start], text]
+            read = stop
+            stops.append(stop)
+            shifts.append(shifts[-1] + len(text) - (stop - start))
+
+        def moved(spans: list[Span]) -> list[Span]:
+            return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
+
+        text = "".join([*pieces, self.text[read:]])
+        spans = map(moved, (self.replies, self.images, self.videos))
+        return RenderedChat(text, *spans, self.add_special_tokens, self.weights)
 
 
 class ChatTemplate:
@@ -152,7 +186,7 @@ class ChatTemplate:
         ]
 
     def _token_that_ends_replies(self) -> str | None:
-        """The control token after a reply that has none of its own, such as GLM's <|user|>; else None."""
+        """The control token after a reply that has none of its own, such as <|user|>; else None."""
         turns = [_text_message(*turn) for turn in (("user", "a"), ("assistant", "b"), ("user", "c"))]
         try:
             prompt, ((start, stop), *_), _ = self.render(turns)

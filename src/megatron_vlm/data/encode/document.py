@@ -17,14 +17,14 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
-from megatron_vlm.data.encode.marks import RenderedChat
-from megatron_vlm.data.encode.processors import HFProcessor, processor_for
+from megatron_vlm.data.encode.chat_template import RenderedChat
+from megatron_vlm.data.encode.processing import HFProcessor, processor_for
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
-from megatron_vlm.data.media_limits import limits_of_media, pixels_within, rules_within
+from megatron_vlm.data.media_limits import limits_of_media, rules_within
 
 # What processors return about the text. We make our own masks, and models find images by token id.
 TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -72,7 +72,7 @@ class DocumentEncoder:
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
         text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
-        self.processing, self.why_hf_processor = HFProcessor(processor, text), "fast is off"
+        self.processing, self.why_hf_processor = HFProcessor(text), "fast is off"
         if fast:
             self.processing, self.why_hf_processor = processor_for(processor, text)
         self._most_characters = math.inf
@@ -88,7 +88,7 @@ class DocumentEncoder:
         prompt, limits = self._prompt(sample)
         sizes = [self._in_time(image_size, *image) for image in self._images(sample, limits)]
         plans = [self._in_time(plan_video, *video) for video in self._videos(sample, limits)]
-        text = self.processing.measure(prompt, sizes, plans)
+        text = self.processing.sizes(prompt, sizes, plans)
         length, images, videos = self._kept(text)
         if not text.reply_mask[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
@@ -141,10 +141,15 @@ class DocumentEncoder:
         )
 
     def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:
-        """Each image with the most and the fewest pixels that it is to have."""
-        run = self._data.max_pixels, self._data.min_pixels
-        for image, own in zip(sample.imgs or [], limits["image"], strict=True):
-            yield image, *pixels_within(own, *run, self._processor)
+        """Each image with the most and the fewest pixels that it is to have: the run's, or its own, moved to
+        lie within the run's."""
+        most, least = self._data.max_pixels, self._data.min_pixels
+        for image, named in zip(sample.imgs or [], limits["image"], strict=True):
+            if named and self.processing.kind.makes_one_size:
+                detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
+                raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
+            within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
+            yield image, within.get("max_pixels", most), within.get("min_pixels", least)
 
     def _videos(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[Any, VideoRules]]:
         for video, own in zip(sample.videos or [], limits["video"], strict=True):
@@ -181,7 +186,7 @@ class DocumentEncoder:
         return cut(text.images, text.videos, self._data.seq_length)
 
     def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
-        keys, outputs = self._needs.visual_keys, self._needs.of_processor(outputs)
+        keys = self._needs.visual_keys
         if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
             raise ValueError(
                 f"{type(self._processor).__name__} returned {unexpected}, which are not in "

@@ -45,7 +45,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
                    keys nor about the text raises ValueError
     drops          counts the samples that cannot be trained on
     chat_template  used instead of the processor's own
-    fast           `data.encode.known` does the processor's work if it knows the processor
+    fast           the processor's work is done without it if it is known
     """
 
     decoder = None  # images stay encoded until they are needed; Energon's own decoder executes pickles
@@ -103,7 +103,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches of an encoded sample's images."""
-        return self.documents.processing.sizes.patches_of(visual_inputs)
+        return self.documents.processing.kind.patches_of(visual_inputs) if visual_inputs else 0
 
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
-from megatron_vlm.data.encode.chat_template import ChatTemplate
-from megatron_vlm.data.encode.marks import MarkedTokenizer, RenderedChat, Span, on_tokens, with_marks
-from megatron_vlm.data.media.anyres import arranged
-from megatron_vlm.data.media.patches import Grid
-from megatron_vlm.data.media.videos import VideoPlan
+from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import Grid
+from megatron_vlm.data.media.videos import Frames, video_options
+from megatron_vlm.data.replies import Span
 from megatron_vlm.data.turns import refused_by_processor
 
 
@@ -63,6 +64,7 @@ class TextEncoder:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
         self.chat = ChatTemplate(processor, chat_template, mask_thinking)
+        self.kind = kind_of(processor)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
@@ -71,7 +73,7 @@ class TextEncoder:
         self,
         prompt: RenderedChat,
         images: list[Image.Image] | None = None,
-        videos: list[tuple[np.ndarray, VideoPlan]] | None = None,
+        videos: list[Frames] | None = None,
     ) -> tuple[EncodedText, dict[str, Any]]:
         """The text, and everything else that the processor returned, with its batch axis of one.
 
@@ -79,14 +81,12 @@ class TextEncoder:
 
         Raises BadSample if the processor refuses them.
         """
-        options = {}
-        if videos:
-            options |= {"videos": [frames for frames, _ in videos]}
-            options |= {"videos_kwargs": video_options([plan for _, plan in videos])}
+        frames, plans = [frames for frames, _ in videos or []], [plan for _, plan in videos or []]
+        options = {"videos": frames, "videos_kwargs": video_options(plans)} if videos else {}
         with refused_by_processor():
             outputs = self._processor(
                 text=[with_marks(prompt)],
-                images=arranged(self._processor, images) or None,  # an empty list is an error
+                images=self.kind.arranged(images or []) or None,  # an empty list is an error
                 return_tensors="pt",
                 add_special_tokens=prompt.add_special_tokens,
                 **options,
@@ -122,16 +122,84 @@ def _only_wraps(tokenizer: Any) -> bool:
     )
 
 
-def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
-    """The options that tell a processor that frames are already chosen, and when each is shown."""
-    return {
-        "do_sample_frames": False,
-        "video_metadata": [plan.metadata for plan in plans],
-        "input_data_format": "channels_last",
-    }
-
-
 def most_characters(tokenizer: Any, tokens: int) -> int:
     """A number of characters: any longer text has more than `tokens` tokens, as normalizers compose at most
     four characters to one."""
     return 4 * tokens * max(map(len, tokenizer.get_vocab()))
+
+
+class MarkedTokenizer:
+    """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant,
+    and the characters of each token."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_tokenizer":  # copying asks for these before __init__ has run
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
+        marked = [text] if isinstance(text, str) else text
+        assert len(marked) == 1, "one conversation per processor call"
+        self.prompt = without_marks(marked[0])
+        plain = self.prompt.text if isinstance(text, str) else [self.prompt.text]
+        encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
+        offsets = encoding.pop("offset_mapping")
+        self.offsets = offsets if isinstance(text, str) else offsets[0]
+        return encoding
+
+
+def with_marks(prompt: RenderedChat) -> str:
+    """The text with a mark at the start and at the stop of every span."""
+    placed = [
+        (span, marks)
+        for spans, marks in zip((prompt.replies, prompt.images, prompt.videos), MARK_PAIRS, strict=True)
+        for span in spans
+    ]
+    pieces, last = [], 0
+    for (start, stop), (first, second) in sorted(placed):
+        pieces += [prompt.text[last:start], first, prompt.text[start:stop], second]
+        last = stop
+    return "".join([*pieces, prompt.text[last:]])
+
+
+def without_marks(text: str) -> RenderedChat:
+    """The inverse of `with_marks`, also after a processor has changed what is between the marks."""
+    found: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
+    for removed, match in enumerate(MARKS.finditer(text)):
+        found[match[0]].append(match.start() - removed)
+    for start, stop in MARK_PAIRS:
+        assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
+    spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
+    return RenderedChat(MARKS.sub("", text), *spans)
+
+
+def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:
+    """(weights of tokens in the loss, token spans of images, of videos), from the characters of each token.
+
+    A token across a reply's edge belongs to the reply. A token across a placeholder's edge does not belong to
+    the placeholder: a newline token may reach from the end of one image into the start of the next.
+    """
+    edges = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+    starts, stops = edges.T
+    trained = np.zeros(len(prompt.text) + 1, np.int64)
+    for start, stop in prompt.replies:
+        trained[start + 1 : stop + 1] = 1
+    trained = trained.cumsum()  # at each character, how many characters before it are of replies
+
+    def tokens(span: Span) -> Span:
+        inside = np.flatnonzero((starts >= span[0]) & (stops <= span[1]) & (stops > starts))
+        return int(inside[0]), int(inside[-1]) + 1
+
+    images, videos = ([tokens(span) for span in spans] for spans in (prompt.images, prompt.videos))
+    weights = (trained[stops] > trained[starts]).astype(np.float32)
+    if prompt.weights:
+        # of a reply's token, the first reply that does not end before it; behind all replies, whatever is 0
+        reply = np.searchsorted([stop for _, stop in prompt.replies], starts, side="right")
+        weights *= np.append(np.float32(prompt.weights), np.float32(0))[reply]
+    return weights, images, videos

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_vlm.batch import GenericVisualInputs, rows_of_items
-from megatron_vlm.data.chatml import BadSample
-from megatron_vlm.data.encode.marks import Span
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.encode.text import EncodedText
+from megatron_vlm.data.replies import Span
+from megatron_vlm.data.turns import BadSample
 
 
 def truncated(
@@ -39,34 +39,18 @@ def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, 
 def first_images(
     visual: GenericVisualInputs | None, keep: int, tokens: list[int]
 ) -> GenericVisualInputs | None:
-    """The tensors of the first `keep` images; `tokens` is how many image tokens each of them has.
+    """The first `keep` images; `tokens` is how many image tokens each of them has.
 
-    Every tensor must have one entry per image, or hold the patches or tiles that `image_grid_thw` or
-    `image_tiles` counts, or tiles of images, which have equally many tokens. Raises BadSample `over_length`
-    for any other layout.
+    Items that are not as many as the images are tiles of these, which have equally many tokens each. Raises
+    BadSample `over_length` for any other layout.
     """
-    images = len(tokens)
     if visual is None or keep == 0:
         return None
-    if keep == images:
+    if keep == len(tokens):
         return visual
-    tensors = {}
-    counts = visual.image_grid_thw if visual.image_tiles is None else visual.image_tiles
-    for name, tensor in visual.as_model_kwargs().items():
-        if len(tensor) == images:
-            tensors[name] = tensor[:keep]
-        elif name == "pixel_values" and counts is not None:
-            tensors[name] = tensor[: int(rows_of_items(counts[:keep]).sum())]
-        elif (tiles := _tiles(len(tensor), tokens)) is not None:
-            tensors[name] = tensor[: sum(tiles[:keep])]
-        else:
-            raise BadSample("over_length", f"cannot divide {name} {tuple(tensor.shape)} into {images} images")
-    return GenericVisualInputs(**tensors)
-
-
-def _tiles(rows: int, tokens: list[int]) -> list[int] | None:
-    """How many of all `rows` tiles each image has, if tiles have equally many tokens; else None."""
-    every = sum(tokens)
-    if not every or any(rows * count % every for count in tokens):
-        return None
-    return [rows * count // every for count in tokens]
+    items, every = visual.items(), sum(tokens)
+    if len(items) != len(tokens):
+        if not every or any(len(items) * count % every for count in tokens):
+            raise BadSample("over_length", f"cannot divide {len(items)} items into {len(tokens)} images")
+        keep = len(items) * sum(tokens[:keep]) // every
+    return GenericVisualInputs.cat(items[:keep])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.turns import BadSample
 from megatron_vlm.files import check_file, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`

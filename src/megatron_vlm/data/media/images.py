@@ -18,14 +18,14 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.turns import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
 # in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
-MAX_ASPECT = 200  # the Qwen and GLM processors refuse longer images
+MAX_ASPECT = 200  # processors of grids of patches refuse longer images
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 # Formats whose header gives the size of the decoded image; TIFF's decoder may turn the image.

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_vlm.data.chatml import BadSample
+from megatron_vlm.data.turns import BadSample
 
 # Seconds of one wait. However long a process was stopped, it loses at most one of these.
 SLICE = 1.0

@@ -16,13 +16,14 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
+from megatron_vlm.data.turns import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
@@ -73,13 +74,33 @@ class VideoPlan:
         return {"fps": 1.0, "frames_indices": list(self.times), "total_num_frames": seconds}
 
 
+Frames = tuple[np.ndarray, VideoPlan]  # of a video, as `decode_video` gives them
+
+
+def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
+    """The options that tell an HF processor that frames are already chosen, and when each is shown."""
+    return {
+        "do_sample_frames": False,
+        "video_metadata": [plan.metadata for plan in plans],
+        "input_data_format": "channels_last",
+    }
+
+
+def outputs_of_plan(video_processor: Any, plan: VideoPlan) -> dict[str, Any]:
+    """What an HF video processor makes of frames without memory: so its own rules apply to their shape."""
+    width, height = plan.size
+    frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
+    options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}
+    return video_processor([frames], return_tensors="pt", **options)
+
+
 def plan_video(video: Any, rules: VideoRules) -> VideoPlan:
     """Times and size of the frames that `decode_video` returns. Raises BadSample as that does, except for
     damage that only the pixels show."""
     return _plan(_open(video, rules), rules)[1]
 
 
-def decode_video(video: Any, rules: VideoRules) -> tuple[np.ndarray, VideoPlan]:
+def decode_video(video: Any, rules: VideoRules) -> Frames:
     """The chosen frames, (T, H, W, 3) uint8 RGB, and their times.
 
     `video` is an encoded file, a list of encoded images, or `{"frames": [...]}` with such a list and either

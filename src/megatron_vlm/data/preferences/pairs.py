@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_vlm.config import DataConfig, RunConfig
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
-from megatron_vlm.data.encode.encoder import VLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
 from megatron_vlm.data.records.columns import CHOSEN, REJECTED, REJECTED_TURNS
 from megatron_vlm.data.turns import TURNS
@@ -63,13 +62,6 @@ class PairEncoder:
         if len(chosen) + len(rejected) > self._data.seq_length:
             lengths = f"chosen {len(chosen)} + rejected {len(rejected)} tokens"
             raise BadSample("over_length", f"{lengths}, seq_length = {self._data.seq_length}; a row has both")
-
-
-def with_pairs(encoder: VLMTaskEncoder, config: RunConfig) -> VLMTaskEncoder:
-    """The encoder, which reads preference records if the run trains on them."""
-    if config.train.objective == "dpo":
-        encoder.documents = PairEncoder(encoder.documents, config.data)
-    return encoder
 
 
 def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:

@@ -6,7 +6,6 @@ end of each row of features. An image among others is one tile. So is a frame, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,28 +128,6 @@ class LlavaOnevision(llava_keys.LikeLlava):
         """How many tiles an image of (height, width) has, which is its conversation's only one or not."""
         pinpoints = self.hf_config.image_grid_pinpoints
         return image_size_to_num_patches(list(size), pinpoints, self.vision.image_size) if alone else 1
-
-    def of_processor(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A processor's outputs for one conversation, with the tiles and frames that there are one after
-        another.
-
-        The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
-        conversation; pixel_values_videos (N, frames, 3, H, W).
-        """
-        outputs = dict(outputs)
-        conversations = outputs.pop("batch_num_images", None)
-        pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
-        if pixels is not None and pixels.dim() == 5:
-            counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
-            alone = [count == 1 for count in counts for _ in range(count)]
-            sizes = outputs["image_sizes"].tolist()
-            tiles = [self.tiles_of(*each) for each in zip(sizes, alone, strict=True)]
-            outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
-            outputs["image_tiles"] = torch.tensor(tiles)
-        if videos is not None and videos.dim() == 5:
-            outputs["pixel_values_videos"] = videos.flatten(0, 1)
-            outputs["video_frames"] = torch.full((len(videos),), videos.shape[1])
-        return outputs
 
     def build_vision(self) -> nn.Module:
         return towers.train_what_is_used(OneVision(self.hf_config), self.blank_image(0))

@@ -59,8 +59,6 @@ class OwnHeadsAttention(RotarySelfAttention):
     def __init__(self, config: LanguageModelConfig, submodules: Any, layer_number: int, **kwargs: Any):
         heads, config = heads_of(config, layer_number - 1), copy.copy(config)
         config.kv_channels, config.num_query_groups = heads.channels, heads.groups
-        if heads.channels in config.dense_channels:
-            config.attention_backend_name = "dense"
         super().__init__(config, submodules, layer_number, **kwargs)
         self.heads = heads
         self.v_layernorm = PlainNorm(config, heads.channels)
@@ -98,9 +96,9 @@ class ScaledRouter(Router):
         for weight in (self.scale, self.per_expert_scale):
             weight.sequence_parallel = self.config.sequence_parallel
 
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scaled = self.norm(input) * self.scale * self.config.hidden_size**-0.5
-        weights_TE, experts_TC = super().forward(scaled, padding_mask)
+    def forward(self, hidden_SBD: Tensor, routes_SBLC: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = self.norm(hidden_SBD) * self.scale * self.config.hidden_size**-0.5
+        weights_TE, experts_TC = super().forward(scaled, routes_SBLC)
         return weights_TE * self.per_expert_scale, experts_TC
 
 
@@ -118,10 +116,9 @@ class DenseAndExperts(MoE):
         for name in ("norm_of_dense", "norm_after_dense", "norm_of_experts", "norm_after_experts"):
             self.add_module(name, RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
 
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
-        chosen = self.router(hidden_SBD, mask_SB)
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
+        weights_TE, experts_TC = self.router(hidden_SBD, padding_mask.transpose(0, 1))
         normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
-        routed_SBD = self._routed(normed_TD, *chosen).view_as(hidden_SBD)
+        routed_SBD = self._routed(normed_TD, weights_TE, experts_TC).view_as(hidden_SBD)
         dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
         return self.norm_after_dense(dense_SBD) + self.norm_after_experts(routed_SBD), None

@@ -30,7 +30,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Section:
-    """What a family makes of one section of config.json.
+    """One section of config.json: which keys a family reads, and which have no effect.
 
     `reads` and `no_effect` may name keys that only some versions of Transformers have. `rope` are the keys of
     `rope_parameters`; their tests get (value or None, (the rule, the section)).

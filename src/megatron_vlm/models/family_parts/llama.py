@@ -1,4 +1,4 @@
-"""Shared by families with Llama's decoder layers: pre-norm, gated SiLU, grouped queries."""
+"""Families with Llama's decoder layers share this: pre-norm, gated SiLU, grouped queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by families with a mixture of experts."""
+"""Weights and keys that families with a mixture of experts share."""
 
 from __future__ import annotations
 

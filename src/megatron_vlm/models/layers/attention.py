@@ -24,7 +24,7 @@ class CoreAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None, **kwargs):
         super().__init__(config)
-        self.backend = config.attention_backend_name
+        self.backend = config.attention_backends[config.kv_channels]
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.group = kwargs["pg_collection"].cp

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_vlm.config import ModelConfig
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.feed_forward import gated
@@ -24,37 +25,35 @@ LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of 
 DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
 
 
-def check_kernels(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Has the language model use what agrees with plain references on this device; warns of what does not."""
-    check_attention(megatron_config, device)
-    check_fused(megatron_config, device)
-    check_weight_gradients(megatron_config, device)
-
-
-def check_attention(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Changes the backend to dense, with a warning, if it does not agree with that on this device; if layers
-    have heads of their own, for layers with such heads."""
-    name, tp = megatron_config.attention_backend_name, megatron_config.tensor_model_parallel_size
-    if name == "dense":
-        return
+def attention_backends(
+    megatron_config: TransformerConfig, model: ModelConfig, device: torch.device
+) -> dict[int, str]:
+    """The backend of `models.layers.attention` by the channels of a layer's heads: what `model.attention`
+    means on this device; dense, with a warning, where a kernel for CUDA does not agree with that."""
+    tp = megatron_config.tensor_model_parallel_size
     windows = megatron_config.layer_windows or (None,) * megatron_config.num_layers
-    own = {heads[:2] for heads in megatron_config.layer_heads}
-    for channels, groups in sorted(own) or [(megatron_config.kv_channels, megatron_config.num_query_groups)]:
-        of_these = zip(windows, megatron_config.layer_heads, strict=True) if own else ()
-        seen = {window for window, heads in of_these if heads[:2] == (channels, groups)} or set(windows)
+    heads_of_all = (megatron_config.kv_channels, megatron_config.num_query_groups)
+    heads_of_layers = [heads[:2] for heads in megatron_config.layer_heads] or [heads_of_all] * len(windows)
+    backend = model.attention
+    if backend == "auto":
+        on_cuda = "varlen" if model.dtype == "bf16" else "dense"  # the kernels are for 16 bits
+        backend = on_cuda if device.type == "cuda" else "documents"
+    backends = {channels: backend for channels, _ in heads_of_layers}
+    if device.type != "cuda" or backend == "dense":
+        return backends
+    for channels, groups in sorted(set(heads_of_layers)):
+        pairs = zip(windows, heads_of_layers, strict=True)
+        windows_of_these = {window for window, heads in pairs if heads == (channels, groups)}
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
-        problem = disagreement(name, sizes, seen, device, megatron_config.params_dtype)
-        if problem is None:
-            continue
-        warnings.warn(
-            f"model.attention: {problem}{f' with heads of {channels}' if own else ''}. Dense attention takes "
-            "its place: slow, with memory that grows as the square of a row.",
-            stacklevel=2,
-        )
-        if own:
-            megatron_config.dense_channels += (channels,)
-        else:
-            megatron_config.attention_backend_name = "dense"
+        problem = disagreement(backend, sizes, windows_of_these, device, megatron_config.params_dtype)
+        if problem is not None:
+            warnings.warn(
+                f"model.attention: {problem} with heads of {channels}. Dense attention takes its place: "
+                "slow, with memory that grows as the square of a row.",
+                stacklevel=2,
+            )
+            backends[channels] = "dense"
+    return backends
 
 
 def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

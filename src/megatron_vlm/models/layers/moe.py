@@ -30,20 +30,19 @@ from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinea
 
 
 class Choice:
-    """Which experts a token takes (T, k), in the order of their numbers: those of `routes_TC`, or where these
-    are negative or None what the router chooses.
+    """Which experts a token takes (T, k), in the order of their numbers: what `routes_TC` says, or where that
+    is negative, what the router chooses.
 
     Megatron calls it in place of its own top-k, which orders experts by their scores with gradients, and not
     at all without. Another order would change the last bits of the sum that divides the weights.
     """
 
-    def __init__(self, routes_TC: Tensor | None):
+    def __init__(self, routes_TC: Tensor):
         self.routes_TC = routes_TC
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups, group_topk, default_compute_topk):
         chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1]
-        if self.routes_TC is not None:
-            chosen = torch.where(self.routes_TC < 0, chosen, self.routes_TC)
+        chosen = torch.where(self.routes_TC < 0, chosen, self.routes_TC)
         self.experts_TC = chosen.sort(dim=1).values
         return scores.gather(1, self.experts_TC), self.experts_TC
 
@@ -60,19 +59,17 @@ class Router(TopKRouter):
         self.trained_weight = 0.0  # of the current micro batch, on all ranks of context parallelism
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_SBD: Tensor, routes_SBLC: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each expert for each token (T, E), and its chosen experts (T, k), see `Choice`.
 
-        The mask is (S, B), or in its place `Stream.routes` (S, B, layers, k). So routes come to a layer as
-        its tokens do, also when it is recomputed, and no module keeps them.
+        The routes are `Stream.routes`. They come to a layer as its tokens do, also when it is recomputed, and
+        no module keeps them.
         """
-        routes_TC = None
-        if padding_mask is not None and padding_mask.dim() == 4:
-            routes_SBC = padding_mask[:, :, self.layer_number - 1].long()
-            padding_mask, routes_TC = routes_SBC[..., 0] == ROUTE_OF_PADDING, routes_SBC.flatten(0, 1)
-        self.router_replay = choice = Choice(routes_TC)
+        layer = self.layer_number - 1 if routes_SBLC.shape[2] > 1 else 0
+        routes_SBC = routes_SBLC[:, :, layer].long()
+        self.router_replay = choice = Choice(routes_SBC.flatten(0, 1))
         try:
-            weights_TE = super().forward(hidden_SBD, padding_mask)[0]
+            weights_TE = super().forward(hidden_SBD, routes_SBC[..., 0] == ROUTE_OF_PADDING)[0]
         finally:
             self.router_replay = None
         if self.topk == 1:  # Transformers divides by the sum of one weight, too, and Megatron does not
@@ -182,12 +179,11 @@ class MoE(BaseMoELayer):
             gate = config.moe_shared_expert_gate
             self.shared_experts = SharedExperts(config, linears, gate, pg_collection)
 
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """(S, B, D) → the same; the second is Megatron's bias, which there is not. The mask is (B, S) or
-        (B, S, layers, k), see `Router.forward`."""
-        mask_SB = None if padding_mask is None else padding_mask.transpose(0, 1)
-        output_SBD = self._routed(hidden_SBD.flatten(0, 1), *self.router(hidden_SBD, mask_SB))
-        output_SBD = output_SBD.view_as(hidden_SBD)
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
+        """(S, B, D) → the same; the second is Megatron's bias, which there is not. What Megatron calls a
+        padding mask are `Stream.routes`, which say more of each token."""
+        weights_TE, experts_TC = self.router(hidden_SBD, padding_mask.transpose(0, 1))
+        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, experts_TC).view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)
         return output_SBD, None

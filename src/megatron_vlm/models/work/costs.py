@@ -23,6 +23,7 @@ from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.tower_attention import use_sdpa
+from megatron_vlm.objectives import objective_of
 
 DEFAULT_IMAGE = 1024 * 1024  # pixels, if the run does not say how large images may be
 
@@ -254,18 +255,18 @@ def language_model_passes(config: RunConfig) -> int:
 
 
 def output_passes(config: RunConfig) -> int:
-    """Likewise of the output layer, which is never recomputed."""
+    """The cost of a training step through the output layer, which is never recomputed, likewise."""
     reference = reference_passes(config)
     return min(3, language_model_passes(config) - reference) + reference
 
 
 def reference_passes(config: RunConfig) -> int:
-    """Forward passes by the starting weights, which preference pairs are scored by as well."""
-    return int(config.train.objective == "dpo")
+    """Forward passes by the starting weights, which some objectives compare with."""
+    return objective_of(config).reference_passes
 
 
 def vision_passes(config: RunConfig, image: ImageCost) -> int:
-    """Likewise of the tower; a projector hardly counts."""
+    """The cost of a training step through the tower, likewise; a projector hardly counts."""
     again = image.passes > 1 and config.model.recompute == "full"
     return image.passes + again + reference_passes(config)
 

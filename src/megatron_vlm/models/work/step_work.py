@@ -1,4 +1,4 @@
-"""What the batches of a training step ask of a model: tokens, images, and model FLOPs.
+"""The work that the batches of a training step are for a model: tokens, images, and model FLOPs.
 
 Model FLOPs are the operations that the step's documents and images need, however they are computed: what is
 computed again (recomputation), padding and blank images count nothing. It is what PaLM's model FLOP
@@ -27,7 +27,7 @@ from megatron_vlm.models.work import costs
 
 
 class Work(NamedTuple):
-    """Of micro batches. `places` are tokens of rows, padding included; a video counts as one image."""
+    """The work of micro batches. `places` are tokens of rows with padding; a video counts as one image."""
 
     flops: float
     tokens: int
@@ -55,7 +55,7 @@ class StepWork:
         self._per_unit, self._per_tower_pair = tower_flops(config, description)
 
     def of(self, batch: Batch) -> Work:
-        """Of a micro batch on the first pipeline stage, which has the images."""
+        """The work of a micro batch on the first pipeline stage, which has the images."""
         layout = StreamLayout(
             batch, self._description.visual_kinds, self._description.bidirectional_images, ranks=1
         )

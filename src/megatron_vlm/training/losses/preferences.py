@@ -1,4 +1,4 @@
-"""Training on preference pairs (DPO, arXiv 2305.18290) as the objective of a run.
+"""The loss of `objectives.dpo`.
 
 The rows of a batch hold pairs: document 1 of a row is a chosen answer and 2 the rejected one, then 3 and 4
 (see `data.preferences`). A step scores them twice, by the starting weights and by those that are trained.
@@ -18,32 +18,24 @@ from torch import Tensor, nn
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import of_all_context_ranks
-from megatron_vlm.models.schedule import in_evaluation, run_schedule
+from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.rl.losses import document_sums, dpo
-from megatron_vlm.training.step import Reports, StepLoss, streams_of, token_losses
-
-LOGGED = ("margin", "accuracy", "reward_chosen", "reward_rejected")
-
-
-def objective_of(config: RunConfig, chunks: list[nn.Module]) -> tuple[StepLoss, tuple[str, ...]]:
-    """What makes the gradients of a run that begins with these weights, and what it logs."""
-    if config.train.objective == "tokens":
-        return token_losses, ()
-    return Preferences(chunks, config.train.dpo_beta), LOGGED
+from megatron_vlm.training.losses.terms import document_sums, dpo
+from megatron_vlm.training.losses.tokens import Reports
 
 
 class Preferences:
-    """The mean DPO loss over the pairs of a global batch. Create it while `chunks` have the weights to
-    compare with: it keeps a copy of those that are trained, which are few with adapters.
+    """A `StepLoss`: the mean DPO loss over the pairs of a global batch. Create it while `chunks` have the
+    weights to compare with: it keeps a copy of what is trained, which is little with adapters.
 
-    Reports have `sums` (loss, pairs, trained tokens), `logs` as `rl.losses.dpo`, and for figures by source
-    the negative log-likelihood of each trained token in `losses`.
+    Reports have `sums` (loss, pairs, trained tokens), `logs` as `dpo` and the mean rewards, and for figures
+    by source the negative log-likelihood of each trained token in `losses`.
     """
 
-    def __init__(self, chunks: list[nn.Module], beta: float):
+    def __init__(self, config: RunConfig, chunks: list[nn.Module]):
         trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
-        self._beta, self._start = beta, [(param, param.detach().clone()) for param in trained]
+        self._beta = config.train.dpo_beta
+        self._start = [(param, param.detach().clone()) for param in trained]
 
     def __call__(
         self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
@@ -93,11 +85,12 @@ def _scores(pairs: Iterator[Pairs], stream: Stream, losses_N: Tensor) -> tuple[T
 def _loss(
     beta: float, pairs_and_references: Iterator[tuple[Pairs, Tensor]], stream: Stream, losses_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A sum over pairs and its report, like `training.step.token_loss`."""
+    """A sum over pairs and its report, like `tokens.token_loss`."""
     pair, reference = next(pairs_and_references)
     scores = _answer_scores(pair, stream, losses_N)
-    answers = *scores.view(-1, 2).unbind(1), *reference.view(-1, 2).unbind(1)
-    loss = dpo(*answers, beta)
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    reference_chosen, reference_rejected = reference.view(-1, 2).unbind(1)
+    loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta)
     first = parallel_state.get_context_parallel_rank() == 0  # all of these ranks have the same pairs
     rewards = beta * (scores - reference).detach().view(-1, 2).sum(0)
     counts = torch.full_like(rewards, pair.count)

@@ -1,0 +1,224 @@
+"""Ids and pixels of a conversation and its media: by a call of the HF processor, or without one.
+
+Without one, images and frames of videos stay bytes: they are decoded, and the kind of the processor's images
+resizes and cuts them once. `models.pixels` does the rest on the device; the result equals the processor's to
+the bit.
+
+Ids need only the sizes of media. The processor is asked once, with a small image, what it writes for an image
+and how many of those tokens it counts. From then on, a text with every image as short as possible is
+tokenized, and each image then grows to the count of tokens for its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
+from megatron_vlm.data.encode.text import EncodedText, TextEncoder
+from megatron_vlm.data.kinds import why_unknown
+from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
+from megatron_vlm.data.media.images import decode_image, decode_pixels
+from megatron_vlm.data.media.videos import Frames, VideoPlan
+from megatron_vlm.data.replies import Span
+from megatron_vlm.data.turns import BadSample, refused_by_processor
+
+PROBE_MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+]
+
+
+class HFProcessor:
+    """Any Hugging Face processor, called once per conversation."""
+
+    known = False
+    # (image file, most pixels, fewest pixels) → an image as `__call__` takes it
+    decode = staticmethod(decode_image)
+
+    def __init__(self, text: TextEncoder):
+        self.kind, self._text = text.kind, text
+        self.kind.check_settings()
+
+    @functools.cached_property
+    def sizes(self) -> SizeEncoder:
+        """Gives the text of a call, or one of equal length. Raises ValueError if it cannot."""
+        try:
+            return SizeEncoder(self._text, self.known)
+        except BadSample as bad:
+            raise ValueError(
+                f"{type(self.kind.processor).__name__}: a question about an image is refused ({bad}), and "
+                "packing needs its tokens; correct processor or chat template, or use data.packing=none."
+            ) from bad
+
+    def __call__(
+        self, prompt: RenderedChat, images: Iterable, videos: list[Frames], text: EncodedText | None = None
+    ) -> tuple[EncodedText, dict[str, Tensor]]:
+        """The text, and the processor's other outputs by name. `text` is what `sizes` gave, if called.
+
+        Raises BadSample when the processor refuses what it gets.
+        """
+        images = list(images)
+        for image in images:
+            self.kind.refuse(image.height, image.width, len(images) == 1)
+        encoded, outputs = self._text(prompt, images, videos)
+        return encoded, self.kind.unpadded(outputs)
+
+
+class KnownProcessor(HFProcessor):
+    """A known processor, not called: ids, masks and spans equal its own, and so do the uint8 pixels once a
+    `PixelNormalizer` has normalized them."""
+
+    known = True
+    decode = staticmethod(decode_pixels)
+
+    def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
+        tensors, sizes = [], []
+        for image in images:  # cut each image right after it is decoded: its pixels are still in the caches
+            with refused_by_processor():
+                tensors.append(self.kind.tensors(image, len(prompt.images) == 1))
+            sizes.append(image.shape[1::-1])
+        if text is None:
+            text = self.sizes(prompt, sizes, [plan for _, plan in videos])
+        for (frames, plan), grid in zip(videos, text.video_grids, strict=True):
+            tensors.append(self.kind.of_video(frames, plan, grid))
+        spans = [*text.images, *text.videos]
+        in_text = sorted(range(len(spans)), key=spans.__getitem__)  # frames may be among the images
+        visual = GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
+        return text, visual.as_model_kwargs() if visual else {}
+
+
+def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[HFProcessor, str | None]:
+    """The fastest correct one, and why the HF processor itself is called; None if it is not."""
+    theirs = HFProcessor(text)
+    if reason := why_unknown(processor):
+        return theirs, reason
+    try:
+        ours = KnownProcessor(text)
+        prompt = text.chat(PROBE_MESSAGES, None, images=1)
+        expected, _ = text(prompt, [Image.new("RGB", PROBE_SIZE)])
+        same, _ = ours(prompt, [np.zeros((*PROBE_SIZE, 3), np.uint8)], [])
+    except BadSample as bad:
+        return theirs, f"a question about an image is refused: {bad}"
+    except ValueError as error:
+        return theirs, str(error)
+    if not np.array_equal(same.input_ids, expected.input_ids):
+        return theirs, f"{type(processor).__name__} writes other tokens for an image than its known version"
+    return ours, None
+
+
+class SizeEncoder:
+    """A `TextEncoder` that takes the sizes of images and the plans of videos instead of their pixels. Raises
+    ValueError if the processor cannot tell how many tokens an image of a given size becomes."""
+
+    def __init__(self, encode_text: TextEncoder, known: bool):
+        self._encode_text, self._kind = encode_text, encode_text.kind
+        # of an unknown processor only the number of tokens is sure, not their order: rows may have breaks
+        self._ids = self._kind.ids if known else functools.partial(Kind.ids, self._kind)
+        self._processor = self._kind.processor
+        self._kind.check_counts()
+        self._short_image, self._image_id, self._counted = self._probe()
+
+    def __call__(
+        self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
+    ) -> EncodedText:
+        """The text in tokens. `sizes` are (width, height). Raises BadSample if the processor refuses any."""
+        alone, token = len(sizes) == 1, self._image_id
+        with refused_by_processor():
+            images = [self._ids(height, width, alone, token) for width, height in sizes]
+            videos = [self._video(plan) for plan in plans]
+        texts = [self._short_image] * len(images)
+        texts += [
+            prompt.text[slice(*span)].replace(self._processor.video_token, text)
+            for span, (text, _, _) in zip(prompt.videos, videos, strict=True)
+        ]
+        short = self._encode_text.tokenize(prompt.with_media(texts))
+        grown = [
+            self._with_image(short.input_ids[slice(*span)], image_ids)
+            for span, (image_ids, _) in zip(short.images, images, strict=True)
+        ]
+        grown += [
+            self._with_runs(short.input_ids[slice(*span)], runs)
+            for span, (_, runs, _) in zip(short.videos, videos, strict=True)
+        ]
+        ids, weights, spans = _grown(short.input_ids, short.weights, [*short.images, *short.videos], grown)
+        count = len(images)
+        patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
+        return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
+
+    def _probe(self) -> tuple[str, int, int]:
+        """The shortest text of an image, the id of the image token, and how many tokens of that text the
+        processor counts: the image token and what follows, or all."""
+        prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
+        expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
+        image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
+        processed = self._encode_text.marked_tokenizer.prompt
+        short_image = processed.text[slice(*processed.images[0])]
+        for token in placeholder_tokens(self._processor):
+            short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
+        short = self._encode_text.tokenize(prompt.with_media([short_image]))
+        with refused_by_processor():
+            tokens, _ = self._kind.count(*PROBE_SIZE, alone=True)
+        return short_image, image_id, tokens - (len(expanded.input_ids) - len(short.input_ids))
+
+    def _image_token(self, ids: np.ndarray) -> int:
+        """The image token that the tokenizer or the processor names; else the most frequent added token among
+        `ids`: a small image may have more newlines around it than tokens in it."""
+        counts = dict(zip(*np.unique(ids, return_counts=True), strict=True))
+        tokenizer = self._processor.tokenizer
+        named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
+        for candidates in (named, tokenizer.added_tokens_decoder, counts):
+            if found := [token for token in candidates if token in counts]:
+                return int(max(found, key=counts.__getitem__))
+        raise AssertionError("an image has tokens")
+
+    def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
+        first = int((short_ids == self._image_id).argmax())
+        if len(short_ids) - self._counted < first:  # begin and end tokens are counted, too
+            image_ids, stop = image_ids[self._counted - 1 :], first + 1
+        else:
+            stop = first + self._counted
+        return np.concatenate([short_ids[:first], image_ids, short_ids[stop:]])
+
+    def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
+        """(the video's text with one token per run of placeholders, the lengths of the runs, its grid)"""
+        text, grid = self._kind.of_plan(plan)
+        runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
+        return self._video_runs.sub(lambda run: run[run.lastindex], text), runs, grid
+
+    @functools.cached_property
+    def _video_tokens(self) -> list[str]:
+        return list({self._processor.video_token, *placeholder_tokens(self._processor)})
+
+    @functools.cached_property
+    def _video_runs(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"({re.escape(token)})+" for token in self._video_tokens))
+
+    def _with_runs(self, short_ids: np.ndarray, runs: list[int]) -> np.ndarray:
+        repeats = np.ones(len(short_ids), int)
+        ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
+        repeats[np.isin(short_ids, ids)] = runs
+        return np.repeat(short_ids, repeats)
+
+
+def _grown(
+    ids: np.ndarray, weights: np.ndarray, spans: list[Span], grown: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+    """Ids, weights and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
+    new_ids, new_weights, new_spans, read, written = [], [], list(spans), 0, 0
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        start, stop = spans[index]
+        media = grown[index]
+        new_ids += [ids[read:start], media]
+        new_weights += [weights[read:start], np.zeros(len(media), weights.dtype)]
+        first = written + start - read
+        read, written = stop, first + len(media)
+        new_spans[index] = (first, written)
+    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans

@@ -1,0 +1,65 @@
+"""The kinds of images, and which one a processor's are. A new kind is a file here and a line of KINDS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from megatron_vlm.data.kinds import any_size, grid, native, one_size, tiles
+from megatron_vlm.data.kinds.base import Kind
+
+KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
+    tiles.OneVisionTiles,
+    tiles.InternVLTiles,
+    native.NaFlex,
+    native.Pooled,
+    grid.QwenGrid,
+    grid.GLMGrid,
+    any_size.AnySize,
+    one_size.Cropped,
+    one_size.OneSize,
+)
+KNOWN = [names for kind in KINDS for names in kind.known]
+
+
+def kind_of(processor: ProcessorMixin) -> Kind:
+    """The kind of a processor's images: by the names of its classes, else by its settings."""
+    images, names = processor.image_processor, _names(processor)
+    settings = dict(getattr(images, "size", None) or {})
+    settings |= {kind.sign: value for kind in KINDS if (value := getattr(images, kind.sign, None))}
+    named = [kind for kind in KINDS if names in kind.known]
+    marked = [kind for kind in KINDS if settings.get(kind.sign)]
+    return [*named, *marked, Kind][0](processor)
+
+
+def why_unknown(processor: ProcessorMixin) -> str | None:
+    """Why a processor must be called; None if its kind can do its work."""
+    kind, names = kind_of(processor), _names(processor)
+    images, videos = processor.image_processor, getattr(processor, "video_processor", None)
+    wanted = [of_images for owner, of_images in KNOWN if owner == names[0]]
+    if not wanted or not _is_transformers(processor):
+        owners = dict.fromkeys(owner for owner, _ in KNOWN)
+        return f"{names[0]} is not one of the known processors ({', '.join(owners)})"
+    if names not in KNOWN or not _is_transformers(images):
+        return f"{names[0]} with {names[1]}, known is {' or '.join(wanted)}"
+    parts = [images]
+    if of_videos := kind.known[names]:
+        parts.append(videos)
+        if type(videos).__name__ != of_videos or not _is_transformers(videos):
+            return f"{names[0]} with {type(videos).__name__}, known is {of_videos}"
+    for part in parts:
+        if odd := kind.odd_settings(part):
+            return f"{type(part).__name__} with {', '.join(odd)}"
+    for key in kind.alike:
+        if (one := images.to_dict()[key]) != (other := videos.to_dict()[key]):
+            return f"{names[0]} with {key} = {one} for images and {other} for videos"
+    return None
+
+
+def _names(processor: ProcessorMixin) -> tuple[str, str]:
+    return type(processor).__name__, type(processor.image_processor).__name__
+
+
+def _is_transformers(part: Any) -> bool:
+    return type(part).__module__.startswith("transformers.")  # not a subclass with its own ways

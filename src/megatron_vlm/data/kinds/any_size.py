@@ -1,0 +1,56 @@
+"""Images of any size in whole patches, padded beside one another: Pixtral's, of Mistral 3 and LLaVA."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.kinds.base import Kind
+
+
+class AnySize(Kind):
+    """Rows of image tokens: a break token closes each row, the end token the last one."""
+
+    sign = "longest_edge"
+    known = {("PixtralProcessor", "PixtralImageProcessor"): None}
+    size_keys = ("longest_edge",)
+    pads_to_largest = True
+
+    @property
+    def token_side(self) -> int:
+        """Pixels along the side of what one image token stands for."""
+        return self.processor.patch_size * self.processor.spatial_merge_size
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """The size of an image that is scaled to fit a square and rounded up to whole image tokens."""
+        longest, side = self.images.size["longest_edge"], self.token_side
+        shape_only = np.broadcast_to(np.uint8(0), (3, height, width))
+        return get_resize_output_image_size(shape_only, size=(longest, longest), patch_size=(side, side))
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        # the processor takes 1 or 3 rows for channels; 4 rows are one row of patches, too
+        tokens, _ = self.told(4 if height in (1, 3) else height, width)
+        height, width = self.target(height, width)
+        return tokens, (height // self.patch_size) * (width // self.patch_size)
+
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        height, width = self.target(height, width)
+        ids = np.full((height // self.token_side, width // self.token_side + 1), image_token)
+        ids[:, -1] = self.processor.image_break_token_id
+        ids[-1, -1] = self.processor.image_end_token_id
+        return ids.ravel(), (height // self.patch_size) * (width // self.patch_size)
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        pixels = self.fitted(image)
+        sizes = torch.from_numpy(np.array([pixels.shape[:2]]))
+        return {"pixel_values": torch.from_numpy(pixels)[None], "image_sizes": sizes}
+
+    def patches_of(self, visual: GenericVisualInputs) -> int:
+        return int(visual.image_sizes.prod(-1).sum()) // self.patch_size**2
+
+    def frames(self, item: GenericVisualInputs) -> Tensor:
+        height, width = item.image_sizes[0].tolist()
+        return super().frames(item)[..., :height, :width]

@@ -1,0 +1,167 @@
+"""A kind of images: how processors of one kind count, resize, cut, lay out and show them.
+
+A kind is chosen by the image processor, whoever wrote that (`data.kinds.kind_of`). Whether the package can do
+a processor's work without calling it is another question (`data.kinds.why_unknown`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tv
+from transformers import ProcessorMixin
+
+from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.data.media.videos import VideoPlan
+
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
+RESAMPLE = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}  # Pillow's numbers
+SWITCHES = ("do_resize", "do_rescale", "do_normalize")
+# images are RGB already and padded in any case; frames of videos are chosen before
+WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
+PROBE_SIZE = (56, 56)
+PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
+
+
+class Kind:
+    """What a processor makes of images and videos. Sizes are (height, width); settings are read when needed.
+
+    `count` and `of_plan` need sizes alone. `ids`, `tensors` and `of_video` stand in for a processor that is
+    known; `refuse`, `arranged` and `unpadded` are needed around a call of any other. They raise BadSample for
+    an image or a video that the processor cannot take. This class itself is for images of no kind.
+    """
+
+    # the image processor's setting, or side of its `size`, that marks this kind if no kind before it has one
+    sign: ClassVar[str] = ""
+    # (class of a processor, class of its image processor), both of transformers, which need not be called
+    # -> the class of its video processor; None if it takes no videos
+    known: ClassVar[Mapping[tuple[str, str], str | None]] = {}
+    size_keys: ClassVar[tuple[str, ...]] = ()  # of `size` in known processors, if it is read
+    switches: ClassVar[tuple[str, ...]] = SWITCHES  # that must be on in known processors
+    unused: ClassVar[tuple[str, ...]] = ("pad_size", "crop_size")  # sizes that must not be set in them
+    alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
+    settings: ClassVar[tuple[str, ...]] = ()  # that only this kind has, and that decide tokens or pixels
+    splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
+    makes_one_size: ClassVar[bool] = False  # so that limits on an image's pixels have no effect
+    pads_to_largest: ClassVar[bool] = False  # images of a batch, right and bottom, to `image_sizes`
+    colours_last: ClassVar[bool] = False  # in the patches that the tower takes
+
+    def __init__(self, processor: ProcessorMixin):
+        self.processor, self.images = processor, processor.image_processor
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels along the side of a raw patch."""
+        sides = (getattr(part, "patch_size", None) for part in (self.processor, self.images))
+        return next(filter(None, sides), PATCH_SIZE)
+
+    # ---- from sizes alone
+
+    def check_counts(self) -> None:
+        """Raises ValueError if the tokens of an image cannot be told from its size."""
+        if not self.sign or self.told(*PROBE_SIZE) is None:
+            why, remedy = "cannot tell the tokens of an image from its size", "use"
+        elif getattr(self.images, self.splits, None):
+            why = f"with {self.splits} images give tokens that their size does not tell"
+            remedy = "turn it off or use"
+        else:
+            return
+        name = type(self.processor).__name__
+        raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
+
+    def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
+        """The processor's own numbers of an image's tokens and pieces; None if it counts none."""
+        with suppress(AttributeError, TypeError):
+            numbers = self.processor._get_num_multimodal_tokens([(height, width)], **options)
+            return numbers["num_image_tokens"][0], numbers["num_image_patches"][0]
+        return None
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        """The numbers of tokens and raw patches of an image, which is its conversation's only one or not."""
+        return self.told(height, width)
+
+    def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
+        """What the processor writes for a video, and the video's grid."""
+        raise NotImplementedError
+
+    # ---- around a call of the processor
+
+    def check_settings(self) -> None:
+        """Raises ConfigError for settings with which the processor fails on ordinary images."""
+
+    def refuse(self, height: int, width: int, alone: bool) -> None:
+        """Raises BadSample for an image on which the processor fails in ways of its own."""
+
+    def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
+        """The images of one conversation as `apply_chat_template` hands them to the processor."""
+        return images
+
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The processor's outputs for one conversation as the model takes them: without padding."""
+        return dict(outputs)
+
+    # ---- in place of a known processor
+
+    def odd_settings(self, part: Any) -> list[str]:
+        """The settings of the image or video processor whose effect is not known here."""
+        switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
+        off = [key for key in self.switches if not switches.pop(key, None)]
+        on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT]
+        odd = [f"{key} = {getattr(part, key)}" for key in off + on]
+        if part.resample is None or int(part.resample) not in RESAMPLE:
+            odd.append(f"resample = {part.resample}")
+        if self.size_keys and {key for key, side in dict(part.size).items() if side} != set(self.size_keys):
+            odd.append(f"size = {dict(part.size)}")
+        return odd + [f"{key} = {dict(size)}" for key in self.unused if (size := getattr(part, key, None))]
+
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        """An image's ids without its begin and end tokens, in their order, and its number of raw patches."""
+        tokens, patches = self.count(height, width, alone)
+        return np.full(tokens, image_token), patches
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """The size that an image is resized to."""
+        raise NotImplementedError
+
+    def fitted(self, image: np.ndarray) -> np.ndarray:
+        """An image (H, W, 3) in its `target` size."""
+        return resized(image, self.target(*image.shape[:2]), self.images.resample)
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        """What is batched of an image (H, W, 3), its conversation's only one or not."""
+        raise NotImplementedError
+
+    def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
+        """What is batched of a video's frames (T, H, W, 3), with the grid that `of_plan` gave."""
+        raise NotImplementedError
+
+    # ---- from what was made either way
+
+    def patches_of(self, visual: GenericVisualInputs) -> int:
+        """The number of raw patches, without padding."""
+        count = 0
+        for pixels in (visual.pixel_values, visual.pixel_values_videos):
+            if pixels is not None:
+                height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
+                count += len(pixels) * (height // self.patch_size) * (width // self.patch_size)
+        return count
+
+    def frames(self, item: GenericVisualInputs) -> Tensor:
+        """(T, C, H, W) the pixels of one image or video, as the model sees them."""
+        pixels = item.pixel_values_videos if item.pixel_values is None else item.pixel_values
+        return pixels.permute(0, 3, 1, 2) if is_raw(pixels) else pixels
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
+    """An image or frames, (..., H, W, 3) uint8, resized to `size`."""
+    if tuple(size) == pixels.shape[-3:-1]:
+        return pixels
+    # colours stay last in memory: more than twice as fast as colour by colour, with equal results
+    colours_first = torch.from_numpy(pixels).movedim(-1, -3)
+    new = tv.resize(colours_first, list(size), RESAMPLE[int(resample)], antialias=True)
+    return new.movedim(-3, -1).numpy()

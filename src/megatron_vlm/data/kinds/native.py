@@ -1,0 +1,135 @@
+"""Images in native resolution, each with its own number of patches: LFM2-VL's (SigLIP2 NaFlex) and Gemma 4's.
+
+Their processors pad every image to one number of patches. Here an image has only its own: `pixel_values`
+(P, F) and `image_grid_thw` (N, 3), as towers of patches have them, instead of `pixel_values` (N, most, F) and
+either `pixel_attention_mask` (N, most) with `spatial_shapes` (N, 2), which is LFM2-VL's way, or Gemma 4's
+`image_position_ids` (N, most, 2): the column and row of each patch, and -1 for padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.data.kinds.grid import Patches
+from megatron_vlm.data.turns import BadSample
+
+
+class Native(Patches):
+    """Patches in rows, each with its lines, and colours last."""
+
+    colours_last = True
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        pixels, side = self.fitted(image), self.patch_size
+        rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+        # a line of a patch is copied as one opaque value, not colour by colour
+        lines = np.ascontiguousarray(pixels).reshape(-1, pixels.shape[1] * 3).view(f"V{3 * side}")
+        cut = np.ascontiguousarray(lines.reshape(rows, side, columns).transpose(0, 2, 1))
+        return {
+            "pixel_values": torch.from_numpy(cut.view(np.uint8).reshape(rows * columns, -1)),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+        }
+
+
+class NaFlex(Native):
+    """The images of LFM2-VL, whose processor counts none, if they are not cut into tiles."""
+
+    sign = "encoder_patch_size"
+    known = {("Lfm2VlProcessor", "Lfm2VlImageProcessor"): None}
+    splits = "do_image_splitting"
+
+    @property
+    def patch_size(self) -> int:
+        return self.images.encoder_patch_size
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """The size of an image that is scaled to between the fewest and the most tokens.
+
+        Raises BadSample for an image so long that it would have more patches than the processor pads to: this
+        processor then fails, in ways of its own.
+        """
+        images, side = self.images, self.patch_size
+        new_width, new_height = images.smart_resize(
+            height,
+            width,
+            downsample_factor=images.downsample_factor,
+            min_image_tokens=images.min_image_tokens,
+            max_image_tokens=images.max_image_tokens,
+            encoder_patch_size=side,
+        )
+        if (patches := (new_height // side) * (new_width // side)) > images.max_num_patches:
+            most = f"max_num_patches {images.max_num_patches}"
+            raise BadSample("processor_error", f"image of {width} x {height} has {patches} patches, {most}")
+        return new_height, new_width
+
+    def told(self, height: int, width: int) -> tuple[int, int]:
+        height, width = self.target(height, width)
+        patches = (height // self.patch_size) * (width // self.patch_size)
+        return patches // self.images.downsample_factor**2, patches
+
+    def check_settings(self) -> None:
+        refuse_narrow(self.images.min_image_tokens, self.images.max_image_tokens)
+
+    def refuse(self, height: int, width: int, alone: bool) -> None:
+        self.target(height, width)
+
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        outputs = dict(outputs)
+        if "spatial_shapes" in outputs:
+            real_NP = outputs.pop("pixel_attention_mask").bool()
+            outputs["pixel_values"] = outputs["pixel_values"][real_NP]
+            outputs["image_grid_thw"] = pad(outputs.pop("spatial_shapes"), (1, 0), value=1)
+        return outputs
+
+
+class Pooled(Native):
+    """The images of Gemma 4 in about their aspect ratio: squares of patches are pooled to a token."""
+
+    sign = "pooling_kernel_size"
+    known = {("Gemma4Processor", "Gemma4ImageProcessor"): None}
+    switches = ("do_resize", "do_rescale")  # the tower does the rest
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        pooled = self.images.pooling_kernel_size
+        most = self.images.max_soft_tokens * pooled**2
+        return get_aspect_ratio_preserving_size(height, width, self.patch_size, most, pooled)
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        tokens, _ = self.told(height, width)
+        return tokens, tokens * self.images.pooling_kernel_size**2
+
+    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        outputs = dict(outputs)
+        if "image_position_ids" in outputs:
+            positions = outputs.pop("image_position_ids")
+            outputs["pixel_values"] = outputs["pixel_values"][positions[..., 0] >= 0]
+            outputs["image_grid_thw"] = pad((positions.amax(1) + 1).flip(-1), (1, 0), value=1)
+        return outputs
+
+
+def refuse_narrow(least: int, most: int) -> None:
+    """Raises ConfigError if the fewest and the most tokens of an image in its own size are so close that
+    images up to 1:3, scaled up to the fewest, can have more than the most: Transformers fails on these."""
+    if (needed := most_when_scaled_up(least)) > most:
+        raise ConfigError(
+            f"image processor: with min_image_tokens {least} a small image, scaled up, has up to {needed} "
+            f"tokens, and max_image_tokens is {most}: such images would be lost; raise max_image_tokens to "
+            f"{needed}, or lower min_image_tokens."
+        )
+
+
+def most_when_scaled_up(least: int, aspect: int = 3) -> int:
+    """The most tokens of an image up to 1:`aspect` that LFM2-VL's processor scales up to `least`: it rounds
+    both sides up to whole tokens."""
+    shortest, longest = math.ceil(math.sqrt(least)), math.ceil(math.sqrt(aspect * least))
+    # just over n - 1 tokens wide become n
+    return max(n * math.ceil(least / max(n - 1, math.sqrt(least))) for n in range(shortest, longest + 1))

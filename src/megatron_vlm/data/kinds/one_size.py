@@ -1,0 +1,70 @@
+"""Images of one size, whatever size they had: SigLIP's towers have them resized, CLIP's cropped."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.image_transforms import get_resize_output_image_size
+
+from megatron_vlm.data.kinds.base import SWITCHES, Kind, resized
+
+
+class OneSize(Kind):
+    """The images of Gemma 3, and of LLaVA with SigLIP."""
+
+    sign = "height"
+    known = {
+        ("Gemma3Processor", "Gemma3ImageProcessor"): None,
+        ("LlavaProcessor", "SiglipImageProcessor"): None,
+    }
+    size_keys = ("height", "width")
+    splits = "do_pan_and_scan"
+    makes_one_size = True
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The size of all images, or of all tiles of images."""
+        return self.images.size["height"], self.images.size["width"]
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        return self.size
+
+    def told(self, height: int, width: int) -> tuple[int, int] | None:
+        # LLaVA's counts the tokens of a crop, even where the image processor does not crop
+        return super().told(height, width, crop_size={"height": self.size[0], "width": self.size[1]})
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        tokens, pieces = self.told(height, width)
+        return tokens, pieces * (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        return {"pixel_values": torch.from_numpy(resized(image, self.size, self.images.resample))[None]}
+
+
+class Cropped(OneSize):
+    """The images of LLaVA with CLIP: the shorter side gets a set length, and the middle is taken."""
+
+    sign = "do_center_crop"
+    known = {("LlavaProcessor", "CLIPImageProcessor"): None}
+    size_keys = ("shortest_edge",)
+    switches = (*SWITCHES, "do_center_crop")
+    unused = ("pad_size",)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.images.crop_size["height"], self.images.crop_size["width"]
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        return get_resize_output_image_size(
+            np.broadcast_to(0, (height, width, 3)),  # it looks at the shape alone
+            self.images.size["shortest_edge"],
+            default_to_square=False,
+            input_data_format="channels_last",
+        )
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        # black is around the middle where the image is smaller
+        colours_first = torch.from_numpy(self.fitted(image)).movedim(-1, 0)
+        middle = self.images.center_crop(colours_first, self.images.crop_size)
+        return {"pixel_values": middle.movedim(0, -1).contiguous()[None]}
