@@ -8,6 +8,7 @@ UV := .venv/bin/uv
 IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
 .PHONY: compiled demo demo-rl test test-long test-soak test-all lint setup lock clean
 
@@ -30,11 +31,11 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak"
 
-# Every further family, source and layout.
+# Every further family, source and layout, in pairs (docs/design/tests.md).
 test-long: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m long
 
-# Nothing new, but all families in all layouts, and many more samples, kills and interruptions: hours.
+# Nothing new, but every combination, and many more samples, kills and interruptions: hours.
 test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 

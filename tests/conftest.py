@@ -10,6 +10,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 
 import costs  # noqa: E402
 import pytest  # noqa: E402
+from transformers import AutoProcessor  # noqa: E402
 
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
@@ -23,6 +24,11 @@ def tiny_gemma3(tmp_path_factory):
     return build_tiny_checkpoint(
         "gemma3", tmp_path_factory.mktemp("tiny") / "gemma3", text={"vocab_size": 577}
     )
+
+
+@pytest.fixture(scope="session")
+def processor(tiny_gemma3):
+    return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,8 +50,19 @@ def pytest_collection_modifyitems(config, items):
     costs.longest_first(config, items)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    costs.measure(report)
+    return report
+
+
 def pytest_runtest_logreport(report):
     costs.count(report)
+
+
+def pytest_terminal_summary(terminalreporter):
+    costs.tell(terminalreporter)
 
 
 def pytest_sessionfinish(session):

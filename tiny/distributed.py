@@ -63,21 +63,26 @@ def _rank_main(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()
-    os.environ.update(
-        environment,  # that of the test, which may have changed since the server started
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent has the store, as with torchrun
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    # the test's environment may have changed since the server started
+    os.environ.update(environment | rank_environment(rank, world_size, port))
     torch.save(fn(*args), _result(folder, rank))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank; the store is at this port of the process that starts the ranks."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as with torchrun
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _die_with_parent() -> None:

@@ -23,7 +23,7 @@ compares.
 
 A key is read, has no effect on what is trained, or must keep the default of Transformers' config class.
 Any other value is refused before anything is built, all such keys in one message. Keys that are no fields
-of the class are ignored, as Transformers ignores them. `tests/test_configs.py` changes every key of a
+of the class are ignored, as Transformers ignores them. `tests/models/test_configs.py` changes every key of a
 tiny checkpoint of each family: what is not refused has Transformers' logits and gradients, in the newest
 Transformers; every field of the oldest supported one is accounted for as well. Not so tried are the sizes of
 patches and merges, which change only together with a processor.

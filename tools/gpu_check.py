@@ -32,7 +32,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tools")]
 
 import numpy as np  # noqa: E402
 import parity  # noqa: E402

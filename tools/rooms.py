@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "megatron_vlm"
 FILE = ROOT / "docs" / "design" / "rooms.toml"
 HEAD = """\
 # The rooms of src/megatron_vlm, from the ground up. A room uses only rooms that stand before it.
-# `python tools/rooms.py --write` takes `uses` from the imports of the code; tests/test_architecture.py
+# `python tools/rooms.py --write` takes `uses` from the imports of the code; tests/core/test_architecture.py
 # compares them. A room is a folder or a file, one level deeper in data/ and models/; `files` names the files
 # of a room that has no folder of its own.
 """

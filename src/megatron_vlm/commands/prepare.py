@@ -73,7 +73,7 @@ def prepare(
 
 def _explain(summary: Any, max_share: float) -> None:
     """Say what helps against each reason in a `PrepareSummary`. Raises Exit if too much was skipped."""
-    from megatron_vlm.data.drops import REASONS
+    from megatron_vlm.data.accounts.drops import REASONS
 
     typer.echo(f"  named in {summary.output / 'skipped.jsonl'}")
     for reason in summary.skipped:

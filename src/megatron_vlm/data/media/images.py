@@ -22,7 +22,7 @@ from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
-# in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/test_images.py measures).
+# in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
 MAX_ASPECT = 200  # processors of grids of patches refuse longer images

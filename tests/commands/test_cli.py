@@ -1,0 +1,129 @@
+"""The real command in real processes."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from machine import is_quick, processor_seconds
+from places import ROOT
+from programs import TYPED, ask
+
+from megatron_vlm.overrides import from_yaml
+
+RUN_RECIPE = [sys.executable, str(ROOT / "examples" / "run_recipe.py")]
+QUICK_SECONDS = 1.0  # 0.6 measured
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["recipes"],
+        ["train", "--recipe", "gemma3_vl_27b", "pp=2", "train.steps=10", "--dry-run"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_answers_within_a_second(arguments):
+    """Processor time, which equals the time on an idle machine and does not depend on other load."""
+
+    def take() -> float:
+        before = processor_seconds()
+        answer = ask(*TYPED, *arguments)
+        assert answer.returncode == 0 and answer.stdout
+        return processor_seconds() - before
+
+    assert is_quick(take, QUICK_SECONDS)
+
+
+def test_recipes_lists_each_with_its_line():
+    from megatron_vlm.recipes import RECIPES
+
+    listing = ask(*TYPED, "recipes").stdout.splitlines()
+    lines = [line.split(maxsplit=1) for line in listing[: len(RECIPES)]]
+    assert [name for name, _ in lines] == list(RECIPES)
+    assert lines[0] == ["gemma3_vl_4b", "Gemma3 4B, for four 80 GB GPUs and up, or two with recompute=full."]
+
+
+@pytest.mark.parametrize("program", [[*TYPED, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])
+def test_dry_run_prints_the_merged_configuration_as_yaml(program):
+    flags = ["--recipe", "gemma3_vl_4b", "--dataset_type", "hf", "--train_data_path", "/data", "--run_dir=/r"]
+    answer = ask(*program, *flags, "tp=4", "train.steps=10", "--dry-run", "--nproc", "8")
+    config = from_yaml(answer.stdout)
+    assert (config.data.dataset_type, config.data.train_data_path, config.run_dir) == ("hf", "/data", "/r")
+    assert (config.parallel.tp, config.train.steps) == (4, 10)
+    assert {"# processes: 8", "# data_parallel: 2"} <= set(answer.stdout.splitlines())
+
+
+def test_dry_run_says_what_is_still_to_give():
+    answer = ask(*TYPED, "train", "--recipe", "gemma3_vl_4b", "--dry-run")
+    assert answer.returncode == 0
+    assert answer.stdout.splitlines()[-1] == "# still to give: data.train_data_path"
+    assert yaml.safe_load(answer.stdout)["data"]["train_data_path"] == "???"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "--recipe=gemma3_vl_4b", "tp=1", "--train_data_path=/no"],
+            "/no does not exist; write one",
+        ),
+        (["export", "/no", "out"], "/no does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_a_short_message_and_code_2(arguments, message):
+    """`test_mistakes.py` makes all the others."""
+    answer = ask(*TYPED, *arguments)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr and len(answer.stderr.splitlines()) <= 5
+
+
+def test_a_librarys_error_names_the_file_of_its_traceback():
+    code = (
+        "from megatron_vlm.commands.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
+    )
+    answer = ask(sys.executable, "-c", code)
+    assert answer.returncode == 1 and "Traceback" not in answer.stderr
+    what, where = answer.stderr.splitlines()
+    assert what.startswith(
+        "bad: ValueError: invalid literal for int() with base 10: 'x'; in bad (<string>:2)"
+    )
+    kept = Path(re.search(r"the traceback is in (\S+)\.$", where)[1])
+    assert "Traceback" in kept.read_text()
+    kept.unlink()
+
+
+def test_our_own_error_shows_its_traceback_on_request():
+    answer = ask(*TYPED, "train", MEGATRON_VLM_DEBUG="1")
+    assert answer.returncode == 2 and "Traceback" in answer.stderr
+    assert answer.stderr.splitlines()[-1].startswith("megatron-vlm: give --recipe NAME or --config FILE")
+
+
+def test_ctrl_c_ends_quietly():
+    code = (
+        "import time; from megatron_vlm.commands.program import run, single\n"
+        "def wait():\n    print('ready', flush=True); time.sleep(60)\n"
+        "run(single(wait), 'wait')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=300)
+    assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_nproc_starts_processes_and_returns_their_message_and_code():
+    code = "from megatron_vlm.commands.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
+    answer = ask(sys.executable, "-c", code)
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    assert answer.stderr.startswith("megatron-vlm: no: no such recipe; known are gemma3_vl_4b, ")
+    assert len(answer.stderr.splitlines()) == 1  # of two ranks, one speaks

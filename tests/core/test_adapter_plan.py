@@ -1,0 +1,116 @@
+"""`plan` counts gradients and optimizer states of adapters alone, and a rehearsed step needs what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from places import CONFIGS, ROOT
+from transformers import PretrainedConfig
+
+from megatron_vlm.config import fewest_processes
+from megatron_vlm.models.hf import load_config
+from megatron_vlm.planning.plan import RESERVE, make_plan
+from megatron_vlm.planning.rehearsal import rehearse
+from megatron_vlm.recipes import compose
+from megatron_vlm.recipes.published import SIZES
+
+WORST = 0.1  # between the planned and the rehearsed
+LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]
+
+
+def of_layers(count: int, model: str) -> PretrainedConfig:
+    """The published config, cut to its first layers, as is Gemma3's tower."""
+    hf_config = load_config(CONFIGS / f"{model}.json")
+    if model.startswith("gemma3"):
+        hf_config.vision_config.num_hidden_layers = count
+    text = hf_config.text_config
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    return hf_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        # rank 16; 6 layers of 2,560 channels, 8 query and 4 key/value heads of 256, 10,240 inner channels
+        (["tp=1"], 6 * 16 * (2560 * 5 + 2048 * 2 + 1024 * 2 + 10240 * 3 + 2560 * 2)),
+        # a rank of two holds half of B of q and of A of down
+        (["tp=2", *LISTED], 6 * 16 * (2560 + 2048 // 2 + 10240 // 2 + 2560)),
+        # and of a layer's feed-forward, which then has no adapter
+        (
+            ["tp=2", *LISTED, "adapter.modules_to_save=[language_model.layers.1.mlp]"],
+            6 * 16 * (2560 + 2048 // 2) + 5 * 16 * (10240 // 2 + 2560) + 3 * 2560 * 10240 // 2,
+        ),
+    ],
+)
+def test_what_is_trained_is_what_adapters_hold(settings, trained):
+    """Of the first six layers, the last of which has no window."""
+    file = ROOT / "recipes/gemma3_vl_4b_lora.yaml"
+    run = compose(file=file, settings=settings, arguments={"train_data_path": "none://"})
+    hf_config = of_layers(6, "gemma3_vl_4b")
+    gpus = run.parallel.tp
+    [stage] = make_plan(run, hf_config, gpus).stages
+    assert (stage.gradients, stage.optimizer) == (4 * trained, 12 * trained)
+    rehearsed = rehearse(run, hf_config, gpus, 0)
+    assert rehearsed.gradients == pytest.approx(stage.gradients, rel=1e-3)  # buffers are padded
+    assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("qwen3_vl_30b_a3b", []),  # adapters on attention: frozen experts keep no inputs
+        ("qwen25_vl_7b", ["adapter.lora_dropout=0.05"]),
+        ("qwen25_vl_7b", ["adapter.target_modules=[o_proj]", "adapter.use_dora=true"]),
+    ],
+)
+def test_activations_without_recomputation_are_those_of_the_rehearsal(recipe, settings):
+    """Of the first four layers."""
+    run = compose(
+        file=ROOT / f"recipes/{recipe}_lora.yaml",
+        settings=["recompute=none", *settings],
+        arguments={"train_data_path": "none://"},
+    )
+    hf_config = of_layers(4, recipe)
+    [stage] = make_plan(run, hf_config, 1).stages
+    assert stage.activations == pytest.approx(rehearse(run, hf_config, 1).activations, rel=WORST)
+
+
+def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
+    rows = json.loads((ROOT / "reports/rehearsal_lora.json").read_text(encoding="utf-8"))
+    models = {config.stem for config in CONFIGS.glob("*.json")}
+    for trained in ("lora", "full"):
+        assert {row["model"] for row in rows if row["trained"] == trained} == models
+    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST]
+    assert [(row["model"], row["trained"], row["case"], row["plan_over_rehearsed"]) for row in wrong] == []
+
+
+def test_each_family_has_a_file_of_adapters_that_fits_gpus_of_80_gb():
+    rows = json.loads((ROOT / "reports/rehearsal_lora.json").read_text(encoding="utf-8"))
+    files = {file.stem.removesuffix("_lora"): file for file in (ROOT / "recipes").glob("*_lora.yaml")}
+    family_of = {size.name: family for family, sizes in SIZES.items() for size in sizes}
+    assert {family_of[name] for name in files} == {*SIZES}
+    for name, file in files.items():
+        run = compose(file=file, arguments={"train_data_path": "none://"})
+        alone = fewest_processes(run.parallel) == 1
+        case = f"one GPU, recompute {run.model.recompute}" if alone else "recipe"
+        which = (name, "lora", case)
+        [memory] = [row["memory"] for row in rows if (row["model"], row["trained"], row["case"]) == which]
+        assert memory <= 80e9, which
+
+
+def test_a_rank_holds_adapters_of_its_experts_alone():
+    """Rank 16; 8 layers, 128 experts of 768 inner channels in 2,048: 64 of them on a rank of two."""
+    file = ROOT / "recipes/qwen3_vl_30b_a3b_lora.yaml"
+    experts = ["adapter.target_parameters=[experts.gate_up_proj,experts.down_proj]"]
+    settings = ["ep=2", *experts, "adapter.target_modules=[]"]
+    run = compose(file=file, settings=settings, arguments={"train_data_path": "none://"})
+    hf_config = of_layers(8, "qwen3_vl_30b_a3b")
+    trained = 8 * 64 * 16 * (2048 + 2 * 768 + 768 + 2048)
+    [stage] = make_plan(run, hf_config, 2).stages
+    assert (stage.gradients, stage.optimizer) == (4 * trained, 12 * trained)
+    rehearsed = rehearse(run, hf_config, 2, 0)
+    assert rehearsed.gradients == pytest.approx(stage.gradients, rel=1e-3)  # buffers are padded
+    assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)

@@ -1,0 +1,254 @@
+"""A rehearsed step is the real one: its memory, its exchanges, its operations, and no read by the host."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from parity import RENAMED
+from places import CONFIGS, ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vlm.cli import app
+from megatron_vlm.cli import run as run_command
+from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
+
+WORST_MEMORY = 0.01  # between the rehearsed and the measured peak
+WORST_PLAN = 0.1  # between the planned and the rehearsed
+LAYOUTS = {
+    "dp 2": ParallelConfig(),
+    "tp 2": ParallelConfig(tp=2),
+    "pp 2": ParallelConfig(pp=2, distributed_optimizer=False),
+    "cp 2": ParallelConfig(cp=2),
+}
+# without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
+DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RENAMED]
+OBJECTIVES = ("tokens", "dpo")
+# A family is in every layout, in one of them with preferences, in another one than the family before;
+# `make test-soak` has both objectives in all.
+PAIRS = {
+    family: [
+        (layout, OBJECTIVES[(place - number) % len(LAYOUTS) == 0]) for place, layout in enumerate(LAYOUTS)
+    ]
+    for number, family in enumerate(DENSE)
+}
+ALL = [(layout, objective) for layout in LAYOUTS for objective in OBJECTIVES]
+FAMILIES = [pytest.param((family, PAIRS[family]), id=family, marks=pytest.mark.long) for family in DENSE]
+FAMILIES += [pytest.param((family, ALL), id=f"{family} all", marks=pytest.mark.soak) for family in DENSE]
+
+
+def run_of(parallel: ParallelConfig) -> RunConfig:
+    """Two rows of 256 tokens in each of four micro batches, with images."""
+    run = RunConfig(parallel=parallel, run_dir="none")
+    run.model = ModelConfig(hf_path="none", dtype="fp32", attention="documents", load_weights=False)
+    run.data.train_data_path, run.data.seq_length, run.data.max_pixels = "none", 256, 112**2
+    run.train.micro_batch_size, run.train.global_batch_size = 2, 8
+    return run
+
+
+def run_named(layout: str, objective: str) -> RunConfig:
+    """Two micro batches: as many as stages hold at once."""
+    run = run_of(LAYOUTS[layout])
+    run.train.objective = objective
+    run.train.global_batch_size = 8 if layout == "dp 2" else 4
+    return run
+
+
+def config_of(family: str):
+    parts = TINY_FAMILIES[family]
+    return parts.config(parts.processor(default_corpus(), parts.template), {}, {})
+
+
+def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[dict, dict]]:
+    """Of every layout and objective what is measured in a real step of this rank, and what its rehearsal
+    says."""
+    from megatron_vlm.parallel import setup
+
+    hf_config, measured, rank = config_of(family), {}, int(os.environ["RANK"])
+    setup.init_distributed(LAYOUTS["dp 2"], seed=1)
+    for cell in cells:
+        setup.reset_layout(LAYOUTS[cell[0]], seed=1)
+        measured[cell] = real_step(run_named(*cell), hf_config)
+    setup.shutdown()
+    return {cell: (measured[cell], rehearsed(run_named(*cell), hf_config, rank)) for cell in cells}
+
+
+def real_step(run: RunConfig, hf_config) -> dict:
+    from megatron_vlm.config import derived
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.objectives import objective_of
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.planning.rehearsal import example_batch
+    from megatron_vlm.planning.tensor_memory import TensorMemory
+    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.optimizer import build_optimizer
+    from megatron_vlm.training.step import train_step
+
+    description, device = describe(hf_config), setup.device()
+    with TensorMemory() as memory:
+        model = data_parallel(build_model(run, description, device), run)
+        optimizer, scheduler = build_optimizer(model, run)
+        optimizer.step()
+        step_loss = objective_of(run).step_loss(run, model)
+        held, peaks = memory.alive, []
+        batches = [example_batch(run, description, device)] * derived(run, 2)["micro_batches_per_step"]
+        for _ in range(6):  # threads of gloo may keep what they were given for a while
+            memory.peak = memory.alive
+            train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
+            peaks.append(memory.peak)
+    with FlopCounterMode(display=False) as counter:  # a step of its own: it keeps inputs to the end
+        train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
+    return {"peak": min(peaks), "held": held, "products": float(products)}
+
+
+def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    run.model.load_weights = True  # pairs need it
+    one = rehearse(run, hf_config, 2, rank)
+    return {
+        "peak": one.peak,
+        "held": one.weights + one.gradients + one.optimizer,
+        "products": one.flops("matmul"),
+        "collectives": one.collectives,
+        "host_reads": one.host_reads,
+    }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ranks(request) -> list[dict[tuple[str, str], tuple[dict, dict]]]:
+    """By rank: layout and objective -> what was measured, and rehearsed."""
+    family, cells = request.param
+    ranks = run_distributed(2, both, family, cells)
+    assert [list(rank) for rank in ranks] == [cells] * 2
+    return ranks
+
+
+def test_rehearsed_memory_is_the_measured_one(ranks):
+    for rank in ranks:
+        for cell, (real, ours) in rank.items():
+            assert ours["held"] == pytest.approx(real["held"], rel=WORST_MEMORY), cell
+            assert ours["peak"] == pytest.approx(real["peak"], rel=WORST_MEMORY), cell
+
+
+def test_rehearsed_operations_are_those_of_a_step(ranks):
+    for rank in ranks:
+        for cell, (real, ours) in rank.items():
+            assert ours["products"] == real["products"], cell
+
+
+def test_the_host_reads_nothing_in_forward_and_backward(ranks):
+    assert [ours["host_reads"] for rank in ranks for _, ours in rank.values() if ours["host_reads"]] == []
+
+
+def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
+    """Hidden states are gathered twice a layer in forward and backward, and again for weights' gradients, and
+    scattered twice in both; the embedding and the output layer add a few."""
+    text = config_of("gemma3").text_config
+    layers, width = text.num_hidden_layers, text.hidden_size
+    calls = rehearsed(run_of(ParallelConfig(tp=2)), config_of("gemma3"), rank=1)["collectives"]
+    gathers, gathered = calls["tp", "allgather_base"]
+    scatters, scattered = calls["tp", "reduce_scatter_base"]
+    assert (gathers, scatters) == (4 * (6 * layers + 3), 4 * (4 * layers + 2))
+    assert scattered / scatters == 2 * 256 * width * 4  # tokens of two rows, in fp32
+
+
+def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
+    """All else is exchanged by training without adapters, too, and at most as often."""
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    hf_config, calls = config_of("gemma3"), {}
+    for r in (0, 4):
+        run = run_of(ParallelConfig(tp=2))
+        run.model.load_weights, run.adapter.r = True, r
+        found = rehearse(run, hf_config, 2).micro_batch.collectives
+        calls[r] = {(call.kind, call.nbytes): count for call, count in found.items() if call.group == "tp"}
+    assert all(calls[4].get(call, 0) <= count for call, count in calls[0].items())
+    more = {call: count for call, count in calls[4].items() if call not in calls[0]}
+    linears = 7 * hf_config.text_config.num_hidden_layers
+    for kind in ("allgather_base", "reduce_scatter_base"):
+        sent = sum(nbytes * count for (each, nbytes), count in more.items() if each == kind)
+        assert sent == linears * 2 * 256 * 4 * 4, kind  # of two rows, in fp32
+    assert {kind for kind, _ in more} == {"allgather_base", "reduce_scatter_base"}
+
+
+def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
+    from megatron_vlm.models.hf import load_config
+    from megatron_vlm.planning.plan import RESERVE, make_plan
+    from megatron_vlm.planning.rehearsal import rehearse
+    from megatron_vlm.recipes import load_recipe
+
+    run, hf_config = load_recipe(recipe)(train_data_path="none"), load_config(path)
+    gpus = run.parallel.model_size
+    return make_plan(run, hf_config, gpus).memory - RESERVE, rehearse(run, hf_config, gpus).peak
+
+
+def test_a_plan_has_the_memory_of_the_rehearsal():
+    planned, peak = run_distributed(1, plan_and_rehearsal, "qwen3_vl_2b", str(CONFIGS / "qwen3_vl_2b.json"))[
+        0
+    ]
+    assert planned == pytest.approx(peak, rel=WORST_PLAN)
+
+
+def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
+    rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
+    assert {row["recipe"] for row in rows} >= {config.stem for config in CONFIGS.glob("*.json")}
+    assert {row["gpus"] for row in rows} >= {8, 64, 1024}
+    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST_PLAN]
+    assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
+
+
+def test_a_step_takes_as_long_as_its_counts_say():
+    from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
+    from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time
+
+    gpu = Gpu(
+        peak=100, matmul_share=0.5, memory=10, memory_share=1, launch=0.25, latency=0, link=8, link_share=1
+    )
+    gpu = replace(gpu, network=2)
+    seen = Seen(
+        {DeviceWork("matmul", 200.0, 1): 3, DeviceWork("other", 0.0, 20): 2, DeviceWork("other", 0.0, 0): 4}
+    )
+    assert computing_time(seen, gpu) == 3 * 4 + 2 * 2 + 4 * 0.25  # by arithmetic, by memory, by launches
+    inside, across = tuple(range(4)), (0, 8)
+    gathers = {Collective("tp", "allgather_base", inside, 32): 1, Collective("dp", "allreduce", across, 6): 1}
+    assert exchanging_time(Seen(gathers), gpu) == 32 * 3 / 4 / 8 + 2 * 6 / 2 / 2
+
+
+def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
+    config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())
+    config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = 4, 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = [f"hf_path={tmp_path}", "pp=2", "data.seq_length=1024", "--gpus", "4", "--gpu", "peak=1e14"]
+    with pytest.raises(SystemExit) as ended:
+        command = ["plan", "--recipe", "qwen3_vl_2b", "--rehearse", "--search", *settings]
+        run_command(app, "megatron-vlm", command)
+    assert ended.value.code in (None, 0)
+    text = capsys.readouterr().out
+    assert "Rank 0, of stage 0, rehearsed: " in text and "Rank 2, of stage 1, rehearsed: " in text
+    assert "The host waits for the device in a micro batch's forward and backward: never." in text
+    assert "peak 1e+14" in text and "The quickest: parallel.tp=" in text
+
+
+def test_a_rank_beyond_the_gpus_is_refused():
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
+        rehearse(run_of(ParallelConfig(tp=2)), config_of("gemma3"), 2, rank=2)
+
+
+def test_an_unknown_number_of_the_gpu_is_refused():
+    from megatron_vlm.planning.rehearsed_words import gpu_with
+
+    with pytest.raises(ConfigError, match="--gpu peek=1: no such number; did you mean peak"):
+        gpu_with(["peek=1"])

@@ -1,0 +1,256 @@
+"""Whatever is wrong with a file of a dataset, opening it ends soon, in one message that names the file."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import datasets
+import pytest
+from sources import write_hf_folder, write_sharegpt
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.energon_safety import check_dataset
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+
+ROWS = 8
+SECONDS = 30
+GARBAGE = bytes(range(255, 0, -1)) * 400
+ENERGON = [
+    *(f"shards/.nv-meta/{name}" for name in ("dataset.yaml", "split.yaml", ".info.json")),
+    "shards/train-00001.tar",
+    "shards/train-00001.tar.idx",
+    "meta.yaml",
+]
+HF = {  # file: what is opened
+    "saved/state.json": "saved",
+    "saved/dataset_info.json": "saved",
+    "saved/data-00000-of-00001.arrow": "saved",
+    "split/dataset_dict.json": "split",
+    "split/train/state.json": "split",
+    "parquet/b.parquet": "parquet",
+    "one.parquet": "one.parquet",
+    "data.jsonl": "data.jsonl",
+    "array.json": "array.json",
+    "dataset_info.json": "dataset_info.json",
+}
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3])
+
+
+def garbage(file):
+    file.write_bytes(GARBAGE[: max(1, file.stat().st_size)])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def a_list(file):
+    file.write_text("[[1, 2]]")
+
+
+def a_number(file):
+    file.write_text("5\n")
+
+
+def of_wrong_values(file):
+    """Every value of the description is a number; of other files, text."""
+    if file.suffix == ".json" and not file.read_text().startswith("["):
+        file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), 7), indent=1))
+    elif file.suffix == ".yaml":
+        names = re.findall(r"^(\w+):", file.read_text(), re.M)
+        file.write_text("".join(f"{name}: 7\n" for name in names))
+    else:
+        file.write_text("text\n" * 50)
+
+
+def a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def missing(file):
+    file.unlink()
+
+
+STILL_A_DATASET = [
+    ("data.jsonl", cut),
+    ("dataset_info.json", of_wrong_values),  # one record, without turns
+    ("parquet/b.parquet", missing),
+    ("parquet/b.parquet", a_folder),
+    ("saved/state.json", missing),
+    ("split/dataset_dict.json", missing),
+]
+DAMAGES = [cut, garbage, empty, a_list, a_number, of_wrong_values, a_folder, a_pipe, missing]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One dataset in every form that a run opens."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = write_sharegpt(folder, ROWS)
+    options = {"samples_per_shard": 4, "workers": 1, "progress": False}
+    prepare_energon_dataset(source, folder / "shards", splits={"train": ROWS}, **options)
+    reference = "splits:\n  train:\n    blend_epochized:\n      - {path: shards}\n"
+    (folder / "meta.yaml").write_text("__module__: megatron.energon\n__class__: MetadatasetV2\n" + reference)
+    write_hf_folder(folder / "saved", source)
+    rows = datasets.load_from_disk(str(folder / "saved"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(folder / "split")
+    (folder / "parquet").mkdir()
+    for path in ("parquet/a.parquet", "parquet/b.parquet", "one.parquet"):
+        rows.to_parquet(folder / path)
+    records = [json.loads(line) for line in source.read_text().splitlines()]
+    (folder / "array.json").write_text(json.dumps(records))
+    (folder / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "data.jsonl"}}, indent=1))
+    return folder
+
+
+@pytest.fixture
+def encoder(processor):
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+
+
+@pytest.fixture(autouse=True)
+def within_time(monkeypatch, tmp_path):
+    def late(*_):
+        pytest.fail(f"still opening after {SECONDS} s")
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def open_and_read(path, encoder, kind):
+    if kind == "energon":
+        provider = EnergonProvider(
+            DataConfig(train_data_path=str(path), num_workers=0, shuffle_buffer_size=1)
+        )
+    else:
+        provider = HFProvider(DataConfig(train_data_path=str(path), num_workers=0, max_drop_share=0.5))
+    loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    return [next(loader)["__key__"][0][0] for _ in range(ROWS)]
+
+
+def check(refusal, file):
+    said = str(refusal.value)
+    assert file.name in said
+    assert not re.search(r"\w(Error|Exception|Invalid)\b", said), said
+    assert "\n" not in said and said.endswith(".") and ";" in said, said
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ENERGON)
+def test_a_damaged_file_of_an_energon_dataset_is_named(whole, encoder, tmp_path, name, damage):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    damage(copy / name)
+    with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+        open_and_read(copy / "meta.yaml", encoder, "energon")
+    check(refusal, copy / name)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", HF)
+def test_a_damaged_file_of_a_map_style_dataset_is_named(whole, encoder, tmp_path, name, damage):
+    if (name, damage) in STILL_A_DATASET:
+        pytest.skip("what is left is a dataset of its own")
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    damage(copy / name)
+    with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+        open_and_read(copy / HF[name], encoder, "hf")
+    check(refusal, copy / name)
+
+
+@pytest.mark.parametrize("path, kind", [("meta.yaml", "energon"), *((path, "hf") for path in HF.values())])
+def test_the_whole_files_are_read(whole, encoder, path, kind):
+    """Else the refusals above could be of anything."""
+    assert len(set(open_and_read(whole / path, encoder, kind))) == ROWS
+
+
+def test_the_sqlite_index_is_not_needed(whole, encoder, tmp_path):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    garbage(copy / "shards/.nv-meta/index.sqlite")
+    assert len(set(open_and_read(copy / "shards", encoder, "energon"))) == ROWS
+
+
+def test_a_broken_line_is_a_drop_that_names_file_and_record(whole, encoder, tmp_path):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    lines = (copy / "data.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:20]
+    (copy / "data.jsonl").write_text("\n".join(lines))
+    open_and_read(copy / "data.jsonl", encoder, "hf")
+    [drop] = [d for d in encoder.drops.examples() if d["key"] == "000000003"][:1]
+    assert drop["reason"] == "bad_json" and f"{copy}/data.jsonl, record 3" in drop["detail"]
+
+
+@pytest.mark.parametrize("by_way", [["meta.yaml"], ["other.yaml", "meta.yaml"]])
+def test_a_metadataset_that_contains_itself_is_named(whole, encoder, tmp_path, by_way):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    text = (copy / "meta.yaml").read_text()
+    for name, inner in zip(["meta.yaml", *by_way], by_way, strict=False):
+        (copy / name).write_text(text.replace("path: shards", f"path: {inner}"))
+    with pytest.raises(ValueError, match="meta.yaml: contains itself"):
+        open_and_read(copy / "meta.yaml", encoder, "energon")
+
+
+MANY = "train-{00000..99999999999}.tar"
+
+
+@pytest.mark.parametrize(
+    "split, said",
+    [
+        ({"split_parts": {"train": [MANY]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["train-00000.tar"], "val": [MANY]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["train-00000.tar" + "{,}" * 40]}}, "more than the 2 names"),
+        ({"split_parts": {"train": ["{" + "{a,b}" * 40 + ",c}"]}}, "braces in braces"),
+        ({"split_parts": {"train": ["{1.." + "9" * 5000 + "}"]}}, "Exceeds the limit"),
+        (
+            {"split_parts": {"train": ["train-00000.tar"]}, "exclude": [f"train-00000.tar/{MANY}"]},
+            "more than",
+        ),
+        ({"split_parts": {"train": ["../shards/train-00000.tar"]}}, "leads out of the dataset"),
+        ({"split_parts": {"train": ["/etc/x.tar"]}}, "leads out of the dataset"),
+        ({"split_parts": {"train": ["train-00009.tar"]}}, "train-00009.tar, which .info.json does not count"),
+    ],
+)
+@pytest.mark.parametrize("name", ["split.yaml", "other.yaml"])
+def test_a_split_names_what_the_dataset_has(whole, encoder, tmp_path, name, split, said):
+    copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
+    (copy / ".nv-meta" / name).write_text(json.dumps(split))
+    with pytest.raises(ValueError, match=f"{name}: names .*{said}"):
+        check_dataset(copy)
+
+
+def test_braces_name_shards_and_excluded_samples(whole, encoder, tmp_path):
+    copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
+    split = {
+        "split_parts": {"train": ["train-{00000..00001}.tar"]},
+        "exclude": ["train-00000.tar/train-00000000{0..1}"],
+    }
+    (copy / ".nv-meta/split.yaml").write_text(json.dumps(split))
+    assert len({*open_and_read(copy, encoder, "energon")}) == ROWS - 2
+
+
+def test_metadatasets_that_name_each_other_twice_are_not_all_walked(whole, tmp_path):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    text = (copy / "meta.yaml").read_text()
+    for number in range(40):
+        inner = f"{{path: {number - 1}.yaml}}" if number else "{path: shards}"
+        (copy / f"{number}.yaml").write_text(text.replace("{path: shards}", f"{inner}\n      - {inner}"))
+    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets; take references out"):
+        check_dataset(copy / "39.yaml")

@@ -1,0 +1,388 @@
+import io
+import json
+import multiprocessing
+import tarfile
+from collections import Counter
+
+import pytest
+import torch
+from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
+from megatron.energon.errors import SkipSample
+from megatron.energon.flavors import BaseWebdatasetFactory
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import join_documents
+from megatron_vlm.data.encode.truncation import first_images
+from megatron_vlm.models.families import describe
+from tiny.checkpoints import build_tiny_checkpoint
+
+
+def jpeg(index=0):
+    out = io.BytesIO()
+    Image.new("RGB", (60, 40), (60 * index, 0, 0)).save(out, "JPEG")
+    return out.getvalue()
+
+
+def conversation(images=0, question="Which digit is this?", answer="A seven."):
+    return [
+        {"role": "user", "content": "<image>" * images + question},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def sample(turns, images=0, key="s0"):
+    imgs = [jpeg(index) for index in range(images)]
+    turns = turns if isinstance(turns, str) else json.dumps(turns)
+    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=turns, imgs=imgs)
+
+
+def dropped(encoder, bad):
+    with pytest.raises(SkipSample):
+        encoder.encode_sample(bad)
+    [example] = encoder.drops.examples()
+    assert example["key"] == bad.__key__
+    return example["reason"]
+
+
+@pytest.fixture
+def encoder(processor):
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+
+
+def test_labels_are_the_next_tokens_of_replies(encoder):
+    encoded = encoder.encode_sample(sample(conversation(images=1), images=1))
+    trained = encoded.labels != IGNORE_INDEX
+    assert encoder.tokenizer.decode(encoded.labels[trained]) == "A seven.<end_of_turn>"
+    assert encoded.labels[:-1][trained[:-1]].equal(encoded.input_ids[1:][trained[:-1]])
+    assert encoded.labels[-1] == IGNORE_INDEX
+
+
+def test_loss_mask_and_labels_agree(encoder):
+    encoded = encoder.encode_sample(sample(conversation(images=2), images=2))
+    assert encoded.loss_mask.equal((encoded.labels != IGNORE_INDEX).float())
+
+
+def test_every_image_token_has_its_feature(encoder):
+    encoded = encoder.encode_sample(sample(conversation(images=3), images=3))
+    assert (encoded.input_ids == encoder.tokenizer.image_token_id).sum() == 3 * 16
+    assert encoded.visual_inputs.pixel_values.shape == (3, 112, 112, 3)
+
+
+def test_text_only_samples_have_no_visual_inputs_and_train(encoder):
+    encoded = encoder.encode_sample(sample(conversation()))
+    assert encoded.visual_inputs is None and encoded.loss_mask.sum() > 0
+
+
+def test_pixel_bounds_reach_the_image(processor):
+    seen = []
+
+    class Watching(type(processor)):
+        def __call__(self, images=None, **kwargs):
+            seen.extend(image.size for image in images)
+            return super().__call__(images=images, **kwargs)
+
+    watching = Watching(processor.image_processor, processor.tokenizer, processor.chat_template, 16)
+    for bounds in ({"max_pixels": 600}, {"min_pixels": 9600}):
+        encoder = HFEncoderVLMTaskEncoder(watching, DataConfig(seq_length=256, **bounds))
+        encoder.encode_sample(sample(conversation(images=1), images=1))
+    assert seen == [(30, 20), (120, 80)]
+
+
+def test_position_ids_come_from_the_given_function(processor):
+    encoder = HFEncoderVLMTaskEncoder(
+        processor,
+        DataConfig(seq_length=256),
+        DataNeeds(position_ids=lambda ids, visual: torch.zeros(3, len(ids), dtype=torch.int64)),
+    )
+    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (0, 1)]
+    batch = encoder.encode_batch(encoder.batch(rows))
+    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def grid_encoder(request, tmp_path_factory):
+    """The encoder of a family whose images have grids and whose positions have three axes."""
+    path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+    description = describe(AutoConfig.from_pretrained(path))
+    return HFEncoderVLMTaskEncoder(
+        AutoProcessor.from_pretrained(path),
+        DataConfig(seq_length=256),
+        description.data_needs,
+    )
+
+
+def test_images_with_grids_have_as_many_tokens_as_merged_patches(grid_encoder):
+    encoded = grid_encoder.encode_sample(sample(conversation(images=3), images=3))
+    grids = encoded.visual_inputs.image_grid_thw
+    placeholder = grid_encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert len(grids) == 3
+    assert (encoded.input_ids == placeholder).sum() == grids.prod(-1).sum() // 4
+    assert len(encoded.visual_inputs.pixel_values) == grids.prod(-1).sum()
+
+
+def test_positions_on_three_axes_restart_with_every_document_of_a_row(grid_encoder):
+    one, two = (
+        grid_encoder.encode_sample(sample(conversation(images=count), images=count)) for count in (1, 2)
+    )
+    batch = grid_encoder.batch([join_documents([one, two]), two])
+    first, second = one.position_ids.shape[1], two.position_ids.shape[1]
+    assert batch.position_ids.shape == (3, 2, first + second)
+    assert torch.equal(batch.position_ids[:, 0, first:], two.position_ids)
+    assert torch.equal(batch.position_ids[:, 1, :second], two.position_ids)
+    assert (two.position_ids[:, 0] == 0).all() and not torch.equal(*two.position_ids[1:])
+
+
+def test_the_batch_is_the_contract(encoder):
+    rows = [encoder.encode_sample(sample(conversation(n), n, key=f"s{n}")) for n in (0, 2, 1)]
+    batch = encoder.encode_batch(encoder.batch(rows))
+    length = max(len(row.input_ids) for row in rows)
+    found = {k: (v.dtype, tuple(v.shape)) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    assert found == {
+        "input_ids": (torch.int64, (3, length)),
+        "labels": (torch.int64, (3, length)),
+        "loss_mask": (torch.float32, (3, length)),
+        "position_ids": (torch.int64, (3, length)),
+        "attention_mask": (torch.int32, (3, length)),
+    }
+    assert set(batch) - set(found) == {"visual_inputs", "__key__", "__restore_key__", "__dropped__"}
+    assert batch["__key__"] == [["s0"], ["s2"], ["s1"]]
+    assert batch["__restore_key__"] == [("s0",), ("s2",), ("s1",)]
+
+
+def test_images_of_a_batch_stay_in_the_order_of_its_rows(encoder):
+    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (2, 0, 3)]
+    pixels = encoder.batch(rows).visual_inputs.pixel_values
+    expected = torch.cat([row.visual_inputs.pixel_values for row in (rows[0], rows[2])])
+    assert pixels.equal(expected) and not pixels[0].equal(pixels[1])
+
+
+def test_padding_is_marked_and_never_trained(encoder):
+    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (0, 1)]
+    batch = encoder.encode_batch(encoder.batch(rows))
+    padding = batch["attention_mask"] == 0
+    assert padding[0].sum() == len(rows[1].input_ids) - len(rows[0].input_ids) > 0
+    assert (batch["input_ids"][padding] == encoder.tokenizer.pad_token_id).all()
+    assert (batch["labels"][padding] == IGNORE_INDEX).all() and (batch["loss_mask"][padding] == 0).all()
+
+
+def test_joined_documents_are_numbered_and_predict_nothing_of_each_other(encoder):
+    documents = [encoder.encode_sample(sample(conversation(n), n, key=f"s{n}")) for n in (1, 0, 2)]
+    row = join_documents([join_documents(documents[:2]), documents[2]])
+    lengths = [len(document.input_ids) for document in documents]
+    assert row.attention_mask.tolist() == [n for n, length in enumerate(lengths, 1) for _ in range(length)]
+    assert row.position_ids.tolist() == [p for length in lengths for p in range(length)]
+    assert row.labels.equal(torch.cat([document.labels for document in documents]))
+    assert row.document_keys == ["s1", "s0", "s2"]
+    assert len(row.visual_inputs.pixel_values) == 3
+
+
+def test_the_last_reply_alone_is_trained_if_that_is_asked_for(processor):
+    turns = [*conversation(), *conversation(0, "And these?", "A one and a two.")]
+    every, last = (
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256, train_replies=which)).encode_sample(
+            sample(turns, images=1)
+        )
+        for which in ("all", "last")
+    )
+    assert last.input_ids.equal(every.input_ids) and 0 < last.loss_mask.sum() < every.loss_mask.sum()
+    expected = every.labels.clone()
+    said = (last.labels != IGNORE_INDEX).nonzero().flatten()
+    expected[: said[0]] = IGNORE_INDEX
+    assert last.labels.equal(expected)
+    assert processor.tokenizer.decode(last.labels[said]).startswith("A one and a two.")
+
+
+# ------------------------------------------------------------------------------------------ over length
+
+
+def test_truncation_keeps_whole_images_at_every_length(processor):
+    turns = [*conversation(1), *conversation(2, "And these?", "A one and a two."), *conversation(0)]
+    whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)).encode_sample(
+        sample(turns, images=3)
+    )
+    kept, dropped_lengths = set(), 0
+    for length in range(1, len(whole.input_ids) + 1):
+        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=length, over_length="truncate"))
+        try:
+            cut = encoder.encode_sample(sample(turns, images=3))
+        except SkipSample:
+            dropped_lengths += 1
+            assert encoder.drops.summary()["reasons"] == {"no_trained_tokens": 1}
+            continue
+        size = len(cut.input_ids)
+        images = 0 if cut.visual_inputs is None else len(cut.visual_inputs.pixel_values)
+        assert size <= length and cut.input_ids.equal(whole.input_ids[:size])
+        assert (cut.input_ids == encoder.tokenizer.image_token_id).sum() == 16 * images
+        assert images == 0 or cut.visual_inputs.pixel_values.equal(whole.visual_inputs.pixel_values[:images])
+        assert (cut.labels == IGNORE_INDEX)[-1] and cut.loss_mask.sum() > 0
+        kept.add(images)
+    assert kept == {1, 2, 3} and dropped_lengths > 16
+
+
+def test_patch_layouts_are_cut_by_their_grids():
+    grid = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 2]])
+    visual = GenericVisualInputs(pixel_values=torch.arange(44.0)[:, None], image_grid_thw=grid)
+    first = first_images(visual, 2, [4, 4, 4])
+    assert first.image_grid_thw.equal(grid[:2]) and first.pixel_values.equal(visual.pixel_values[:28])
+
+
+def test_a_layout_that_cannot_be_cut_is_a_drop():
+    crops = GenericVisualInputs(pixel_values=torch.zeros(7, 3, 2, 2))
+    with pytest.raises(BadSample, match="over_length"):
+        first_images(crops, 1, [4, 8])
+
+
+def test_tiles_are_cut_by_the_tokens_of_their_images():
+    tiles = GenericVisualInputs(pixel_values=torch.arange(9.0)[:, None])
+    first = first_images(tiles, 2, [4, 20, 12])  # 1, 5 and 3 tiles of 4 tokens
+    assert first.pixel_values.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------------------------------------------ drops
+
+
+def nested(depth):
+    """A conversation with a tool call that holds lists in lists."""
+    call = "[" * depth + "]" * depth
+    reply = '{"role": "assistant", "content": "y"}'
+    return '[{"role": "user", "content": "x", "tool_calls": ' + call + "}, " + reply + "]"
+
+
+def raw(**fields):
+    fields = {"conversation": json.dumps(conversation()), **fields}
+    return ChatMLSample(__key__="raw", __restore_key__=(), **fields)
+
+
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        (sample("{"), "bad_json"),
+        (sample([]), "bad_conversation"),
+        (sample(conversation(question="half a pair: \ud800")), "bad_conversation"),
+        (sample(nested(1400)), "bad_conversation"),
+        (sample(conversation(2), images=1), "placeholder_mismatch"),
+        (sample(conversation(1), images=0), "placeholder_mismatch"),
+        (sample(conversation()[:1]), "no_trained_tokens"),
+        (sample(conversation(question="why " * 300)), "over_length"),
+        (sample(conversation() + conversation()[1:]), "template_error"),
+        (raw(imgs=[b"x"]), "image_undecodable"),
+        (raw(videos=[b"x"]), "video_unsupported"),
+        (raw(problem=BadSample("missing_media")), "missing_media"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_trained_on_is_counted_with_key_and_reason(encoder, bad, reason):
+    assert dropped(encoder, bad) == reason
+
+
+def test_errors_of_the_set_up_are_not_drops(processor):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(("image_sizes",)))
+    with pytest.raises(ValueError, match="returned \\['pixel_values'\\].*visual_keys"):
+        encoder.encode_sample(sample(conversation(1), 1))
+    assert encoder.drops.summary()["dropped"] == 0
+
+
+def test_unknown_visual_keys_are_refused():
+    with pytest.raises(ValueError, match="unknown visual keys"):
+        DataNeeds(("pixels",))
+
+
+def _drop_some(report, worker):
+    for number in range(50):
+        report.keep()
+        report.drop(f"w{worker}/{number}", "over_length" if number % 2 else "bad_json", "x" * 1000)
+
+
+@pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
+def test_drops_are_counted_over_forked_workers(tmp_path):
+    path = tmp_path / "run" / "drops.jsonl"
+    report = DropReport(path, details_per_reason=5)
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_drop_some, args=(report, number)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert report.summary() == {
+        "encoded": 200,
+        "dropped": 200,
+        "reasons": {"bad_json": 100, "over_length": 100},
+    }
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == report.examples()
+    assert Counter(line["key"] for line in lines) == Counter(
+        f"w{worker}/{number}" for worker in range(4) for number in range(50)
+    )
+    assert 10 <= sum("detail" in line for line in lines) <= 10 + 2 * 3  # of each reason, one more a worker
+
+
+def test_a_report_continues_its_file_and_starts_its_counts(tmp_path):
+    for key in ("first", "second"):
+        report = DropReport(tmp_path / "drops.jsonl")
+        report.drop(key, "bad_json")
+    assert [example["key"] for example in report.examples()] == ["second"]
+    assert len((tmp_path / "drops.jsonl").read_text().splitlines()) == 2
+
+
+def test_too_many_drops_stop_the_run_and_say_what_to_do():
+    report = DropReport()
+    for _ in range(9):
+        report.keep()
+    report.drop("shard/7", "over_length")
+    report.check(0.1, min_samples=10)
+    report.drop("shard/8", "over_length")
+    report.check(0.1, min_samples=12)
+    with pytest.raises(TooManyDrops, match="2 of 11(.|\n)*2 over_length: raise .*shard/7, shard/8"):
+        report.check(0.1, min_samples=11)
+
+
+# ------------------------------------------------------------------------------------ through Energon
+
+
+def write_dataset(path, records):
+    """An Energon dataset of one shard: {key: {part: bytes}}."""
+    path.mkdir()
+    with tarfile.open(path / "shard.tar", "w") as shard:
+        for key, parts in records.items():
+            for name, data in parts.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(data)
+                shard.addfile(member, io.BytesIO(data))
+    BaseWebdatasetFactory.prepare_dataset(
+        path, ["shard.tar"], split_parts_patterns=[("val", "shard")], workers=1, tar_index_only=False
+    )
+    (path / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_energon_delivers_every_good_sample_once_and_counts_the_others(processor, tmp_path, num_workers):
+    turns = json.dumps(conversation(1)).encode()
+    records = {f"{n:03d}": {"json": turns, "img000.jpg": jpeg(n % 4)} for n in range(12)}
+    records["003"]["img000.jpg"] = b"broken"
+    records["007"]["json"] = b"{"
+    del records["009"]["img000.jpg"]
+    write_dataset(tmp_path / "data", records)
+    encoder = HFEncoderVLMTaskEncoder(
+        processor, DataConfig(seq_length=256), drops=DropReport(tmp_path / "drops.jsonl")
+    )
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    dataset = get_val_dataset(tmp_path / "data", worker_config=workers, batch_size=2, task_encoder=encoder)
+    batches = list(get_savable_loader(dataset))
+    keys = [key.split("/")[-1] for batch in batches for row in batch["__key__"] for key in row]
+    assert sorted(keys) == [f"{n:03d}" for n in range(12) if n not in (3, 7, 9)]
+    assert all(len(batch["visual_inputs"].pixel_values) == len(batch["input_ids"]) for batch in batches)
+    reasons = {example["key"].split("/")[-1]: example["reason"] for example in encoder.drops.examples()}
+    assert reasons == {"003": "image_undecodable", "007": "bad_json", "009": "placeholder_mismatch"}
+    assert encoder.drops.summary()["encoded"] == 9

@@ -1,0 +1,480 @@
+"""The Energon loaders: exact resume, equal validation, and what is refused."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from sources import reply_numbers, write_sharegpt
+from transformers import AutoProcessor
+
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.checks.data_on_disk import data_problems
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+
+CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """50 training samples in 5 shards and 10 for validation."""
+    folder = tmp_path_factory.mktemp("energon")
+    source = write_sharegpt(folder / "source", 60)
+    prepare_energon_dataset(
+        source,
+        folder / "dataset",
+        splits={"train": 50, "val": 10},
+        samples_per_shard=10,
+        workers=1,
+        progress=False,
+    )
+    return folder / "dataset"
+
+
+@pytest.fixture
+def encoder(processor):
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+
+
+def provider(dataset, num_workers=0, **kwargs):
+    settings = {"shuffle_buffer_size": 8, "max_samples_per_sequence": 5} | kwargs
+    return EnergonProvider(DataConfig(train_data_path=str(dataset), num_workers=num_workers, **settings))
+
+
+def train_loader(dataset, encoder, num_workers=0, rank=0, world_size=1, seed=7, batch=2, **kwargs):
+    return provider(dataset, num_workers, **kwargs).train_loader(
+        encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
+    )
+
+
+def take(loader, count):
+    """What is in each of the next batches: keys, tokens and pixels."""
+    return [content(next(loader)) for _ in range(count)]
+
+
+def content(batch):
+    visual = batch["visual_inputs"]
+    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
+    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), pixels]
+
+
+# -- resume
+
+
+def resume_twice(dataset, checkpoint, state, count):
+    """Runs in a new process: restore, save at once, restore that, one batch, save, restore, the rest."""
+    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(checkpoint), DataConfig(seq_length=256))
+    batches = []
+    for steps in (0, 1, count - 1):
+        loader = train_loader(dataset, encoder, num_workers=2)
+        loader.load_state_dict(json.loads(state))
+        batches += take(loader, steps)
+        state = json.dumps(loader.state_dict())
+        loader.close()
+    return batches
+
+
+@pytest.mark.long
+def test_training_resumes_exactly_in_a_new_process(dataset, encoder, tiny_gemma3):
+    """In the middle of the second epoch, with two workers, through JSON, and saved again after one batch."""
+    loader = train_loader(dataset, encoder, num_workers=2)
+    take(loader, 29)
+    state = json.dumps(loader.state_dict())
+    expected = take(loader, 9)
+    loader.close()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        resumed = pool.submit(resume_twice, dataset, tiny_gemma3, state, 9).result()
+    assert resumed == expected
+
+
+def test_training_resumes_exactly_without_workers(dataset, encoder):
+    loader = train_loader(dataset, encoder)
+    take(loader, 5)
+    state = json.dumps(loader.state_dict())
+    expected = take(loader, 5)
+    resumed = train_loader(dataset, encoder)
+    resumed.load_state_dict(json.loads(state))
+    assert take(resumed, 5) == expected
+
+
+class SlowToBegin(threading.Thread):
+    """Of a worker: it takes commands, and begins to read a second after the worker before it."""
+
+    def start(self):
+        super().start()
+        worker = torch.utils.data.get_worker_info()
+        time.sleep(worker.id if worker and self.name == "command_thread" else 0)
+
+
+@pytest.mark.parametrize("restored", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_state_saved_before_all_workers_began_is_exact(dataset, encoder, monkeypatch, restored):
+    state = None
+    if restored:
+        loader = train_loader(dataset, encoder, num_workers=3)
+        take(loader, 7)
+        state = loader.state_dict()
+        loader.close()
+
+    def open_loader():
+        loader = train_loader(dataset, encoder, num_workers=3)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return loader
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", SlowToBegin)
+        loader = open_loader()
+        take(loader, 1)
+        state = loader.state_dict()
+    expected = take(loader, 6)
+    loader.close()
+    resumed = open_loader()
+    assert take(resumed, 6) == expected
+    resumed.close()
+
+
+@pytest.fixture(scope="module")
+def saved_state(dataset, processor):
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)))
+    take(loader, 1)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    "field, change",
+    [
+        ("world_size: saved 1, now 2", {"world_size": 2}),
+        ("seed: saved 7, now 8", {"seed": 8}),
+        ("num_workers: saved 0, now 2", {"num_workers": 2}),
+        ("micro_batch_size: saved 2, now 1", {"batch": 1}),
+        ("shuffle_buffer_size: saved 8, now 4", {"shuffle_buffer_size": 4}),
+        ("max_samples_per_sequence: saved 5, now 3", {"max_samples_per_sequence": 3}),
+    ],
+)
+def test_a_state_of_other_settings_is_refused_by_name(dataset, encoder, saved_state, field, change):
+    with pytest.raises(ValueError, match=field):
+        train_loader(dataset, encoder, **change).load_state_dict(saved_state)
+
+
+def test_a_state_of_another_sequence_length_is_refused_by_name(dataset, processor, saved_state):
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=128)))
+    with pytest.raises(ValueError, match="seq_length: saved 256, now 128"):
+        loader.load_state_dict(saved_state)
+
+
+@pytest.mark.parametrize("part", ["chat_template", "tokenizer", "processor"])
+def test_a_state_of_another_processor_is_refused_by_name(dataset, tiny_gemma3, saved_state, part):
+    processor = AutoProcessor.from_pretrained(tiny_gemma3)
+    template = processor.chat_template + (" " if part == "chat_template" else "")
+    if part == "tokenizer":
+        processor.tokenizer.add_tokens(["another"])
+    if part == "processor":
+        processor.image_processor.image_mean = [0.4, 0.5, 0.5]
+    loader = train_loader(
+        dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), chat_template=template)
+    )
+    with pytest.raises(ValueError, match=f"configuration: {part}: saved") as refusal:
+        loader.load_state_dict(saved_state)
+    assert str(refusal.value).count(": saved ") == 1
+
+
+def test_a_state_of_another_dataset_is_refused_by_name(tmp_path, encoder, saved_state):
+    other = tmp_path / "other"
+    prepare_energon_dataset(write_sharegpt(tmp_path / "source", 20), other, workers=1, progress=False)
+    with pytest.raises(
+        ValueError, match="dataset: saved '5 shards, 50 samples, .*', now '1 shards, 18 samples"
+    ):
+        train_loader(other, encoder).load_state_dict(saved_state)
+
+
+def test_a_state_fits_the_dataset_after_it_moved(tmp_path, dataset, encoder, saved_state):
+    moved = train_loader(shutil.copytree(dataset, tmp_path / "moved"), encoder)
+    moved.load_state_dict(saved_state)
+    original = train_loader(dataset, encoder)
+    original.load_state_dict(saved_state)
+    assert take(moved, 3) == take(original, 3)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.yaml"])
+def test_a_prepared_folder_may_have_the_name_of_a_file(tmp_path, dataset, encoder, name):
+    moved = shutil.copytree(dataset, tmp_path / name)
+    assert list(data_problems(DataConfig(), "data.train_data_path", str(moved))) == []
+    expected = take(train_loader(dataset, encoder), 3)
+    assert take(train_loader(moved, encoder), 3) == expected
+    two = DataConfig(train_data_path=[str(dataset), str(moved)], num_workers=0)
+    loader = EnergonProvider(two).train_loader(encoder, micro_batch_size=2, rank=0, world_size=1, seed=7)
+    assert len(take(loader, 3)) == 3
+
+
+def test_a_state_after_the_first_batch_is_refused(dataset, encoder, saved_state):
+    loader = train_loader(dataset, encoder)
+    next(loader)
+    with pytest.raises(RuntimeError, match="after the first batch"):
+        loader.load_state_dict(saved_state)
+
+
+def test_an_encoder_that_could_not_resume_is_refused_at_build(dataset, processor):
+    class Unmarked(HFEncoderVLMTaskEncoder):
+        def encode_sample(self, sample):
+            return HFEncoderVLMTaskEncoder.encode_sample(self, sample)
+
+    with pytest.raises(ValueError, match="could not be restored: .*encode_sample.* is stateless"):
+        train_loader(dataset, Unmarked(processor, DataConfig(seq_length=256)))
+
+
+def test_a_batch_can_be_replayed_by_its_key(dataset, encoder):
+    loader = train_loader(dataset, encoder, num_workers=2)
+    batch = [next(loader) for _ in range(3)][-1]
+    loader.close()
+    key = json.loads(json.dumps(batch["__restore_key__"]))
+    assert content(train_loader(dataset, encoder, num_workers=2).replay(key)) == content(batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loading_leaves_the_random_numbers_of_the_run_alone(dataset, encoder, num_workers):
+    before = torch.get_rng_state()
+    loader = train_loader(dataset, encoder, num_workers=num_workers)
+    next(loader)
+    loader.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- training order
+
+
+def test_ranks_share_an_epoch_without_overlap(dataset, encoder):
+    loaders = [train_loader(dataset, encoder, rank=rank, world_size=2, batch=1) for rank in range(2)]
+    # the shuffle buffer of 8 holds back the end of the epoch, so look at what must have come by then
+    seen = [{n for _ in range(17) for n in reply_numbers(next(loader)["__key__"])} for loader in loaders]
+    assert len(seen[0]) == len(seen[1]) == 17
+    assert not seen[0] & seen[1]
+
+
+def test_fewer_samples_than_workers_is_refused_at_build(dataset, encoder):
+    with pytest.raises(ValueError, match="fewer samples than 30 ranks x 2 workers"):
+        for rank in range(30):
+            train_loader(dataset, encoder, num_workers=2, rank=rank, world_size=30)
+
+
+def test_close_ends_the_workers_at_once(dataset, encoder):
+    loader = train_loader(dataset, encoder, num_workers=2)
+    next(loader)
+    started = time.monotonic()
+    loader.close()
+    assert time.monotonic() - started < 8  # garbage collection takes 5 s for each
+    assert not [p for p in multiprocessing.active_children() if p.is_alive()]
+
+
+# -- validation
+
+
+def validation(dataset, encoder, world_size, num_workers=0, batch=1):
+    """The batches of each rank, as lists."""
+    loaders = [
+        provider(dataset, num_workers).valid_loader(
+            encoder, micro_batch_size=batch, rank=rank, world_size=world_size
+        )
+        for rank in range(world_size)
+    ]
+    return [list(loader) for loader in loaders]
+
+
+def all_numbers(batches):
+    return [n for batch in batches for n in reply_numbers(batch["__key__"])]
+
+
+@pytest.mark.parametrize(
+    "world_size, num_workers, batch, batches", [(3, 0, 1, 4), (3, 2, 1, 4), (3, 0, 2, 2)]
+)
+def test_validation_gives_each_sample_once_and_equal_batches(
+    dataset, encoder, world_size, num_workers, batch, batches
+):
+    ranks = validation(dataset, encoder, world_size, num_workers, batch)
+    assert [len(rank) for rank in ranks] == [batches] * world_size
+    seen = [n for rank in ranks for n in all_numbers(rank)]
+    assert len(seen) == 10
+    assert len(set(seen)) == 10
+
+
+def test_a_rank_that_runs_short_yields_batches_that_train_nothing(dataset, encoder):
+    ranks = validation(dataset, encoder, world_size=3)
+    padding = [batch for rank in ranks for batch in rank if batch["__key__"] == [[]]]
+    assert len(padding) == 2
+    for batch in padding:
+        assert (batch["labels"] == IGNORE_INDEX).all()
+        assert batch["loss_mask"].sum() == 0
+        assert batch["labels"].shape == batch["input_ids"].shape
+
+
+def test_a_rank_without_samples_trains_nothing_as_often_as_the_others(tmp_path, encoder):
+    source = write_sharegpt(tmp_path / "source", 2)
+    prepare_energon_dataset({"val": source}, tmp_path / "out", workers=1, progress=False)
+    ranks = validation(tmp_path / "out", encoder, world_size=3)
+    assert [len(rank) for rank in ranks] == [1, 1, 1]
+    assert sorted(n for rank in ranks for n in all_numbers(rank)) == [0, 1]
+    (empty,) = [batch for rank in ranks for batch in rank if batch["__key__"] == [[]]]
+    assert (empty["labels"] == IGNORE_INDEX).all()
+
+
+def test_validation_is_in_stored_order_and_starts_over_each_time(dataset, encoder):
+    loader = provider(dataset).valid_loader(encoder, micro_batch_size=4, rank=0, world_size=1)
+    for _ in loader:
+        break
+    first, second = (all_numbers(list(loader)) for _ in range(2))
+    assert first == second == sorted(first)
+    assert len(first) == 10
+
+
+def test_validation_counts_drops_and_stays_equal(dataset, processor, encoder):
+    """Records with two images are longer than the others; drop them."""
+    lengths = {len(batch["input_ids"][0]) for batch in validation(dataset, encoder, 1)[0]}
+    short = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=max(lengths) - 1))
+    ranks = validation(dataset, short, world_size=3)
+    dropped = short.drops.summary()["dropped"]
+    assert dropped > 0
+    assert len({len(rank) for rank in ranks}) == 1
+    assert len([n for rank in ranks for n in all_numbers(rank)]) == 10 - dropped
+
+
+def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder):
+    out = tmp_path / "out"
+    source = write_sharegpt(tmp_path / "source", 4)
+    prepare_energon_dataset(source, out, splits={"train": 1}, workers=1, progress=False)
+    settings = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
+    assert provider(out).valid_loader(encoder, **settings) is None
+    with pytest.raises(ValueError, match="has no 'val' split"):
+        provider(out, valid_data_path=str(out)).valid_loader(encoder, **settings)
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_of_which_all_is_dropped_stops(dataset, processor, num_workers):
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4)), num_workers)
+    with pytest.raises(TooManyDrops, match="of [0-9]+ samples were dropped .*100.0%(.|\n)*over_length"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bug_ends_the_run_with_the_key_of_the_sample(dataset, processor, num_workers):
+    def no_positions(input_ids, visual_inputs):
+        raise KeyError("rope")
+
+    loader = train_loader(
+        dataset,
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)),
+        num_workers,
+    )
+    with pytest.raises(RuntimeError, match="sample train-[0-9]+: KeyError: 'rope'"):
+        next(loader)
+    loader.close()
+
+
+def damaged(dataset, folder):
+    return Path(shutil.copytree(dataset, folder / "damaged"))
+
+
+def test_a_truncated_shard_is_named(tmp_path, dataset, encoder):
+    copy = damaged(dataset, tmp_path)
+    with (copy / "train-00002.tar").open("r+b") as shard:
+        shard.truncate(2000)
+    with pytest.raises(ValueError, match="train-00002.tar: holds 2000 bytes, .* truncated"):
+        train_loader(copy, encoder)
+
+
+def test_a_missing_shard_is_named(tmp_path, dataset, encoder):
+    copy = damaged(dataset, tmp_path)
+    (copy / "train-00003.tar").unlink()
+    with pytest.raises(FileNotFoundError, match="train-00003.tar: No such file .*; restore the file"):
+        train_loader(copy, encoder)
+
+
+def touch(path):
+    return f"__module__: subprocess\n{{i}}__function__: getoutput\n{{i}}cmd: touch {path}\n"
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("dataset.yaml", "{call}"),
+        ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
+        ("dataset.yaml", "sample_loader: sample_loader.py:load\npart_filter: sample_loader.py:part\n"),
+        ("dataset.yaml", CRUDE + "part_filter: sample_loader.py:part_filter\n"),
+        ("dataset.yaml", CRUDE + '"\\x70art_filter": sample_loader.py:part_filter\n'),
+        ("dataset.yaml", "__module__: subprocess\n__class__: Popen\nargs: [touch, {marker}]\n"),
+        ("split.yaml", "{call}"),
+        (".info.json", '{"__module__": "subprocess", "__function__": "getoutput", "cmd": "touch {marker}"}'),
+        ("sample_loader.py", "import os\nos.system('touch {marker}')\n"),
+    ],
+)
+def test_a_dataset_description_that_names_code_is_refused_unrun(tmp_path, dataset, encoder, file, text):
+    copy, marker = damaged(dataset, tmp_path), tmp_path / "executed"
+    call = touch(marker)
+    text = text.replace("{call}", call.format(i="")).replace("{nested}", call.format(i="    "))
+    (copy / ".nv-meta" / file).write_text(text.replace("{marker}", str(marker)))
+    with pytest.raises(ValueError, match=f"{file} (names|sets|is code)"):
+        train_loader(copy, encoder)
+    assert not marker.exists()
+
+
+def metadataset(path, dataset, extra=""):
+    path.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{weight: 1, path: {os.path.relpath(dataset, path.parent)}}}\n"
+        f"      - {{weight: 1, path: {os.path.relpath(dataset, path.parent)}}}\n{extra}"
+    )
+    return path
+
+
+def test_a_metadataset_loads(tmp_path, dataset, encoder):
+    loader = train_loader(metadataset(tmp_path / "meta.yaml", dataset), encoder)
+    assert len(next(loader)["__key__"]) == 2
+
+
+def test_a_metadataset_that_calls_a_function_is_refused_unrun(tmp_path, dataset, encoder):
+    marker = tmp_path / "executed"
+    extra = "  val:\n    " + touch(marker).format(i="    ")
+    with pytest.raises(ValueError, match="meta.yaml names the function subprocess.getoutput"):
+        train_loader(metadataset(tmp_path / "meta.yaml", dataset, extra), encoder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../other.yaml", "other.txt"])
+def test_a_metadataset_that_points_to_an_unchecked_description_is_refused(tmp_path, dataset, encoder, name):
+    meta = metadataset(tmp_path / "meta.yaml", dataset)
+    meta.write_text(meta.read_text().replace("weight: 1,", f"weight: 1, dataset_config: {name},"))
+    with pytest.raises(ValueError, match="meta.yaml names dataset_config"):
+        train_loader(meta, encoder)
+
+
+@pytest.mark.parametrize("weight", [0, -1, ".nan", "many"])
+def test_a_metadataset_that_draws_nothing_of_a_dataset_is_refused_by_name(tmp_path, dataset, encoder, weight):
+    meta = metadataset(tmp_path / "meta.yaml", dataset)
+    meta.write_text(meta.read_text().replace("weight: 1,", f"weight: {weight},", 1))
+    with pytest.raises(ValueError, match=f"meta.yaml: weight of .* in blend of split train is '?{weight}"):
+        train_loader(meta, encoder)
+
+
+def test_a_metadataset_of_a_refused_dataset_is_refused(tmp_path, dataset, encoder):
+    copy, marker = damaged(dataset, tmp_path), tmp_path / "executed"
+    (copy / ".nv-meta/dataset.yaml").write_text(touch(marker).format(i=""))
+    with pytest.raises(ValueError, match="dataset.yaml names the function"):
+        train_loader(metadataset(tmp_path / "meta.yaml", copy), encoder)
+    assert not marker.exists()
+
+
+def test_a_folder_that_was_never_prepared_is_named(tmp_path, encoder):
+    with pytest.raises(ValueError, match="not a prepared Energon dataset"):
+        train_loader(tmp_path, encoder)

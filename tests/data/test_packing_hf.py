@@ -1,0 +1,282 @@
+"""Packed and length-grouped rows of a map-style source: each document once, alike in cost, resumed."""
+
+import json
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from pairs import pairwise
+from sources import write_hf_folder, write_sharegpt
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
+from megatron_vlm.data.load.packed_orders import BalancedRows
+
+SEQ_LENGTH = 160
+ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hf")
+    return write_hf_folder(root / "rows", write_sharegpt(root / "source", ROWS))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("lengths")
+
+
+@pytest.fixture
+def encoder(processor):
+    return PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
+
+
+@pytest.fixture
+def open_loader(folder, cache):
+    """Opens training loaders and closes them after the test."""
+    opened = []
+
+    def open_one(encoder, packing="stream", num_workers=0, rank=0, world_size=1, batch=2, **options):
+        settings = {"packing_buffer_size": 16, "lengths_cache": str(cache), "max_drop_share": 1.0} | options
+        provider = HFProvider(
+            DataConfig(train_data_path=str(folder), num_workers=num_workers, packing=packing, **settings)
+        )
+        place = {"rank": rank, "world_size": world_size}
+        opened.append(provider.train_loader(encoder, micro_batch_size=batch, seed=3, **place))
+        return opened[-1]
+
+    yield open_one
+    for loader in opened:
+        loader.close()
+
+
+def content(batch):
+    visual = batch["visual_inputs"]
+    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
+    return [batch["__key__"], batch["input_ids"].tolist(), batch["attention_mask"].tolist(), pixels]
+
+
+def take(loader, count):
+    return [content(next(loader)) for _ in range(count)]
+
+
+def numbers(batch):
+    return [int(key) for row in batch["__key__"] for key in row]
+
+
+@pytest.mark.parametrize("packing", ["stream", "global"])
+def test_rows_have_one_length_and_several_documents(open_loader, encoder, packing):
+    loader = open_loader(encoder, packing)
+    batches = [next(loader) for _ in range(8)]
+    assert all(batch["input_ids"].shape == (2, SEQ_LENGTH) for batch in batches)
+    for batch in batches:
+        assert batch["attention_mask"].amax(-1).tolist() == [len(keys) for keys in batch["__key__"]]
+    assert sum(len(numbers(batch)) for batch in batches) > 16 * 1.5
+
+
+@pytest.mark.parametrize("packing", ["stream", "global"])
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_training_resumes_exactly_anywhere(open_loader, encoder, packing, num_workers):
+    """At four places of two epochs, one of them amid a buffer; saved again right after the restore."""
+    reference = open_loader(encoder, packing, num_workers)
+    states, expected = [], []
+    for _ in range(24):
+        states.append(json.dumps(reference.state_dict()))
+        expected.append(content(next(reference)))
+    for at in (1, 3, 9, 17):
+        untouched = open_loader(encoder, packing)
+        untouched.load_state_dict(json.loads(states[at]))
+        resumed = open_loader(encoder, packing, 3 - num_workers)
+        resumed.load_state_dict(json.loads(json.dumps(untouched.state_dict())))
+        assert take(resumed, 7) == expected[at : at + 7]
+
+
+@pytest.mark.parametrize(
+    "field, change",
+    [
+        ("packing: saved 'stream', now 'global'", {"packing": "global"}),
+        ("packing_buffer_size: saved 16, now 20", {"packing_buffer_size": 20}),
+    ],
+)
+def test_a_state_of_another_packing_is_refused_by_name(open_loader, encoder, field, change):
+    state = open_loader(encoder).state_dict()
+    with pytest.raises(ValueError, match=field):
+        open_loader(encoder, **change).load_state_dict(state)
+
+
+def first_epoch(loader, packing, rows_of_rank):
+    """How often each document is trained on in it."""
+    seen = Counter()
+    while True:
+        epoch, position, _ = loader.state_dict()["place"]
+        if packing == "stream" and (epoch, position) == (0, rows_of_rank):  # its buffers end with the epoch
+            return seen
+        batch = next(loader)
+        if loader.state_dict()["place"][0] == 1:
+            return seen
+        seen.update(numbers(batch))
+
+
+@pytest.mark.parametrize(
+    "how, num_workers, world_size",
+    pairwise([("stream", 50), ("global", 50), ("global", SEQ_LENGTH)], [0, 1, 3], [1, 3]),
+)
+def test_an_epoch_trains_or_drops_each_sample_once(open_loader, processor, how, num_workers, world_size):
+    """Of 50 tokens, samples with two images are too long."""
+    packing, seq_length = how
+    trained, dropped = Counter(), set()
+    for rank in range(world_size):
+        encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=seq_length))
+        loader = open_loader(encoder, packing, num_workers, rank, world_size, batch=1, packing_buffer_size=8)
+        trained += first_epoch(loader, packing, ROWS // world_size)
+        dropped |= {int(example["key"]) for example in encoder.drops.examples()}
+    assert set(trained.values()) == {1}
+    assert sorted([*trained, *dropped]) == list(range(ROWS))
+    assert (len(dropped) > 3) == (seq_length == 50)
+
+
+def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path, encoder):
+    """Its header is whole, so it is packed; what cannot be decoded is dropped then, and counted."""
+    source = write_sharegpt(tmp_path / "source", 12)
+    image = tmp_path / "source/images/1-0.jpg"
+    image.write_bytes(image.read_bytes()[:-40])
+    rows = write_hf_folder(tmp_path / "rows", source)
+    options = {"packing": "stream", "packing_buffer_size": 12, "max_drop_share": 0.5}
+    provider = HFProvider(DataConfig(train_data_path=str(rows), num_workers=0, **options))
+    loader = provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    assert sum((Counter(numbers(next(loader))) for _ in range(3)), Counter()).keys() >= {0, 2, 3, 4}
+    assert encoder.drops.summary()["reasons"].keys() <= {"image_truncated", "image_undecodable"}
+    assert {example["key"] for example in encoder.drops.examples()} == {"000000001"}
+
+
+def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
+    monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 10)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    first = measure_dataset(rows, tmp_path)
+    parts = sorted(tmp_path.glob("*/*.lengths"))
+    assert len(parts) == 5
+    kept = {part: part.stat().st_mtime_ns for part in parts[:3]}
+    for part in parts[3:]:
+        part.unlink()
+    again = measure_dataset(rows, tmp_path, num_workers=2, rank=1, world_size=2)
+    assert np.array_equal(first, again)
+    assert {part: part.stat().st_mtime_ns for part in parts[:3]} == kept
+    assert encoder.drops.summary() == {"encoded": 0, "dropped": 0, "reasons": {}}
+
+
+def test_a_damaged_length_cache_is_measured_again(tmp_path, folder, encoder, monkeypatch, capfd):
+    """Empty, cut, zeros at its end, a part of other rows, a pipe: what power cuts and others leave."""
+    monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 5)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    first = measure_dataset(rows, tmp_path)
+    empty, cut, zeros, other, pipe, *whole = sorted(tmp_path.glob("*/*.lengths"))
+    empty.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:20])
+    zeros.write_bytes(zeros.read_bytes()[:-8] + bytes(8))
+    other.write_bytes(whole[-1].read_bytes())
+    pipe.unlink()
+    os.mkfifo(pipe)
+    capfd.readouterr()
+    assert np.array_equal(first, measure_dataset(rows, tmp_path))
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if "lengths_cache" in line]
+    assert len(said) == 1 and "data.lengths_cache: 5 damaged files of" in said[0] and "again" in said[0]
+    assert np.array_equal(first, measure_dataset(rows, tmp_path, rank=1, world_size=2))
+    assert "lengths_cache" not in "".join(capfd.readouterr())
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path, folder, encoder):
+    (tmp_path / "file").touch()
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    with pytest.raises(OSError, match=r"file/\w+: Not a directory; set data.lengths_cache to a"):
+        measure_dataset(rows, tmp_path / "file")
+
+
+def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):
+    whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=50))
+    rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole)
+    tokens, _ = measure_dataset(rows, tmp_path)
+    encoded = [rows[None, [index]][1] for index in range(ROWS)]
+    assert tokens.tolist() == [DROPPED if sample is None else len(sample.input_ids) for sample in encoded]
+    assert DROPPED in tokens
+
+
+@pytest.mark.parametrize("change", [{"seq_length": 100}, {"max_pixels": 100}, {"chat_template": True}])
+def test_other_settings_measure_again(tmp_path, folder, processor, change):
+    if "chat_template" in change:
+        change = {"chat_template": processor.chat_template + " "}
+    template = change.pop("chat_template", None)
+    for more, text in (({}, None), ({}, None), (change, template)):
+        data = DataConfig(**{"seq_length": 50} | more)
+        encoder = HFEncoderVLMTaskEncoder(processor, data, chat_template=text)
+        measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_document_that_grew_after_it_was_measured_is_an_error(open_loader, encoder):
+    loader = open_loader(encoder, "global")
+    loader._order.tokens[:] = 20
+    with pytest.raises(RuntimeError, match="tokens, seq_length = 160: they changed after"):
+        for _ in range(20):
+            next(loader)
+    with pytest.raises(RuntimeError, match="an earlier error ended it"):
+        next(loader)
+
+
+def test_samples_of_about_one_length_share_a_step(open_loader, processor):
+    def padding(**options):
+        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH))
+        loader = open_loader(encoder, "none", batch=4, **options)
+        batches = [next(loader) for _ in range(ROWS // 4)]
+        assert len({key for batch in batches for key in numbers(batch)}) == ROWS
+        return sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
+
+    assert padding(group_by_length=True) < padding() / 3
+
+
+# -- the order of packed rows
+
+
+def balanced(rank, world_size, **options):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(10, 100, 970)
+    tokens[::50] = DROPPED
+    patches = np.where(rng.random(970) < 0.6, tokens * 2, 0)
+    settings = {"micro_batch_size": 2, "seed": 1, "capacity": 200} | options
+    return BalancedRows(lambda epoch: np.arange(970), tokens, patches, rank, world_size, **settings)
+
+
+def test_ranks_stay_in_step_over_epochs():
+    """After equally many rows, all ranks together have a beginning of the endless sequence of rows."""
+    orders = [iter(balanced(rank, 3)) for rank in range(3)]
+    places = [next(order)[0] for order in orders for _ in range(800)]
+    by_epoch = {}
+    for epoch, done, _ in places:
+        by_epoch.setdefault(epoch, []).append(done)
+    assert len(by_epoch) > 4 and len(by_epoch[0]) % 6
+    for rows in by_epoch.values():
+        assert sorted(rows) == list(range(1, len(rows) + 1))
+
+
+def test_every_epoch_packs_anew():
+    (order,) = [iter(balanced(0, 1))]
+    rows = [[], []]
+    for (epoch, *_), indices in order:
+        if epoch == 2:
+            break
+        rows[epoch].append(tuple(sorted(indices)))
+    assert len(set(rows[0]) & set(rows[1])) < len(rows[0]) / 10
+
+
+@pytest.mark.parametrize("packing", ["stream", "global"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_of_which_all_is_dropped_stops(open_loader, processor, packing, num_workers):
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=4))
+    loader = open_loader(encoder, packing, num_workers, max_drop_share=0.5)
+    with pytest.raises(TooManyDrops, match="samples were dropped .*100.0%(.|\n)*over_length"):
+        next(loader)

@@ -1,0 +1,564 @@
+"""Every source that the Hugging Face loaders read: over an epoch, trained and dropped are the dataset."""
+
+import copy
+import itertools
+import json
+import os
+import re
+import sys
+from collections import Counter
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import pytest
+from loaders import encoder_of, open_loader
+from pairs import pairs
+from places import ROOT
+from sources import image_bytes, write_hf_folder, write_sharegpt
+from transformers import AutoConfig, AutoProcessor
+from written_sources import (
+    BAD,
+    GOOD,
+    SOURCES,
+    in_lmdb,
+    json_lines,
+    numbers_of,
+    parquet,
+    streamed,
+    streamed_shards,
+    write_meta,
+)
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.packed_orders import BufferedPacking
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.on_disk.fields import FIELDS
+from megatron_vlm.data.on_disk.paths import DataSource
+from megatron_vlm.data.records.blends import blend_tables
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise, read_record
+from megatron_vlm.data.records.tables import open_table
+from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+
+BUFFER = 4
+SEED = 3
+
+
+PACKED = ["none", "stream", "global"]
+UNKNOWN = [(write, "global") for write in (streamed, streamed_shards)]  # a stream has no lengths
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Settings of a source by its function, written once."""
+    written = {}
+
+    def settings(write):
+        if write not in written:
+            written[write] = write(tmp_path_factory.mktemp(write.__name__))
+        return written[write]
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    return settings
+
+
+def opened(settings, processor, rank=0, world_size=1, num_workers=0, packing="none"):
+    """A loader with its encoder."""
+    encoder = encoder_of(processor, 256 if packing == "none" else 100, packing)
+    path = settings["train_data_path"]
+    more = {"lengths_cache": str(path.parent / "lengths"), "num_workers": num_workers} | settings
+    more |= {"packing_buffer_size": BUFFER, "max_drop_share": 1.0, "packing": packing}
+    del more["train_data_path"]
+    place = {"rank": rank, "world_size": world_size}
+    return open_loader("hf", path, encoder, seed=SEED, **place, **more), encoder
+
+
+def take_epoch(loader):
+    """The batches of the first epoch; the state after each says which epoch it is of."""
+    batches, order = [], loader._order
+    if isinstance(order, BufferedPacking):  # its buffers end with the epoch, and begin in it
+        places = (place for place, _ in copy.copy(order.order))
+        *_, end = itertools.takewhile(lambda place: place[0] == 0, places)
+        while loader.state_dict()["place"] != [*end, 0]:
+            batches.append(next(loader))
+        return batches
+    while loader.state_dict()["place"][0] == 0:
+        batches.append(next(loader))
+    return batches[:-1]
+
+
+def take(loader, count):
+    return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
+
+
+@pytest.mark.parametrize(
+    "write, packing, world_size, num_workers",
+    list(pairs(SOURCES, PACKED, [(1, 0), (3, 3), (1, 3), (3, 0), (1, 1), (3, 1)], UNKNOWN)),
+)
+def test_trained_and_dropped_are_the_dataset(source, processor, write, packing, world_size, num_workers):
+    trained, lost = Counter(), Counter()
+    for rank in range(world_size):
+        loader, encoder = opened(source(write), processor, rank, world_size, num_workers, packing)
+        batches = take_epoch(loader)
+        trained += numbers_of(batches, processor)
+        loader.close()
+        lost.update(example["key"] for example in encoder.drops.examples())
+    assert trained == GOOD
+    assert len(lost) == len(BAD)  # keys; workers read ahead, into the next epoch
+
+
+@pytest.mark.parametrize("write, packing, num_workers", list(pairs(SOURCES, PACKED, [(0,), (3,)], UNKNOWN)))
+def test_every_source_resumes_exactly(source, processor, write, packing, num_workers):
+    """At the beginning, amid an epoch, at its end and in the next; saved again at once, and after a batch."""
+
+    def open_rank(workers):
+        return opened(source(write), processor, 1, 3, workers, packing)[0]
+
+    reference, states, expected = open_rank(num_workers), [], []
+    for _ in range(20):
+        states.append(json.dumps(reference.state_dict()))
+        expected += take(reference, 1)
+    reference.close()
+    epochs = [json.loads(state)["place"][0] for state in states]
+    end = epochs.index(1)
+    assert 3 < end < 13
+    for at in (0, 2, end - 1, end, end + 2):
+        state, resumed = states[at], []
+        for count, workers in ((0, 0), (1, num_workers), (3, 0)):
+            loader = open_rank(workers)
+            loader.load_state_dict(json.loads(state))
+            resumed += take(loader, count)
+            state = json.dumps(loader.state_dict())
+            loader.close()
+        assert resumed == expected[at : at + 4]
+
+
+# -- meta files
+
+
+def read_epochs(settings, processor, epochs, world_size=1):
+    """How often each number came, in each epoch, over all ranks."""
+    counts = [Counter() for _ in range(epochs)]
+    for rank in range(world_size):
+        loader, _ = opened(settings, processor, rank, world_size)
+        while True:
+            batch = next(loader)
+            if (epoch := loader.state_dict()["place"][0]) == epochs:
+                break
+            counts[epoch] += numbers_of([batch], processor)
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_meta_file_gives_each_dataset_its_share_and_every_row_its_turn(tmp_path, processor, world_size):
+    """Shares 0.4, 1 and 2.5 over five epochs: 4, 10 and 25 rows each time, all rows as often."""
+    settings = write_meta(
+        tmp_path, a={"sample_ratio": 0.4}, b={}, c={"sample_ratio": 2.5}, d={"num_samples": 3}
+    )
+    epochs = read_epochs(settings, processor, 5, world_size)
+    for counts in epochs:
+        per_dataset = Counter()
+        for number, count in counts.items():
+            per_dataset[number // 10] += count
+        assert per_dataset == {0: 4, 1: 10, 2: 25, 3: 3}
+    assert epochs[0] != epochs[1]
+    total = sum(epochs, Counter())
+    assert [total[number] for number in range(20)] == [2] * 10 + [5] * 10
+    assert {total[number] for number in range(20, 30)} == {12, 13}
+    assert {total[number] for number in range(30, 40)} == {1, 2}
+
+
+def test_a_meta_file_is_packed_globally_by_epoch(tmp_path, processor):
+    settings = write_meta(tmp_path, a={"sample_ratio": 0.5}, b={"sample_ratio": 2}) | {
+        "lengths_cache": str(tmp_path / "lengths")
+    }
+    loader, _ = opened(settings, processor, packing="global")
+    keys = Counter(key for batch in take_epoch(loader) for row in batch["__key__"] for key in row)
+    assert sum(count for key, count in keys.items() if key.startswith("a-")) == 5
+    assert all(keys[f"b-{row:09d}"] == 2 for row in range(10))
+
+
+def test_some_datasets_of_a_meta_file(tmp_path, processor):
+    settings = write_meta(tmp_path, a={}, b={}, c={}) | {"datasets": ["c", "a"]}
+    assert read_epochs(settings, processor, 1) == [Counter([*range(10), *range(20, 30)])]
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"file_name": "none.jsonl"}, "dataset a: .*none.jsonl does not exist"),
+        ({"sample_ratio": -1}, "dataset a: -1 rows; give a positive number"),
+        ({"sample_ratio": "half"}, "dataset a: 'half' rows"),
+        ({"sample_ratio": 1, "num_samples": 2}, "give one of them"),
+        ({"num_samples": 0.5}, "dataset a: num_samples 0.5 is no whole number; a share is a sample_ratio"),
+        ({"colums": {}}, "colums is no setting that is read; did you mean columns"),
+        ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),
+        ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),
+        ({"tags": {"user": "U"}}, "dataset a: tags: user is no tag"),
+        ({"ranking": True}, "ranking data has no replies"),
+        ({"formatting": "share"}, "formatting share; did you mean sharegpt"),
+    ],
+)
+def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        opened(write_meta(tmp_path, a=entry), processor)
+
+
+# -- media
+
+
+@pytest.mark.parametrize(
+    "name, detail",
+    [
+        ("../outside.jpg", "leads out of"),
+        ("/etc/hostname", "leads out of"),
+        ("../outside.lmdb::a", "leads out of"),
+        ("link.jpg", "leads out of"),
+        ("images.lmdb::none", "has no key 'none'"),
+        ("images.lmdb::", "images.lmdb::"),
+        ("none.lmdb::a", "there is no database"),
+        ("junk.lmdb::a", "junk.lmdb::a"),
+        ("https://example.org/a.jpg", "is an address"),
+        ("data:image/jpeg;base64,%%%", "data:image/jpeg"),
+        ("a\0b", "null"),
+    ],
+)
+def test_media_that_cannot_be_had_are_a_bad_record(tmp_path, name, detail):
+    root = tmp_path / "root"
+    in_lmdb(root)
+    for outside in ("outside.jpg", "root/junk.lmdb"):
+        (tmp_path / outside).write_bytes(image_bytes(1))
+    (root / "link.jpg").symlink_to(tmp_path / "outside.jpg")
+    with pytest.raises(BadSample, match="missing_media") as bad:
+        read_media(name, root)
+    assert detail in bad.value.detail
+
+
+def test_an_lmdb_that_was_cut_short_is_refused_and_not_mapped(tmp_path):
+    in_lmdb(tmp_path)
+    file = tmp_path / "images.lmdb/data.mdb"
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    with pytest.raises(BadSample, match=f"data.mdb is cut short, {size // 2} of {size} bytes; copy it again"):
+        read_media("images.lmdb::1-0.jpg", tmp_path)
+
+
+def test_lmdb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    in_lmdb(tmp_path)
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(ImportError, match="pip install lmdb"):
+        read_media("images.lmdb::1-0.jpg", tmp_path)
+
+
+def test_media_lie_under_media_dir(tmp_path, processor):
+    settings = json_lines(tmp_path / "source")
+    moved = tmp_path / "elsewhere/data.jsonl"
+    moved.parent.mkdir()
+    settings["train_data_path"].rename(moved)
+    loader, _ = opened({"train_data_path": moved, "media_dir": str(tmp_path / "source")}, processor)
+    assert numbers_of(take_epoch(loader), processor) == GOOD
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize(
+    "stored, turns",
+    [
+        ({"question": "q", "answer": "a"}, ["q", "a"]),
+        ({"instruction": "q", "input": "x", "output": "a"}, ["q\nx", "a"]),
+        ({"prompt": "q", "completion": "a"}, ["q", "a"]),
+        ({"prompt": "q", "response": "a", "history": [["p", "b"]]}, ["p", "b", "q", "a"]),
+        ({"texts": [{"user": "q", "assistant": "a"}, {"user": "r", "assistant": "b"}]}, ["q", "a", "r", "b"]),
+        ({"image": "i.jpg", "caption": "a"}, ["", "a"]),
+    ],
+)
+def test_plain_columns_become_turns(stored, turns):
+    messages = normalise(Columns()(stored))[0]["messages"]
+    assert [turn["content"] for turn in messages] == turns
+    assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
+
+
+def test_the_records_that_the_documentation_shows_are_read():
+    page = (ROOT / "docs/data.md").read_text()
+    shown = page.partition("## Records")[2].partition("\n\n    ")[2].partition("\n\n")[0]
+    shown, decoder, records = re.sub(" # .*", "", shown).strip(), json.JSONDecoder(), []
+    while shown:
+        record, end = decoder.raw_decode(shown)
+        records.append(record)
+        shown = shown[end:].strip()
+    assert len(records) == 5
+    for record in map(Columns(), records):
+        messages, _ = cook_chatml_sample(normalise(record)[0])
+        assert "A cat." in json.dumps(messages)
+
+
+def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
+    """But only where records have no others."""
+    turns = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It."}]}
+
+    def told(name: str, rows: list[dict], **columns: str) -> list[str]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
+        return list(first_words(open_table(path, columns=Columns(columns))))
+
+    [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
+    assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
+    [said] = told("b", [{"clip": "a.mp4"}])
+    assert "data.columns.videos=clip" in said
+    assert told("c", [{"img": "a.jpg"}], images="img") == []
+    assert told("d", [{"img": "a.jpg", "image": "b.jpg"}]) == told("e", [{"name": "jpg"}, {"of": []}]) == []
+    parts = [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "What?"}]
+    question = {"messages": [{"role": "user", "content": parts}, turns["messages"][1]]}
+    assert told("f", [question | {"thumbnail": "a.jpg"}]) == []
+    twice = {"messages": [{"role": "user", "content": [parts[0] | {"path": "b.jpg"}]}, turns["messages"][1]]}
+    assert told("g", [twice | {"thumbnail": "a.jpg"}]) == []  # what is wrong with it is said when it is read
+    rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    names = "a.jsonl", "rows.parquet"
+    two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
+    assert ["and picture, which" in said for said in first_words(two)] == [False, True]
+
+
+def test_a_mapped_column_hides_others_of_its_kind():
+    stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
+    columns = Columns({"conversations": "chat", "images": "pictures"})
+    assert columns(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        7,
+        {"question": "q"},
+        {"question": "q", "answer": ["a", "b"]},
+        {"caption": "a"},
+        {"texts": ["a", None], "images": ["i.jpg"]},
+        {"texts": ["a", 7]},
+        {"prompt": "q", "response": "a", "history": "none"},
+    ],
+)
+def test_a_record_in_no_known_layout_is_bad(stored):
+    with pytest.raises(BadSample):
+        normalise(Columns()(stored))
+
+
+@pytest.mark.parametrize(
+    ("stored", "names"),
+    [
+        ({"question": "q", "prompt": "p", "answer": "a"}, "question and prompt"),
+        ({"question": "q", "answer": "a", "output": "b"}, "answer and output"),
+        ({"question": "q", "query": "x", "input": "y", "answer": "a"}, "query and input"),
+        (
+            {"messages": [{"role": "user"}], "conversations": [{"role": "assistant"}]},
+            "conversations and messages",
+        ),
+        ({"messages": [1], "images": ["a.jpg"], "image": "b.jpg"}, "images and image"),
+        ({"messages": [1], "videos": ["a.mp4", "b.mp4"], "video": "a.mp4"}, "videos and video"),
+    ],
+)
+def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
+    with pytest.raises(BadSample, match=f"{names} are two names of one field, and differ; leave one out"):
+        normalise(Columns()(stored))
+    first, second = names.split(" and ")
+    normalise(stored | {second: stored[first]})
+    normalise(stored | {second: None})
+    chosen = {name: name for name in stored if name != second}
+    assert second not in Columns(chosen)(stored) and first in Columns(chosen)(stored)
+
+
+def test_two_forms_of_one_conversation_are_one():
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    record = Columns()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
+    assert normalise(record)[0] == {"conversations": sharegpt}
+
+
+def test_a_part_names_one_image(tmp_path):
+    part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
+    with pytest.raises(BadSample, match="image_url and url are two names"):
+        normalise({"messages": [{"role": "user", "content": [part]}]})
+
+
+def test_parts_name_videos_as_qwen_writes_them(tmp_path):
+    files = {"a.mp4": b"film", "1.jpg": b"one", "2.jpg": b"two"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    question = {"type": "text", "text": "What?"}
+    parts = [
+        {"type": "video", "video": "a.mp4", "max_frames": 4, "fps": 1.0},
+        {"type": "video", "video": ["1.jpg", "2.jpg"], "fps": 2},
+        {"type": "video_url", "video_url": {"url": "a.mp4"}},
+    ]
+    turns = [{"role": "user", "content": [*parts, question]}, {"role": "assistant", "content": "A cat."}]
+    for row in map(Columns(), ({"messages": turns}, turns)):
+        conversation, images, videos = read_record(row, tmp_path)
+        assert videos == [b"film", {"frames": [b"one", b"two"], "fps": 2}, b"film"]
+        assert images == []
+        limits = {"max_frames": 4, "fps": 1.0}
+        places = [{"type": "video"} | limits, {"type": "video"}, {"type": "video_url"}, question]
+        assert conversation["messages"][0]["content"] == places
+    assert read_record({"messages": turns, "videos": ["1.jpg"]}, tmp_path)[2] == [b"one"]
+
+
+def random_value(rng, depth=0):
+    """JSON of any shape, made of the words that records are made of."""
+    kind = rng.integers(9 if depth < 3 else 5)
+    if kind < 5:
+        return [None, 7, "text", "../a.jpg", "images.lmdb::a"][kind]
+    if kind < 7:
+        return [random_value(rng, depth + 1) for _ in range(rng.integers(3))]
+    words = [
+        *FIELDS,
+        "role",
+        "from",
+        "content",
+        "value",
+        "type",
+        "image_url",
+        "video",
+        "url",
+        "user",
+        "assistant",
+    ]
+    return {str(rng.choice(words)): random_value(rng, depth + 1) for _ in range(rng.integers(4))}
+
+
+def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
+    """Of 3000 made-up records each is read or bad; some of them are read."""
+    rng, outcomes = np.random.default_rng(0), Counter()
+    tagged = Columns({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
+    for number in range(3000):
+        record = random_value(rng)
+        try:
+            record = (tagged if number % 2 else Columns())(record)
+            conversation, _, _ = read_record(record, tmp_path)
+            json.dumps(conversation)
+            outcomes["read"] += 1
+        except BadSample as bad:
+            outcomes[bad.reason] += 1
+    assert set(outcomes) >= {"read", "bad_conversation", "missing_media"}
+
+
+def test_a_damaged_array_names_the_place(tmp_path, processor):
+    path = tmp_path / "array.json"
+    path.write_text('[{"messages": []},\n {"messages": ]}]')
+    with pytest.raises(ValueError, match=r"array.json: is not valid JSON \(.*line 2"):
+        opened({"train_data_path": path}, processor)
+
+
+def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
+    rows = [{"question": text, "answer": "a"} for text in ("ä€😀", "],[{", '\\"', "", "\u2028")]
+    for name, text in (
+        ("a", json.dumps(rows)),
+        ("b", "\ufeff " + json.dumps(rows, ensure_ascii=False, indent=2)),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+        table = open_table(tmp_path / f"{name}.json")
+        assert [table.record(index)[0]["question"] for index in range(len(table))] == [
+            row["question"] for row in rows
+        ]
+
+
+def test_a_file_that_is_rewritten_while_it_is_read_is_named(tmp_path, processor):
+    """Also where each row stays JSON; a file that only takes its name is another file."""
+    path = json_lines(tmp_path)["train_data_path"]
+    loader, _ = opened({"train_data_path": path}, processor)
+    next(loader)
+    (tmp_path / "other").write_text("{}\n")
+    (tmp_path / "other").replace(path)
+    next(loader)
+
+    path = json_lines(tmp_path)["train_data_path"]
+    loader, _ = opened({"train_data_path": path}, processor)
+    next(loader)
+    path.write_text(path.read_text().replace("number", "Number"))
+    with pytest.raises(RuntimeError, match="data.jsonl: was changed while it was read; start again"):
+        next(loader)
+
+
+# -- streams
+
+
+def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    settings = parquet(tmp_path, shards=1) | {"streaming": True, "shuffle_buffer_size": 4}
+    loader, _ = opened(settings, processor)
+    take(loader, 18)
+    state = loader.state_dict()
+    file = tmp_path / "parquet/train-0.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).slice(0, 9), file)
+    loader, _ = opened(settings, processor)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="has 9 rows, the state continues after"):
+        next(loader)
+
+
+def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
+    with pytest.raises(ValueError, match="is read where it lies; drop data.streaming"):
+        opened(json_lines(tmp_path / "a") | {"streaming": True}, processor)
+    rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
+    with pytest.raises(ValueError, match="saved by `save_to_disk`"):
+        opened({"train_data_path": rows, "streaming": True}, processor)
+
+
+def test_a_stream_without_rows_is_named(tmp_path, processor):
+    table = pyarrow.table({"messages": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="none.parquet: cannot be read .it has no rows; take it out"):
+        opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
+
+
+def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
+    paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
+    with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
+        blend_tables(
+            {str(path): open_table(str(path), Columns({})) for path in paths},
+            [DataSource("a"), DataSource("b", share=10**8)],
+        )
+
+
+# -- documents
+
+
+def test_all_text_of_a_document_is_trained_and_no_image_token(tmp_path, processor):
+    """Against a count by hand: the text's own tokens and the end, and neither BOS nor images."""
+    (tmp_path / "a.jpg").write_bytes(image_bytes(1))
+    row = {"texts": ["the cat", None, "a dog", "the chart"], "images": [None, "a.jpg", None, None]}
+    (tmp_path / "documents.jsonl").write_text(json.dumps(row))
+    (batch,) = [next(opened({"train_data_path": tmp_path / "documents.jsonl"}, processor)[0])]
+    tokenizer, [ids], [labels] = processor.tokenizer, batch["input_ids"], batch["labels"]
+    assert ids[0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
+    assert ids[-1] == tokenizer.eos_token_id
+    images = (ids == tokenizer.image_token_id).sum()
+    assert images == processor.image_seq_length
+    trained = labels[labels != -100]
+    assert tokenizer.image_token_id not in trained.tolist()
+    assert tokenizer.decode(trained) == "the cata dog\n\nthe chart" + tokenizer.eos_token
+    assert tokenizer.decode(ids, skip_special_tokens=False).count("the cat") == 1
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
+    """Ends of the text stick to images as they may; the measured lengths are those of the encoding."""
+    path = build_tiny_checkpoint(family, tmp_path / "tiny")
+    processor = AutoProcessor.from_pretrained(path)
+    (tmp_path / "a.jpg").write_bytes(image_bytes(1))
+    texts = ["\nthe cat\n", None, None, " sits on", "", "<image> a table\n"]
+    record = Columns()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
+    talk, images, _ = read_record(record, tmp_path)
+    sample = ChatMLSample(__key__="document", __restore_key__=(), conversation=talk, imgs=images)
+    needs = load(family)(AutoConfig.from_pretrained(path)).data_needs
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
+    encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ
+    trained = encoded.labels[encoded.labels != -100]
+    written = processor.tokenizer.decode(trained)
+    eos = processor.tokenizer.eos_token
+    assert written.endswith("a table\n" + eos)
+    assert [word in written for word in ("the cat", " sits on")] == [True, True]
+    assert processor.tokenizer.convert_tokens_to_ids(processor.image_token) not in trained.tolist()

@@ -1,0 +1,176 @@
+"""Images in tiles, and frames that are images of one tile: LLaVA-OneVision's and InternVL's."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from grey_media import frame_list, picture, sample, steady
+from megatron.energon.errors import SkipSample
+from PIL import Image
+from sources import image
+from transformers import AutoConfig, AutoProcessor, InternVLConfig
+
+from megatron_vlm.batch import IGNORE_INDEX
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.media.videos import VideoRules, decode_video
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.pixels import PixelNormalizer
+from tiny.checkpoints import build_tiny_checkpoint
+
+FAMILIES = ["internvl", "llava_onevision"]
+LENGTH = 4096
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory) -> Path:
+    return build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
+
+
+def encoder_of(folder: Path, packing: bool = False, seq_length: int = LENGTH, fast: bool = True, **options):
+    needs = describe(AutoConfig.from_pretrained(folder)).data_needs
+    kind = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
+    data = DataConfig(seq_length=seq_length, video_fps=2.0, **options)
+    return kind(AutoProcessor.from_pretrained(folder), data, needs, fast=fast)
+
+
+def visual_of(folder: Path, outputs: dict) -> dict[str, torch.Tensor]:
+    made = kind_of(AutoProcessor.from_pretrained(folder)).unpadded(outputs)
+    visual_keys = describe(AutoConfig.from_pretrained(folder)).visual_keys
+    return {key: made[key] for key in visual_keys if key in made}
+
+
+def check_visual(encoder, encoded, expected: dict[str, torch.Tensor]) -> None:
+    raw = encoded.visual_inputs.as_model_kwargs()
+    found = PixelNormalizer(encoder.processor)(raw, torch.float32)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("sizes", [[(200, 60)], [(90, 90), (60, 200)], [(44, 44)]])
+def test_images_are_those_of_apply_chat_template(folder, sizes):
+    """It hands the processor all images of a conversation together: OneVision's are in tiles only alone."""
+    files = [image(size) for size in sizes]
+    words = {"type": "text", "text": "Which?"}
+    asked = {"role": "user", "content": [{"type": "image"} for _ in files] + [words]}
+    turns = [asked, {"role": "assistant", "content": [{"type": "text", "text": "7"}]}]
+    given = ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files, videos=None)
+    encoder = encoder_of(folder)
+    encoded = encoder.encode_sample(given)
+    pictures = ({"type": "image", "image": Image.open(io.BytesIO(file))} for file in files)
+    turns[0]["content"] = [*pictures, words]
+    expected = encoder.processor.apply_chat_template(
+        turns, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert encoded.input_ids.equal(expected["input_ids"][0])
+    check_visual(encoder, encoded, visual_of(folder, dict(expected)))
+    if folder.name == "llava_onevision":
+        tiles = encoded.visual_inputs.image_tiles.tolist()
+        assert (tiles == [1, 1]) if len(sizes) > 1 else (tiles[0] > 1)
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_videos_are_those_of_the_processor(folder, images):
+    videos, pictures = [steady(30), steady(30, size=(90, 50))], [picture(1), picture(2)][:images]
+    encoder, given = encoder_of(folder), sample(videos, pictures)
+    encoded = encoder.encode_sample(given)
+    frames = [decode_video(video, VideoRules(fps=2.0, multiple=1))[0] for video in videos]
+    assert [len(each) for each in frames] == [6, 6]
+    parts = (
+        [{"type": "image"}] * images
+        + [{"type": "video"}] * 2
+        + [{"type": "text", "text": "What happens here?"}]
+    )
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat jumps."}]
+    text = encoder.processor.apply_chat_template(turns, tokenize=False)
+    shown = [Image.open(io.BytesIO(each)) for each in pictures]
+    expected = encoder.processor(
+        text=[text],
+        images=([shown] if folder.name == "llava_onevision" else shown) if images else None,
+        videos=frames,
+        input_data_format="channels_last",
+        return_tensors="pt",
+    )
+    assert encoded.input_ids.equal(expected["input_ids"][0])
+    check_visual(encoder, encoded, visual_of(folder, dict(expected)))
+    trained = encoder.tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX])
+    assert "jumps" in trained and "Frame" not in trained
+
+
+def test_measured_lengths_are_those_of_the_encoding(folder):
+    encoder = encoder_of(folder, packing=True)
+    for videos, images in (([steady(30)], 0), ([frame_list(3)], 1), ([frame_list(2), frame_list(2)], 2)):
+        half = encoder.preencode_sample(sample(videos, [picture(n) for n in range(images)]))
+        encoder.postencode_sample(half)  # raises when they differ
+        assert half.measured.patches > 0
+
+
+def test_patches_of_any_size_are_measured(tmp_path):
+    """LLaVA-OneVision's processor does not say how large patches are."""
+    sizes = {"image_size": 27, "patch_size": 9}
+    folder = build_tiny_checkpoint("llava_onevision", tmp_path / "llava_onevision", **sizes)
+    encoder = encoder_of(folder, packing=True)
+    half = encoder.preencode_sample(sample([], [picture(0)]))
+    encoded = encoder.postencode_sample(half)  # raises when they differ
+    assert half.measured.patches == 9 * int(encoded.visual_inputs.image_tiles)
+
+
+def test_videos_of_different_lengths_in_one_sample_are_counted_if_the_processor_is_called(folder):
+    """It refuses them."""
+    encoder, given = encoder_of(folder, fast=False), sample([frame_list(2), frame_list(5)])
+    with pytest.raises(SkipSample):
+        encoder.encode_sample(given)
+    assert encoder.drops.summary()["reasons"] == {"processor_error": 1}
+    hf_config = AutoConfig.from_pretrained(folder)
+    encoded = encoder_of(folder).encode_sample(given)
+    placed = sum(int((encoded.input_ids == token).sum()) for token in tokens_of(hf_config))
+    assert placed == sum(describe(hf_config).visual_tokens(encoded.visual_inputs))
+
+
+def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
+    turns = [
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "<video>Which one?<image>And this?<video>"},
+        {"role": "assistant", "content": "A cat jumps."},
+    ]
+    given = ChatMLSample(
+        __key__="a",
+        __restore_key__=(),
+        conversation=turns,
+        imgs=[picture(3)],
+        videos=[frame_list(3), frame_list(3)],
+    )
+    whole = encoder_of(folder).encode_sample(given)
+    encoder, kept = encoder_of(folder), set()
+    hf_config = AutoConfig.from_pretrained(folder)
+    count = describe(hf_config).visual_tokens
+    for length in range(4, len(whole.input_ids) + 1, 5):
+        encoder = encoder_of(folder, seq_length=length, over_length="truncate", packing=True)
+        cut = encoder.postencode_sample(encoder.preencode_sample(given))
+        assert cut.input_ids.equal(whole.input_ids[: len(cut.input_ids)]) and len(cut.input_ids) <= length
+        placed = sum(int((cut.input_ids == token).sum()) for token in tokens_of(hf_config))
+        features = 0 if cut.visual_inputs is None else sum(count(cut.visual_inputs))
+        assert placed == features
+        kept.add(features)
+    assert len(kept) == 4  # nothing, the first video, and the image, and the second video
+
+
+def tokens_of(hf_config) -> set[int]:
+    return {hf_config.image_token_id, getattr(hf_config, "video_token_id", hf_config.image_token_id)}
+
+
+@pytest.mark.parametrize(("patches", "ratio"), [(3, 1 / 3), (6, 1 / 6), (9, 1 / 3), (4, 0.75)])
+def test_a_ratio_for_which_transformers_shuffles_no_pixels_is_refused(patches, ratio):
+    """Three patches are three thirds, but not to its division of floats."""
+    tower = {"image_size": [14 * patches] * 2, "patch_size": [14, 14]}
+    text = {"model_type": "qwen3"}
+    describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=1.0))
+    with pytest.raises(ValueError, match=r"downsample_ratio is 0\.\d+; supported: 1 / n for a power of 2"):
+        describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=ratio))

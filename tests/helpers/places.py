@@ -1,0 +1,8 @@
+"""Where things lie that tests read, wherever a test lies itself."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+HELPERS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+CONFIGS = TESTS / "hf_configs"  # config.json of published checkpoints

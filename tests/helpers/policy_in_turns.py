@@ -1,0 +1,101 @@
+"""What `test_policy_turns.py` runs: a policy that answers and learns in turns; a step beside Megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import policy_in_ranks
+import rollout_engines
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_vlm.config import ParallelConfig
+
+NEW_TOKENS = 6
+# name -> layout, dtype
+STEPS = {
+    "DP2 dist. optimizer": (ParallelConfig(distributed_optimizer=True), "bf16"),
+    "TP2+SP": (ParallelConfig(tp=2, distributed_optimizer=False), "fp32"),
+    "EP2": (ParallelConfig(ep=2), "fp32"),
+}
+
+
+def by_turns(asked: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """By family, what a policy does that answers before and between, and one that does not."""
+    return {family: _turns(path, held) for family, (path, held) in asked.items()}
+
+
+def _turns(path: str, held: str) -> dict[str, Any]:
+    samples, _ = torch.load(held, weights_only=False)
+    plain = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
+    found = {"plain": [*_learnt(plain, samples), _answers(plain)]}
+    policy = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
+    with torch.inference_mode():
+        before, scored = _answers(policy), policy.logprobs(samples).log_probs
+        made = [{key: value.clone() for key, value in sample.items()} for sample in samples]
+    assert made[0]["input_ids"].is_inference() and scored[0].is_inference()
+    with torch.no_grad():
+        policy.logprobs(made)
+        again = _answers(policy)
+    made = [sample | {"old": old} for sample, old in zip(made, scored, strict=True)]
+    found["turns"] = [*_learnt(policy, made), _answers(policy)]
+    return found | {"as before": before == again, "moved": before != found["turns"][-1]}
+
+
+def _learnt(policy, samples: list[dict]) -> list[float]:
+    """The loss and the norm of two steps."""
+    figures = []
+    for _ in range(2):
+        figures.append(_backward(policy, samples)["loss"])
+        figures.append(policy.step())
+    return figures
+
+
+def _backward(policy, samples: list[dict]) -> dict[str, float]:
+    return policy.forward_backward(samples, policy_in_ranks.loss, 0.01, entropy=True, fields=["advantage"])
+
+
+def _answers(policy) -> list[list[float]]:
+    """Tokens and log-probabilities of sampled answers."""
+    from megatron_vlm.rl.rollouts import OwnEngine
+
+    found = OwnEngine(2, NEW_TOKENS)(policy, rollout_engines.prompts_of(policy.source)[:2])
+    return [[*one["input_ids"].tolist(), *one["rollout_log_probs"].tolist()] for one in found]
+
+
+class Norms(TorchDispatchMode):
+    """How often norms of all gradients were taken."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket is torch.ops.aten._foreach_norm
+        return function(*args, **(kwargs or {}))
+
+
+def steps(paths: dict[str, str], held: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """By layout, a policy's step and Megatron's: weights, norms, and how often these were computed."""
+    found = {}
+    for name, (layout, dtype) in STEPS.items():
+        family = "qwen3_vl_moe" if layout.ep > 1 else "gemma3"
+        samples, _ = torch.load(held[family], weights_only=False)
+        row: dict[str, Any] = {}
+        for whose, take in {"ours": lambda policy: policy.step(), "megatron's": megatron_step}.items():
+            policy = policy_in_ranks.policy_of(paths[family], layout, 300, dtype=dtype)
+            before = [param.detach().clone() for param in policy.chunks[0].parameters()]
+            _backward(policy, policy_in_ranks.mine(samples))
+            with Norms() as norms:
+                norm = take(policy)
+            weights = [param.detach().clone() for param in policy.chunks[0].parameters()]
+            row[whose] = {"norm": norm, "norms": norms.count, "weights": weights}
+            row["moved"] = any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+        row["clip"] = policy.config.optimizer.clip_grad
+        found[name] = row
+    return found
+
+
+def megatron_step(policy) -> float:
+    from megatron_vlm.training.gradients import finalize_gradients
+
+    finalize_gradients(policy.chunks)
+    return policy.optimizer.step()[1]

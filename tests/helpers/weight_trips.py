@@ -1,0 +1,53 @@
+"""Weights that are imported and exported again in every layout, and how they are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+
+LAYOUTS = {"TP1": ParallelConfig(), "TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2)}
+LAYOUTS["PP2·VPP2"] = ParallelConfig(pp=2, vpp=2)
+EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, tp=2)}
+
+
+def round_trips(jobs: list[tuple[str, str, str]]) -> None:
+    """(layout, source, output) one after the other: import, export."""
+    from megatron_vlm.models import weights
+    from megatron_vlm.models.hf import open_source
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.parallel import setup
+
+    if not torch.distributed.is_initialized():
+        setup.init_distributed(ParallelConfig(), seed=1)
+    for name, source, output in jobs:
+        layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
+        setup.reset_layout(layout, seed=1)
+        description = open_source(source).description
+        run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
+        chunks = build_model(run, description, setup.device())
+        weight_map = description.weight_map
+        weights.import_hf(chunks, source, weight_map)
+        weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        part = load_file(file)
+        assert not part.keys() & tensors.keys()
+        tensors |= part
+    return tensors
+
+
+def check_equal(exported: Path, source: Path) -> None:
+    check_tensors_equal(all_tensors(exported), all_tensors(source))
+
+
+def check_tensors_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys() and len(mine) > 50
+    for key, tensor in theirs.items():
+        assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), key

@@ -1,0 +1,66 @@
+"""Adapters equal peft's, in every layout, on every family: logits, loss and gradients, fp32 on CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import adapter_parity
+import parity
+import pytest
+import torch
+
+from megatron_vlm.models.adapters.lora import Lora, adapt
+from megatron_vlm.models.adapters.targets import Target
+from megatron_vlm.models.weights import Rule, Whole
+
+
+@pytest.fixture(scope="module")
+def rows_of(request, tmp_path_factory):
+    return parity.measured(
+        request, tmp_path_factory, adapter_parity.LAYOUTS, adapter_parity.cases, adapter_parity.measure
+    )
+
+
+def test_dora_with_dropout_is_that_of_peft():
+    """Inputs are dropped in what the adapter changes, and not in what the frozen weight computes."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 6)
+    model = torch.nn.Sequential(copy.deepcopy(linear))
+    settings = LoraConfig(r=3, lora_alpha=6, target_modules=["0"], use_dora=True, lora_dropout=0.4)
+    layer = get_peft_model(model, settings).base_model.model[0]
+    theirs = [layer.lora_A.default.weight, layer.lora_B.default.weight]
+    theirs.append(layer.lora_magnitude_vector.default.weight)
+    target = Target("0", Rule("0.weight", ("0.weight",), Whole()), "0.weight", 0, 6, 8, 3, 2.0, True)
+    linear.requires_grad_(False)
+    lora = Lora(target, linear.weight, seed=1)
+    adapt(linear, {0: lora}, target, 0.4)
+    ours = [lora.lora_A, lora.lora_B, lora.lora_magnitude_vector]
+    with torch.no_grad():
+        for mine, of_peft in zip(ours, theirs, strict=True):
+            mine.copy_(of_peft.copy_(torch.rand_like(of_peft) + 0.1))
+    x, outputs = torch.randn(5, 8), []
+    for module in (linear.train(), layer.train()):
+        torch.manual_seed(7)
+        outputs.append(module(x))
+        outputs[-1].square().sum().backward()
+    torch.testing.assert_close(*outputs)
+    for mine, of_peft in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, of_peft.grad)
+    assert not torch.allclose(outputs[0], linear.eval()(x), atol=1e-2), "nothing was dropped"
+
+
+INPUTS = [*adapter_parity.INPUTS, *adapter_parity.PACKED]
+CELLS = parity.cells_of_pairs(
+    adapter_parity.layouts_of, lambda _: INPUTS, adapter_parity.OFTEN, adapter_parity.factors
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "inputs"), CELLS)
+def test_equals_peft(rows_of, family, layout, inputs):
+    rows = rows_of(adapter_parity.LAYOUTS[layout][0])
+    mine = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
+    assert {row["input"] for row in mine} >= {*inputs}
+    for row in mine:
+        assert row["passed"], row

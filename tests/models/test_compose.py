@@ -1,0 +1,817 @@
+"""A composed checkpoint: stock Transformers opens it, its tensors are the sources', no token has moved."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import resource
+import signal
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from places import CONFIGS
+from safetensors import safe_open
+from safetensors.torch import save_file
+from sources import write_sharegpt
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    Gemma3ImageProcessor,
+    GenerationConfig,
+    Lfm2VlConfig,
+    LlavaOnevisionImageProcessor,
+    SiglipImageProcessor,
+)
+
+from megatron_vlm.commands.compose import compose as command
+from megatron_vlm.compose import composing
+from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
+from megatron_vlm.compose.sources import Component, named_tokens, open_language_model, open_tower
+from megatron_vlm.compose.tensors import Writer
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.models.families import describe
+from megatron_vlm.recipes import load_recipe
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.corpus import default_corpus
+from tiny.distributed import run_distributed
+from tiny.parts import build_language_model, build_tower, llama3_tokenizer, plain_tokenizer
+
+# (tower, language model): every class, both halves of a tower and one alone, every text model, tied and not
+PAIRS = [
+    ("siglip2", "llama"),
+    ("siglip2_vision_model", "qwen3"),
+    ("clip", "qwen2"),
+    ("siglip_vision_model", "llama"),
+    ("pixtral", "mistral"),
+]
+CLASSES = {"siglip2": "Lfm2Vl", "clip": "Llava", "siglip": "Llava", "pixtral": "Mistral3"}
+TIED = {"qwen3"}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A function that gives the folder of a tiny tower or language model, built once."""
+    root = tmp_path_factory.mktemp("parts")
+
+    def part(name: str) -> Path:
+        if not (root / name).exists():
+            if name in ("llama", "mistral", "qwen2", "qwen3"):
+                build_language_model(name, root / name, tied=name in TIED)
+            else:
+                build_tower(name, root / name)
+        return root / name
+
+    return part
+
+
+def planned(tower: Path, language: Path, *named: str, **options) -> composing.ComposePlan:
+    native = "siglip2" in json.loads((tower / "config.json").read_text())["model_type"]
+    choices = Choices(4, 24, projector_width=64) if native else Choices()
+    return composing.plan(
+        open_tower(str(tower)), open_language_model(str(language)), named_tokens(named), choices, **options
+    )
+
+
+def ids(plan: composing.ComposePlan) -> dict[str, tuple[str, int, str]]:
+    return {each.role: (each.token, each.id, each.how) for each in plan.tokens}
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="+".join)
+def composed(request, parts, tmp_path_factory):
+    """(the composed folder, its tower's, its language model's)."""
+    tower, language = map(parts, request.param)
+    output = tmp_path_factory.mktemp("composed") / "start"
+    composing.write(planned(tower, language), output)
+    return output, tower, language
+
+
+@pytest.fixture(scope="module")
+def model(composed):
+    found, info = AutoModelForImageTextToText.from_pretrained(composed[0], output_loading_info=True)
+    assert {name: list(keys) for name, keys in info.items() if keys} == {}
+    return found.eval()
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}
+    return found
+
+
+# ---- Transformers opens it --------------------------------------------------------------------------------
+
+
+def test_stock_transformers_opens_it_with_every_key_and_no_other(composed, model):
+    output, tower, _ = composed
+    assert type(model).__name__ == f"{CLASSES[tower.name.partition('_')[0]]}ForConditionalGeneration"
+    config = json.loads((output / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]
+    assert "auto_map" not in config and not list(output.glob("*.py"))
+
+
+def test_files_spell_the_keys_as_transformers_would(composed, model, tmp_path):
+    """A model that was read from files would be written as these spell them."""
+    AutoModelForImageTextToText.from_config(model.config).save_pretrained(tmp_path)
+    assert set(tensors(composed[0])) == set(tensors(tmp_path))
+
+
+def test_every_tensor_of_tower_and_text_is_its_sources(composed):
+    output, tower, language = composed
+    sources = {}
+    for key, tensor in tensors(tower).items():
+        sources["tower " + key.removeprefix("vision_model.")] = tensor
+    for key, tensor in tensors(language).items():
+        sources["text " + key] = tensor
+    equal = {"tower": 0, "text": 0}
+    for key, tensor in tensors(output).items():
+        if "multi_modal_projector" in key:
+            continue
+        name = key.removeprefix("model.").removeprefix("language_model.")
+        if name.startswith("vision_tower."):
+            source = sources["tower " + name.removeprefix("vision_tower.")]
+        else:
+            key = name.removeprefix("model.")
+            source = sources["text " + ("" if name.startswith("lm_head") else "model.") + key]
+            tensor = tensor[: len(source)]  # rows of added tokens follow
+        assert tensor.dtype == source.dtype and torch.equal(tensor, source), key
+        equal["tower" if name.startswith("vision_tower.") else "text"] += 1
+    assert equal["text"] == len(tensors(language)) and equal["tower"] >= 20
+
+
+def test_on_text_alone_it_says_what_the_language_model_says(composed, model):
+    language = AutoModelForCausalLM.from_pretrained(composed[2]).eval()
+    words = AutoTokenizer.from_pretrained(composed[2])("The cat sits on the sofa.", return_tensors="pt")
+    with torch.inference_mode():
+        mine, theirs = model(input_ids=words.input_ids).logits, language(input_ids=words.input_ids).logits
+    torch.testing.assert_close(mine[..., : theirs.shape[-1]], theirs, rtol=0, atol=0)
+
+
+def test_images_become_features_and_both_find_the_replies(composed, model):
+    processor = AutoProcessor.from_pretrained(composed[0])
+    turns = [
+        {"role": "system", "content": [{"type": "text", "text": "Answer with one word."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "two apples"}]},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "nothing"}]},
+    ]
+    images = [Image.new("RGB", (70, 40), "red"), Image.new("RGB", (40, 90), "blue")]
+    encoder = TextEncoder(processor)
+    text, _ = encoder(encoder.chat(turns, None, 2), images)
+    prompt = encoder.chat(turns, None, 2).text
+    inputs = processor(text=[prompt], images=[images], return_tensors="pt", add_special_tokens=False)
+    assert text.input_ids.tolist() == inputs["input_ids"][0].tolist()
+    end = GenerationConfig.from_pretrained(composed[0]).eos_token_id[-1]
+    replies = text.input_ids[text.reply_mask]
+    said = processor.tokenizer.decode(replies)
+    assert said == "two apples{0}nothing{0}".format(processor.tokenizer.convert_ids_to_tokens(end))
+    asked = processor.tokenizer.apply_chat_template(  # Transformers' own mask, without images
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "nothing"}],
+        chat_template=processor.chat_template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    nothing = processor.tokenizer.encode("nothing", add_special_tokens=False)
+    assert sum(asked["assistant_masks"]) == len(nothing) + 1
+    with torch.inference_mode():
+        logits = model(**inputs).logits
+    image = model.config.image_token_id
+    assert logits.shape[1] == len(text) and (text.input_ids == image).sum() >= 6 and logits.isfinite().all()
+
+
+def test_tools_are_refused_and_not_left_out(composed):
+    processor = AutoProcessor.from_pretrained(composed[0])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(Exception, match="writes no tools"):
+        processor.apply_chat_template([{"role": "user", "content": "a"}], tools=[tool])
+
+
+def test_replies_end_at_the_end_of_a_turn_too(composed):
+    output, _, language = composed
+    mine, theirs = (GenerationConfig.from_pretrained(folder) for folder in (output, language))
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    end = {"llama": "<|eot_id|>", "mistral": "</s>"}.get(language.name, "<|im_end|>")
+    ends = [theirs.eos_token_id, tokenizer.convert_tokens_to_ids(end)]
+    assert mine.eos_token_id == list(dict.fromkeys(ends))
+    assert (mine.temperature, mine.do_sample) == (theirs.temperature, theirs.do_sample)
+    assert mine.pad_token_id == tokenizer.pad_token_id not in mine.eos_token_id
+
+
+# ---- documents of texts and images ------------------------------------------------------------------------
+
+# texts, and (width, height) of images
+DOCUMENTS = {
+    "in turn": ["A cat.", (200, 60), "A dog.", (30, 30), "A table."],
+    "images in a row": [(60, 200), (90, 90), (190, 150), "Three.", (7, 280)],
+    "texts in a row, and none at the end": ["One.", "Two.", (33, 470), (300, 8)],
+    "texts alone": ["One.", "Two."],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_keep_the_order_of_texts_and_images(composed, name):
+    """Part by part; and as a whole what the stock processor makes of the text. A later image is lighter."""
+    processor, hf_config = (kind.from_pretrained(composed[0]) for kind in (AutoProcessor, AutoConfig))
+    parts = DOCUMENTS[name]
+    sizes = [part for part in parts if not isinstance(part, str)]
+    images = [Image.new("RGB", size, (60 * number,) * 3) for number, size in enumerate(sizes, start=1)]
+    left = iter(images)
+    texts = [part if isinstance(part, str) else None for part in parts]
+    record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
+    found = normalise(Columns()(record))[0]
+    files = [png(image) for image in images]
+    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=found, imgs=files)
+    description = describe(hf_config)
+    data = DataConfig(seq_length=512)
+    encoded = HFEncoderVLMTaskEncoder(processor, data, description.data_needs).encode_sample(sample)
+
+    text = "".join(part if isinstance(part, str) else processor.image_token for part in parts)
+    text = (text + processor.tokenizer.eos_token).replace("One.Two.", "One.\n\nTwo.")
+    options = {"images": [images]} if images else {}
+    whole = processor(text=[text], add_special_tokens=True, return_tensors="pt", **options)
+    assert encoded.input_ids.tolist() == whole["input_ids"][0].tolist()
+    given = {"add_special_tokens": False, "return_tensors": "pt"}
+    alone = [processor(text=[processor.image_token], images=[[image]], **given) for image in images]
+    of_images = {token for one in alone for token in one["input_ids"][0].tolist()}
+    texts = [token for token in encoded.input_ids.tolist()[1:] if token not in of_images]
+    assert encoded.labels[encoded.labels != -100].tolist() == texts
+
+    visual = encoded.visual_inputs
+    if not images:
+        assert visual is None
+        return
+    light = [item.pixel_values.float().amax() for item in visual.items()]
+    assert len(light) == len(images) and light == sorted(set(light))
+    counts = [int((one["input_ids"] == hf_config.image_token_id).sum()) for one in alone]
+    assert description.visual_tokens(visual) == counts
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+# ---- out of whole models, in several types ----------------------------------------------------------------
+
+# model type of a whole model -> how some of its files spell the tower's keys, where their names begin
+WHOLE = {
+    "lfm2_vl": (r"^model\.vision_tower\.", "model.vision_tower.vision_model."),
+    "llava": (r"^vision_tower\.", "model.vision_tower."),
+    "mistral3": (r"^vision_tower\.", "model.vision_tower."),
+}
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_a_tower_is_taken_out_of_a_whole_model(parts, tmp_path, model_type):
+    """However its files spell the keys, and however many files there are."""
+    whole = build_tiny_checkpoint(model_type, tmp_path / "whole")
+    stored = tensors(whole)
+    pattern, spelled = WHOLE[model_type]
+    other = changed_copy(whole, tmp_path / "other")
+    respelled = {re.sub(pattern, spelled, key): tensor for key, tensor in stored.items()}
+    assert respelled.keys() != stored.keys()
+    in_two_files(respelled, other)
+    written = []
+    for folder in (whole, other):
+        plan = composing.plan(
+            open_tower(str(folder)), open_language_model(str(parts("mistral"))), {}, Choices()
+        )
+        composing.write(plan, tmp_path / f"{folder.name} start")
+        written.append(tensors(tmp_path / f"{folder.name} start"))
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(written[0][key], written[1][key]) for key in written[0])
+    of_tower = [key for key in stored if "vision_tower" in key]
+    assert len(of_tower) >= 20 and all(torch.equal(written[0][key], stored[key]) for key in of_tower)
+
+
+def in_two_files(stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """In place of the folder's one file."""
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {key: names[number % 2] for number, key in enumerate(sorted(stored))}
+    for name in names:
+        save_file({key: stored[key] for key in stored if weight_map[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_each_half_keeps_its_own_types(parts, tmp_path):
+    """fp16 in the tower, bf16 in the language model, whose norms are fp32."""
+    folders = {}
+    for name in ("clip", "llama"):
+        folders[name] = changed_copy(parts(name), tmp_path / name)
+        narrow = torch.float16 if name == "clip" else torch.bfloat16
+        kept = {key: "norm" in key and name == "llama" for key in tensors(folders[name])}
+        changed = {
+            key: tensor if kept[key] else tensor.to(narrow) for key, tensor in tensors(parts(name)).items()
+        }
+        save_file(changed, folders[name] / "model.safetensors")
+    composing.write(planned(folders["clip"], folders["llama"]), tmp_path / "start")
+    written = tensors(tmp_path / "start")
+    text, tower = tensors(folders["llama"]), tensors(folders["clip"])
+    name = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(written[f"language_model.{name}"], text[name]) and text[name].dtype == torch.float32
+    assert written["language_model.model.embed_tokens.weight"].dtype == torch.bfloat16
+    name = "encoder.layers.0.mlp.fc1.weight"
+    assert written[f"vision_tower.{name}"].dtype == torch.float16
+    assert torch.equal(written[f"vision_tower.{name}"], tower[f"vision_model.{name}"])
+    config = json.loads((tmp_path / "start/config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == config["vision_config"]["dtype"] == "bfloat16"
+
+
+# ---- special tokens ---------------------------------------------------------------------------------------
+
+
+def test_no_token_of_the_tokenizer_moves(composed):
+    output, _, language = composed
+    before, after = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (language, output))
+    assert before.items() <= after.items()
+    assert len(set(after.values())) == len(after)
+    text = "The cat sits on 12 sofas.\n\n  Which? <|eot_id|><|im_end|>"
+    assert [AutoTokenizer.from_pretrained(folder).encode(text) for folder in (output, language)].count(
+        AutoTokenizer.from_pretrained(language).encode(text)
+    ) == 2
+
+
+def test_llama_keeps_reserved_tokens_and_gets_what_it_lacks(parts):
+    assert ids(planned(parts("siglip2"), parts("llama"))) == {
+        "image": ("<image>", 471, "added"),
+        "image_start": ("<|image_start|>", 472, "added"),
+        "image_end": ("<|image_end|>", 473, "added"),
+        "pad": ("<|finetune_right_pad_id|>", 3, "found"),
+        "end_of_turn": ("<|eot_id|>", 6, "found"),
+    }
+
+
+def test_reserved_tokens_that_the_user_names_keep_their_ids(parts, tmp_path):
+    roles = ("image", "image_start", "image_end")
+    names = [f"{role}=<|reserved_special_token_{number}|>" for number, role in enumerate(roles)]
+    plan = planned(parts("siglip2"), parts("llama"), *names)
+    assert [ids(plan)[role][1:] for role in roles] == [
+        (2, "named"),
+        (7, "named"),
+        (8, "named"),
+    ]
+    assert plan.config.text_config.vocab_size == plan.rows_before  # nothing grows
+    composing.write(plan, tmp_path / "start")
+    processor = AutoProcessor.from_pretrained(tmp_path / "start")
+    images = [[Image.new("RGB", (28, 28))]]
+    made = processor(text=["<|reserved_special_token_0|>"], images=images, return_tensors="pt")
+    assert made["input_ids"][0].tolist() == [7, 2, 2, 2, 2, 8]
+    assert json.loads((tmp_path / "start/config.json").read_text())["image_token_id"] == 2
+
+
+def test_qwen_has_all_its_tokens(parts):
+    plan = planned(parts("siglip2"), parts("qwen3"))
+    assert {role: (token, how) for role, (token, _, how) in ids(plan).items()} == {
+        "image": ("<|image_pad|>", "found"),
+        "image_start": ("<|vision_start|>", "found"),
+        "image_end": ("<|vision_end|>", "found"),
+        "pad": ("<|endoftext|>", "found"),
+        "end_of_turn": ("<|im_end|>", "found"),
+    }
+    vocabulary = AutoTokenizer.from_pretrained(parts("qwen3")).get_vocab()
+    assert all(vocabulary[token] == i for token, i, _ in ids(plan).values())
+    assert plan.config.text_config.vocab_size == plan.rows_before
+
+
+def test_a_tokenizer_with_none_gets_all_but_its_end(parts):
+    assert ids(planned(parts("pixtral"), parts("mistral"))) == {
+        "image": ("[IMG]", 458, "added"),
+        "row_break": ("[IMG_BREAK]", 459, "added"),
+        "image_end": ("[IMG_END]", 460, "added"),
+        "pad": ("<|pad|>", 461, "added"),
+        "end_of_turn": ("</s>", 1, "found"),
+    }
+
+
+def language_model(folder: Path, tokenizer, **changes) -> Path:
+    return build_language_model("llama", folder, tokenizer=tokenizer, **changes)
+
+
+def test_spare_rows_are_used_before_the_embedding_grows(parts, tmp_path):
+    """As in Qwen, whose embedding has more rows than its tokenizer has tokens."""
+    spare = language_model(tmp_path / "spare", llama3_tokenizer(default_corpus()), vocab_size=474)
+    composing.write(planned(parts("siglip2"), spare), tmp_path / "start")
+    name = "model.language_model.embed_tokens.weight"
+    assert torch.equal(tensors(tmp_path / "start")[name], tensors(spare)["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("multiple", "rows"), [(None, 512), (1, 474), (128, 512), (100, 500)], ids=lambda value: str(value)
+)
+def test_rows_are_a_multiple_and_never_fewer(parts, multiple, rows):
+    plan = planned(parts("siglip2"), parts("llama"), vocab_multiple=multiple)
+    assert plan.rows_before == 471 and plan.config.text_config.vocab_size == rows
+
+
+def test_without_new_tokens_rows_grow_only_if_a_multiple_is_asked_for(parts):
+    plans = [planned(parts("siglip2"), parts("qwen3"), vocab_multiple=multiple) for multiple in (None, 64)]
+    assert [plan.config.text_config.vocab_size for plan in plans] == [468, 512]
+
+
+def test_new_rows_are_the_mean_of_the_present_ones(parts, tmp_path):
+    composing.write(planned(parts("siglip2"), parts("llama")), tmp_path / "start")
+    after, before = tensors(tmp_path / "start"), tensors(parts("llama"))
+    for mine, theirs in (
+        ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ):
+        expected = before[theirs].mean(0).expand(41, -1)
+        torch.testing.assert_close(after[mine][471:], expected, rtol=0, atol=1e-7)  # 2e-9 measured
+
+
+def test_new_rows_are_drawn_with_a_seed(parts, tmp_path):
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        plan = planned(parts("siglip2"), parts("llama"), new_rows="normal", seed=seed, vocab_multiple=4096)
+        composing.write(plan, tmp_path / str(number))
+        found.append(tensors(tmp_path / str(number)))
+    first, again, other = found
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    key = "model.language_model.embed_tokens.weight"
+    assert not torch.equal(first[key], other[key])
+    before, new = first[key][:471], first[key][471:]
+    assert (new.std(0) / before.std(0) - 1).abs().max() < 0.1  # 3625 rows: 0.04 measured
+    assert ((new.mean(0) - before.mean(0)) / before.std(0)).abs().max() < 0.1
+    assert not torch.equal(first["lm_head.weight"][471:], new)
+
+
+def test_the_projector_starts_by_its_rule(parts, tmp_path):
+    composing.write(planned(parts("siglip2"), parts("llama"), seed=3), tmp_path / "start")
+    found = {
+        key.rpartition("projector.")[2]: tensor
+        for key, tensor in tensors(tmp_path / "start").items()
+        if "projector" in key
+    }
+    assert set(found["layer_norm.weight"].tolist()) == {1} and set(found["layer_norm.bias"].tolist()) == {0}
+    assert set(found["linear_1.bias"].tolist()) == set(found["linear_2.bias"].tolist()) == {0}
+    scale = tensors(parts("llama"))["model.embed_tokens.weight"].square().mean().sqrt()
+    assert abs(found["linear_1.weight"].std() * 192**0.5 - 1) < 0.03
+    assert abs(found["linear_2.weight"].std() * 64**0.5 / scale - 1) < 0.03
+
+
+def test_dry_run_prints_the_tokens_and_writes_nothing(parts, tmp_path, capsys):
+    command(tmp_path / "out", str(parts("siglip2")), str(parts("llama")), dry_run=True)
+    said = capsys.readouterr().out
+    row = ["image", "stands for a piece of an image", "<image>", "471", "added", "new"]
+    assert row in [re.split("  +", line) for line in said.splitlines()]
+    assert "3 tokens are added; embedding and output layer: 471 → 512 rows" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["siglip2_llama31_8b", "siglip2_qwen3_4b"])
+def test_recipes_are_for_what_compose_writes(name, tmp_path):
+    """Of the published models; the tokens of Llama are reserved ones."""
+    published = json.loads((CONFIGS / f"{name}.json").read_text())
+    tower, language = (Component(tmp_path, published[half]) for half in ("vision_config", "text_config"))
+    changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
+    rest = (changes, published["image_token_id"], published["dtype"], Choices())
+    found = composed_config(COMPOSED["lfm2_vl"], tower, language, *rest)
+    for half in ("vision_config", "text_config"):
+        published[half]["dtype"] = published["dtype"]
+    assert found.to_diff_dict() == Lfm2VlConfig.from_dict(published).to_diff_dict()
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+def test_tokens_that_cannot_have_their_role_are_refused(parts, tmp_path):
+    def refused(*named: str, language: str | Path = "llama", tower: str = "siglip2") -> str:
+        folder = language if isinstance(language, Path) else parts(language)
+        with pytest.raises(ConfigError) as error:
+            planned(parts(tower), folder, *named)
+        return str(error.value)
+
+    remedy = "give another, one that the tokenizer lacks or reserves: --token '"
+    assert refused("image=a").startswith("special token of role image: a is a piece of ordinary text (id ")
+    assert refused("image=Ġcat").startswith("special token of role image: Ġcat splits into the ids [")
+    same = "special token of role image_end: <a> is the token of image already; "
+    assert refused("image=<a>", "image_end=<a>") == f"{same}{remedy}image_end=<|image_end|>'."
+    taken = "special token of role image: <|begin_of_text|> is the tokenizer's bos_token already; "
+    assert refused("image=<|begin_of_text|>") == f"{taken}{remedy}image=<|image|>'."
+    end = "special token of role pad: <|eot_id|> is also the end of a turn, which would then never be trained"
+    assert refused("pad=<|eot_id|>") == f"{end} as such; {remedy}pad=<|pad|>'."
+    part = "special token of role image: <a> is part of s<a>, the token of image_end; "
+    assert refused("image=<a>", "image_end=s<a>") == f"{part}{remedy}image=<|image|>'."
+    assert refused("image=a cat").startswith(
+        "special token of role image: a cat is a word, which texts would"
+    )
+    assert refused("row_break=<x>") == (
+        "--token row_break: a model with this tower has no such token; it has image, image_start, image_end, "
+        "pad, end_of_turn."
+    )
+    padded = plain_tokenizer(default_corpus())
+    padded.pad_token = padded.eos_token
+    language_model(tmp_path / "padded", padded)
+    assert "role pad: </s> is also the end of a turn" in refused(language=tmp_path / "padded")
+    assert ids(planned(parts("siglip2"), tmp_path / "padded", "pad=<|pad|>"))["pad"][1:] == (461, "added")
+
+
+def test_a_tokenizer_of_another_model_is_refused(parts, tmp_path):
+    """Its tokens go beyond the embedding; a token of a role may, the embedding then grows."""
+    tokenizer = llama3_tokenizer(default_corpus())
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    language_model(tmp_path / "padded", tokenizer, vocab_size=471)
+    plan = planned(parts("siglip2"), tmp_path / "padded")
+    assert ids(plan)["pad"] == ("<pad>", 471, "found") and plan.config.text_config.vocab_size == 512
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(tmp_path / "padded")
+    with pytest.raises(ConfigError) as error:
+        planned(parts("siglip2"), tmp_path / "padded")
+    assert str(error.value) == (
+        "the tokenizer has 1 tokens beyond the 471 rows of the language model's embedding, such as <think> "
+        "(id 472); put the tokenizer of that very model into its folder."
+    )
+
+
+def changed_copy(folder: Path, output: Path, **config) -> Path:
+    output.mkdir()
+    for file in folder.iterdir():
+        (output / file.name).write_bytes(file.read_bytes())
+    known = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(known | config))
+    return output
+
+
+def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path):
+    cases = {
+        "lacks": ({"num_hidden_layers": 3}, r"its weights lack model\.layers\.2\..*; put config\.json and"),
+        "unused": ({"num_hidden_layers": 1}, r"9 tensors that its config\.json does not ask for, such as m"),
+        "shape": ({"intermediate_size": 96}, r"is \[.*128.*\] in its weights and \[.*96.*\] by its config"),
+        "refused": ({"rms_norm_eps": "small"}, r"Transformers refuses its config\.json"),
+    }
+    for name, (change, words) in cases.items():
+        with pytest.raises(ConfigError, match=words):
+            planned(parts("siglip2"), changed_copy(parts("llama"), tmp_path / name, **change))
+    vision = json.loads((parts("siglip2") / "config.json").read_text())["vision_config"]
+    tower = changed_copy(
+        parts("siglip2"), tmp_path / "tower", vision_config=vision | {"num_hidden_layers": 1}
+    )
+    with pytest.raises(ConfigError, match=r"--tower .* 16 tensors that its config\.json does not ask for"):
+        planned(tower, parts("llama"))
+
+
+def test_rows_that_the_config_does_not_ask_for_are_refused(parts, tmp_path):
+    """Before they grow: Transformers would not read such a language model either."""
+    stored = tensors(parts("llama"))
+    short = changed_copy(parts("llama"), tmp_path / "short")
+    save_file(
+        stored | {"lm_head.weight": stored["lm_head.weight"][:460].clone()}, short / "model.safetensors"
+    )
+    fewer, more = (
+        changed_copy(parts("llama"), tmp_path / name, vocab_size=rows)
+        for name, rows in (("fewer", 470), ("more", 480))
+    )
+    for folder, words in {
+        short: r"lm_head\.weight is \[460, 64\] in its weights and \[471, 64\] by its config",
+        more: r"embed_tokens\.weight is \[471, 64\] in its weights and \[480, 64\] by its config",
+        fewer: r"tokens beyond the 470 rows",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            planned(parts("siglip2"), folder)
+
+
+SQUARE = {"height": 56, "width": 56}
+# an image processor, and whether it makes images of the tower's one size
+OF_OTHER_SIZES = {
+    "tiles": LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=[[56, 56], [56, 112]]),
+    "crops": Gemma3ImageProcessor(
+        size=SQUARE,
+        do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=16,
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+    ),
+    "not resized": SiglipImageProcessor(size=SQUARE, do_resize=False),
+    "not cropped": CLIPImageProcessor(size={"shortest_edge": 56}, do_center_crop=False),
+}
+
+
+def with_images(tower: Path, output: Path, images) -> Path:
+    """A copy of the tower with another image processor."""
+    folder = changed_copy(tower, output)
+    for file in folder.glob("*processor*"):
+        file.unlink()
+    images.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", OF_OTHER_SIZES)
+def test_a_processor_that_makes_other_images_than_the_tower_takes_is_refused(parts, tmp_path, name):
+    tower = with_images(parts("siglip"), tmp_path / "tower", OF_OTHER_SIZES[name])
+    made = r"its \w+ makes \(.*\) of an image of \d+ x \d+ pixels, and .* takes \(1, 3, 56, 56\); put the"
+    with pytest.raises(ConfigError, match=made):
+        planned(tower, parts("llama"))
+
+
+@pytest.mark.parametrize(("tower", "language"), [("siglip2", "llama"), ("pixtral", "mistral")])
+def test_the_tower_gets_the_pixels_that_it_was_trained_on(parts, tmp_path, tower, language):
+    colours = {"image_mean": (0.4,) * 3, "image_std": (0.3,) * 3, "rescale_factor": 1 / 127.5, "resample": 3}
+    folder = with_images(parts(tower), tmp_path / "tower", SiglipImageProcessor(size=SQUARE, **colours))
+    composing.write(planned(folder, parts(language)), tmp_path / "start")
+    found = AutoProcessor.from_pretrained(tmp_path / "start").image_processor
+    for key, value in colours.items():
+        assert getattr(found, key) == pytest.approx(value)
+
+
+def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_path):
+    """Transformers refuses to save a temperature without sampling, which published models have."""
+    told = {"temperature": 0.9, "max_length": 4096, "pad_token_id": 0, "eos_token_id": [1, 5]}
+    language = changed_copy(parts("llama"), tmp_path / "language")
+    (language / "generation_config.json").write_text(json.dumps(told))
+    composing.write(planned(parts("siglip2"), language), tmp_path / "start")
+    written = json.loads((tmp_path / "start/generation_config.json").read_text())
+    assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
+    (language / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"its generation_config\.json is not a JSON object; download it"):
+        planned(parts("siglip2"), language)
+
+
+def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts, tmp_path):
+    plan = planned(
+        parts("siglip2"), changed_copy(parts("llama"), tmp_path / "tied", tie_word_embeddings=True)
+    )
+    assert not plan.tied and "lm_head.weight" in plan.writer.stored
+
+
+def test_a_disk_that_is_too_small_is_refused(parts, tmp_path, monkeypatch):
+    plan = planned(parts("siglip2"), parts("llama"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(OSError, match=r"takes 0\.9 MB, of which 0\.1 MB are free; make room"):
+        composing.write(plan, tmp_path / "start")
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITS = {"config.json": 500, "the tokenizer, by its library": 6_000, "the weights": 500_000}  # of a file
+
+
+@pytest.mark.parametrize("at", LIMITS)
+def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_path, at):
+    """Here files may not be larger than that, which fails where a full disk would."""
+    plan, limit = planned(parts("siglip2"), parts("llama")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[at], limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"new/start(/\S+)?: File too large; give another path\.$"):
+            composing.write(plan, tmp_path / "new" / "start")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- whole or not at all ----------------------------------------------------------------------------------
+
+
+def test_shards_are_bounded_and_indexed(parts, tmp_path):
+    plan = planned(parts("siglip2"), parts("llama"))
+    plan.writer.write(tmp_path, {name: name for name in plan.writer.stored}, shard_bytes=2**17)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 4 and set(index.values()) == {file.name for file in files}
+    assert set(index) == set(tensors(tmp_path)) == set(plan.writer.stored)
+
+
+POINTS = {
+    "at a tensor": (Writer, "value"),
+    "at the config": (Lfm2VlConfig, "save_pretrained"),
+    "before its name": (os, "rename"),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_what_is_killed_leaves_nothing_that_looks_whole(parts, tmp_path, point):
+    plan = planned(parts("siglip2"), parts("llama"))
+    child = os.fork()
+    if child == 0:
+        die_at(point)
+        composing.write(plan, tmp_path / "start")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()  # nobody else's name
+    assert fnmatch(left.name, ".start.*.partial")
+    composing.write(plan, tmp_path / "start")
+    assert {*tmp_path.iterdir()} == {left, tmp_path / "start"}
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "start")
+
+
+def die_at(point: str) -> None:
+    """This process kills itself when it is there: at the thirtieth tensor, the config, the last rename."""
+    left = [30 if point == "at a tensor" else 1]
+    owner, name = POINTS[point]
+    going_on = getattr(owner, name)
+
+    def counted(*arguments, **options):
+        left[0] -= point != "before its name" or str(arguments[0]).endswith(".partial")
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return going_on(*arguments, **options)
+
+    setattr(owner, name, counted)
+
+
+def test_what_is_interrupted_leaves_nothing(parts, tmp_path, monkeypatch):
+    def interrupted(self, name):
+        raise KeyboardInterrupt
+
+    plan = planned(parts("siglip2"), parts("llama"))
+    monkeypatch.setattr(Writer, "value", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        composing.write(plan, tmp_path / "start")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- in little memory -------------------------------------------------------------------------------------
+
+
+def peak_of_writing(plan: composing.ComposePlan, output: Path) -> int:
+    """By how many bytes this process grows, at most, while it writes."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = memory("VmRSS")
+    composing.write(plan, output)
+    return memory("VmHWM") - before
+
+
+def memory(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) * 1024
+
+
+@pytest.mark.long
+def test_it_is_never_whole_in_memory(parts, tmp_path):
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+    }
+    large = language_model(tmp_path / "large", llama3_tokenizer(default_corpus()), **sizes)
+    plan = planned(parts("siglip2"), large)
+    assert plan.writer.nbytes > 7e8
+    assert (
+        peak_of_writing(plan, tmp_path / "start") < plan.writer.nbytes / 4
+    )  # mapped pages count, up to 64 MB
+
+
+# ---- a trained model keeps its ids ------------------------------------------------------------------------
+
+
+def fine_tuned(start: Path, data: Path, run: Path) -> None:
+    """Two steps of training in this process, exported."""
+    from megatron_vlm.overrides import apply_overrides
+    from megatron_vlm.train import train
+
+    arguments = {"hf_path": str(start), "run_dir": str(run), "train_data_path": str(data), "seq_length": 256}
+    sizes = {"tp": 1, "steps": 2, "micro_batch_size": 2, "global_batch_size": 2, "eval_every": 0}
+    config = load_recipe("lfm2_vl_tiny_digits")(dataset_type="hf", **arguments, **sizes)
+    train(apply_overrides(config, {"train.export_every": 2}))
+
+
+def all_ids(folder: Path) -> dict:
+    """Every id that a checkpoint names, and what its processor makes of a question."""
+    config, ends = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    processor = AutoProcessor.from_pretrained(folder)
+    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
+    prompt = processor.apply_chat_template(turns, add_generation_prompt=True)
+    made = processor(text=[prompt], images=[[Image.new("RGB", (60, 90))]], return_tensors="pt")
+    return {
+        "vocabulary": processor.tokenizer.get_vocab(),
+        "special": sorted(processor.tokenizer.all_special_ids),
+        "question": made["input_ids"][0].tolist(),
+        "named": {key: value for key, value in (config | ends).items() if key.endswith("_id")},
+        "text": {
+            key: value for key, value in config["text_config"].items() if key.endswith(("_id", "_size"))
+        },
+    }
+
+
+@pytest.mark.long
+def test_fine_tuning_changes_no_id(parts, tmp_path):
+    composing.write(planned(parts("siglip2"), parts("llama")), tmp_path / "start")
+    data = write_sharegpt(tmp_path / "data", 12)
+    run_distributed(1, fine_tuned, tmp_path / "start", data, tmp_path / "run")
+    trained = tmp_path / "run/exports/step_00000002"
+    before, after = all_ids(tmp_path / "start"), all_ids(trained)
+    assert before == after and before["named"]["image_token_id"] == 471 and 471 in before["question"]
+    changed = tensors(trained)["model.language_model.embed_tokens.weight"]
+    start = tensors(tmp_path / "start")["model.language_model.embed_tokens.weight"]
+    assert changed.shape == start.shape and not torch.equal(changed, start)

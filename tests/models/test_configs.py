@@ -1,0 +1,270 @@
+"""A config is read whole: whatever key of config.json changes, we equal Transformers or refuse it by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import config_fields
+import odd_configs
+import pytest
+from config_changes import (
+    ELSEWHERE,
+    NOT_ALONE,
+    PARTNERS,
+    SPELLINGS,
+    WITHOUT_A_TRACE,
+    T,
+    V,
+    changes_of,
+    few_changes,
+    quick,
+    rows_of,
+    together,
+    without_effect,
+)
+from odd_configs import Cell
+from parity import RENAMED
+from programs import OLDEST, run_anew, run_program
+
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.models.families import load
+from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, section_for
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+NOT_RENAMED = [family for family in TINY_FAMILIES if family not in RENAMED]
+VARIANTS = [(family, name) for family, parts in TINY_FAMILIES.items() for name in parts.variants]
+
+
+class Checkpoints(dict[str, Path]):
+    """A tiny one of each family that every supported Transformers reads, and of its variants, each made when
+    it is first asked for."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        family, _, variant = name.partition(" ")
+        sizes = TINY_FAMILIES[family].variants[variant] if variant else {}
+        self[name] = build_tiny_checkpoint(family, self._folder / name, **sizes)
+        config = self[name] / "config.json"
+        config.write_text(json.dumps(load(family).portable_config(json.loads(config.read_text()))))
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+# ---- every field of the config classes --------------------------------------------------------------------
+
+
+def fields(overlay: Path | None, folders: list[Path]) -> dict[str, Any]:
+    paths = [str(overlay) if overlay else None, *sys.path]
+    program = run_program if overlay is None else run_anew
+    done = program(
+        Path(config_fields.__file__),
+        *folders,
+        timeout=600,
+        PYTHONPATH=os.pathsep.join(filter(None, paths)),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def versions(checkpoints) -> list[dict[str, Any]]:
+    """What the newest and the oldest Transformers have and ask for."""
+    names = [*TINY_FAMILIES, *(f"{family} {name}" for family, name in VARIANTS)]
+    return [fields(overlay, [checkpoints[name] for name in names]) for overlay in (None, OLDEST)]
+
+
+def of_both_versions(test):
+    """It takes the oldest supported version, and long."""
+    missing = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+    return pytest.mark.long(missing(test))
+
+
+@of_both_versions
+def test_every_field_is_read_without_effect_or_refused_by_name(versions):
+    assert versions[1]["version"] == "5.12.1" < versions[0]["version"]
+    for version in versions:
+        for family, found in version["families"].items():
+            assert len(found["fields"][1]) > 20
+            assert not found["unrefused"], (version["version"], family)
+
+
+@of_both_versions
+def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
+    for version in versions:
+        for family, found in version["families"].items():
+            sections = map(section_for, load(family.split()[0]).sections, found["types"])
+            for section, asked, has in zip(sections, found["asked"], found["fields"], strict=True):
+                assert len(asked) > 10
+                undeclared = set(asked) - set(has) - section.known()
+                assert not undeclared, (version["version"], family, section.model_types)
+
+
+@of_both_versions
+def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
+    found = [each for version in versions for each in version["families"].values()]
+    for number in range(len(NAMES)):
+        known = {key for each in found for key in (*each["asked"][number], *each["fields"][number])}
+        for family, entry in versions[0]["families"].items():
+            section = section_for(load(family.split()[0]).sections[number], entry["types"][number])
+            assert section.known() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
+
+
+# ---- every key changed ------------------------------------------------------------------------------------
+
+
+# (checkpoint, which of the changes of its keys); of a variant those of the text model
+TRIED = [pytest.param(("gemma3", "quick"), id="quick")]
+TRIED += [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in NOT_RENAMED]
+TRIED += [
+    pytest.param((name, "all"), id=f"{name} all", marks=pytest.mark.soak)
+    for name in [*TINY_FAMILIES, *(f"{family} {variant}" for family, variant in VARIANTS)]
+]
+
+
+@pytest.fixture(scope="module")
+def few(checkpoints) -> Callable[[str], dict[str, list[dict]]]:
+    """A function (family) -> key -> the changes of it that `make test-long` tries."""
+
+    @cache
+    def of_all() -> dict[str, dict[str, list[dict]]]:
+        return few_changes({family: config_of(checkpoints[family]) for family in NOT_RENAMED})
+
+    return lambda family: of_all()[family]
+
+
+def config_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "config.json").read_text())
+
+
+@pytest.fixture(scope="module", params=TRIED)
+def tried(request, checkpoints, few, tmp_path_factory) -> tuple[dict, dict[str, dict]]:
+    """(key -> its changes' names, name of a change -> what came of it) of a family."""
+    checkpoint, which = request.param
+    source, family = checkpoints[checkpoint], checkpoint.split()[0]
+    config = config_of(source)
+    changes = changes_of(family, config)
+    if family != checkpoint:
+        changes = {path: each for path, each in changes.items() if path.startswith(T)}
+    at_once = {"all": changes, "quick": quick(changes), "few": few(family) if which == "few" else {}}[which]
+    every = [change for each in at_once.values() for change in each] + ELSEWHERE
+    every += SPELLINGS[family] if family == checkpoint else []
+    cells = {cell.name: cell for cell in (Cell(change, rows_of(family, change)) for change in every)}
+    nothing = without_effect(family, config)
+    cells["nothing"] = Cell(nothing, rows_of(family, nothing), same_weights=True, name="nothing")
+    of_keys = {
+        path: [Cell(change, rows_of(family, change)) for change in changes[path]]
+        for path in at_once
+        if path not in NOT_ALONE
+    }
+    run = run_distributed(
+        1,
+        odd_configs.verdicts,
+        str(source),
+        str(tmp_path_factory.mktemp(family) / "work"),
+        list(cells.values()),
+        [ParallelConfig()],
+        [(each, path in WITHOUT_A_TRACE) for path, each in of_keys.items()],
+        timeout=3000,
+    )[0]
+    found = {row["name"]: row for row in run}
+    names = {
+        path: [name for change in changes[path] if (name := Cell(change).name) in found] for path in at_once
+    }
+    return names, found
+
+
+def test_a_changed_key_is_refused_or_gives_what_transformers_gives(tried):
+    _, found = tried
+    assert len(found) > 40
+    assert not (bad := wrong(found.values())), json.dumps(bad, indent=1)
+
+
+def wrong(rows: Iterable[dict]) -> list[dict]:
+    """Also what Transformers cannot run and we do not refuse, unless something must change with the key."""
+    bad = [row for row in rows if row["verdict"] in ("wrong", "crash", "fails")]
+    return [row for row in bad if row["verdict"] != "fails" or not NOT_ALONE & set(row["keys"])]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("checkpoint", [*TINY_FAMILIES, *(" ".join(each) for each in VARIANTS)])
+def test_keys_changed_together_are_refused_or_give_what_transformers_gives(checkpoints, checkpoint, tmp_path):
+    source, family = checkpoints[checkpoint], checkpoint.split()[0]
+    changes = changes_of(family, config_of(source))
+    cells = [Cell(change, rows_of(family, change)) for change in together(changes, 20)]
+    given = str(source), str(tmp_path / "work"), cells, [ParallelConfig()]
+    rows = run_distributed(1, odd_configs.verdicts, *given, timeout=3000)[0]
+    assert sum(row["verdict"] == "equal" for row in rows) > 3
+    assert not (bad := wrong(rows)), json.dumps(bad, indent=1)
+
+
+def test_every_read_key_is_seen_to_matter(tried):
+    """A guard: at least one change of it is equal and moves Transformers' logits, or all are refused."""
+    names, found = tried
+    unseen = []
+    for path, changes in names.items():
+        rows = [found[name] for name in changes]
+        shown = any(odd_configs.shows_a_key(row, path in WITHOUT_A_TRACE) for row in rows)
+        refused = rows and all(row["verdict"] == "refused" for row in rows)
+        if not (shown or refused or path in NOT_ALONE):
+            unseen.append((path, rows))
+    assert not unseen, json.dumps(unseen, indent=1)
+
+
+def test_keys_without_effect_change_nothing(tried):
+    _, found = tried
+    assert found["nothing"]["verdict"] == "equal" and found["nothing"]["effect"] == 0, found["nothing"]
+
+
+# ---- under every layout -----------------------------------------------------------------------------------
+
+CUT = [ParallelConfig(tp=2, sp=False), ParallelConfig(tp=2), ParallelConfig(pp=2)]
+WINDOWS = SPELLINGS["qwen2_5_vl"][2]
+NO_EXPERTS = PARTNERS[T + "num_experts"][0]
+BIASED = {T + "attention_bias": True}
+LAYOUTS = {  # family -> changes and layouts
+    "gemma3": (
+        [BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the", T + "vocab_size": 577}],
+        CUT,
+    ),
+    "qwen2_5_vl": ([WINDOWS], CUT),
+    "qwen3_vl": ([BIASED | {T + "num_hidden_layers": 2, V + "deepstack_visual_indexes": [3, 0, 9, 1]}], CUT),
+    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu", T + "vocab_size": 513}, NO_EXPERTS], CUT[1:]),
+}
+
+
+def in_layouts(sources: dict[str, str], work: str) -> dict[str, list[dict]]:
+    from transformers import AutoTokenizer
+
+    found = {}
+    for family, (changes, layouts) in LAYOUTS.items():
+        token = AutoTokenizer.from_pretrained(sources[family])(" the").input_ids[-1]
+        cells = [
+            Cell({key: token if value == "the" else value for key, value in change.items()}, ("it", "t"))
+            for change in changes
+        ]
+        found[family] = odd_configs.verdicts(sources[family], f"{work}_{family}", cells, layouts)
+    return found
+
+
+@pytest.mark.long
+def test_what_is_read_equals_transformers_in_every_layout(checkpoints, tmp_path):
+    sources = {family: str(checkpoints[family]) for family in LAYOUTS}
+    for family, rows in run_distributed(2, in_layouts, sources, str(tmp_path / "work"), timeout=900)[
+        0
+    ].items():
+        assert len(rows) == len(LAYOUTS[family][0])
+        for row in rows:
+            assert row["verdict"] == "equal", (family, row)

@@ -1,0 +1,145 @@
+"""Devices and the host: what runs where, which rank sees which image, and nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import OF_DATA
+from places import CONFIGS
+from transformers import AutoConfig
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.config import RunConfig
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.layers import tower_attention
+from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.opened import build_model
+from megatron_vlm.models.vision_parallel import balanced_shares
+from megatron_vlm.models.vlm import recompute_layers
+from megatron_vlm.parallel import setup
+from megatron_vlm.recipes.published import SIZES
+from tiny.checkpoints import build_tiny_checkpoint
+
+# the first size of each family
+REAL = {family: sizes[0].name for family, sizes in SIZES.items()}
+
+
+@pytest.fixture(scope="module", params=list(REAL))
+def description(request):
+    return describe(AutoConfig.from_pretrained(CONFIGS / f"{REAL[request.param]}.json"))
+
+
+def test_towers_put_everything_on_their_device_but_what_the_host_reads(description):
+    """The meta device stands for a GPU: an operation on tensors of two devices fails on either."""
+    image = GenericVisualInputs(**description.blank_image(64**2))
+    with torch.device("meta"):
+        vision = description.build_vision()
+    two = GenericVisualInputs.cat([image, image]).to("meta")
+    features = vision(**two.as_model_kwargs())
+    assert features.device.type == "meta"
+    assert features.shape[-2] == sum(description.visual_tokens(two))
+
+
+def test_a_frozen_tower_is_not_run_again(description):
+    """Its features need no gradient, so nothing is kept for a backward pass, also with recomputation."""
+    with torch.device("meta"):
+        vision = description.build_vision().requires_grad_(False).train()
+    recompute_layers(vision)
+    image = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
+    assert not vision(**image.as_model_kwargs()).requires_grad
+
+
+def test_images_are_spread_evenly_and_each_once():
+    assert balanced_shares([9, 1, 1, 4, 4], 2) == [[0, 2], [1, 3, 4]]
+    assert balanced_shares([5], 2) == [[0], []]
+
+
+def test_items_are_the_inverse_of_cat():
+    visual = GenericVisualInputs(
+        pixel_values=torch.arange(10.0)[:, None],
+        image_grid_thw=torch.tensor([[1, 2, 3], [1, 2, 2]]),
+        pixel_values_videos=torch.arange(8.0)[:, None],
+        video_grid_thw=torch.tensor([[2, 2, 2]]),
+        second_per_grid_ts=torch.tensor([0.5]),
+    )
+    items = visual.items()
+    assert [len(item.as_model_kwargs()) for item in items] == [2, 2, 3]
+    assert items[1].pixel_values.flatten().tolist() == [6, 7, 8, 9]
+    joined = GenericVisualInputs.cat(items).as_model_kwargs()
+    assert joined.keys() == visual.as_model_kwargs().keys()
+    assert all(value.equal(getattr(visual, name)) for name, value in joined.items())
+
+
+def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs) -> list[torch.Tensor]:
+    vision.zero_grad()
+    features = vision(**visual.as_model_kwargs())
+    features.square().sum().backward()
+    return [features.detach(), *(p.grad for p in vision.parameters() if p.grad is not None)]
+
+
+# images or tiles of one size, so a batch of them needs no segments
+ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl")
+SEGMENTED = [family for family in OF_DATA if family.values[0] not in ONE_SIZE]
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(name, tmp_path, monkeypatch):
+    """To the bit; but where Transformers masks all pairs of patches, or where all of the tower runs for each
+    image, sums have other parts."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
+    description, calls = describe(hf_config), []
+    torch.manual_seed(0)
+    vision = description.build_vision()
+    blank = [GenericVisualInputs(**description.blank_image(side**2)) for side in (28, 84, 56)]
+    visual = GenericVisualInputs.cat(blank).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+    forward = tower_attention.KERNELS["documents"].forward
+    monkeypatch.setitem(
+        tower_attention.KERNELS,
+        "documents",
+        KERNELS["documents"]._replace(forward=lambda *x: calls.append(x[3]) or forward(*x)),
+    )
+    ours = features_and_gradients(vision, visual)
+    layers = len(calls)
+    sizes = hf_config.vision_config
+    assert layers == (getattr(sizes, "depth", None) or sizes.num_hidden_layers)
+    assert all(len(segments.query_lengths) >= 3 for segments in calls)
+    assert len(set(map(id, calls))) <= 2  # whole images, and the windows of Qwen2.5-VL
+    tower_attention.use_sdpa(vision)
+    theirs = features_and_gradients(vision, visual)
+    assert len(calls) == layers and len(ours) == len(theirs) > 5
+    for mine, expected in zip(ours, theirs, strict=True):
+        if name in ("mistral3", "lfm2_vl", "gemma4"):
+            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        else:
+            assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_path):
+    """Nothing can be read from a meta tensor: whatever the host asked of the device would raise."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
+    description, run = describe(hf_config), RunConfig()
+    run.model.recompute = recompute
+    visual = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
+    tokens = sum(description.visual_tokens(visual)) + 8
+    with setup.pretended(run.parallel, 1):
+        with torch.device("meta"):
+            (model,) = build_model(run, description, torch.device("meta"))
+        axes = (3,) if model.language_model.rotary.axes is not None else ()
+        ids_BS = torch.full((1, tokens), hf_config.image_token_id)
+        ids_BS[:, -8:] = 0
+        batch = {
+            "input_ids": ids_BS,
+            "labels": torch.zeros(1, tokens, dtype=torch.long),
+            "loss_mask": torch.ones(1, tokens),
+            "position_ids": torch.zeros(*axes, 1, tokens, dtype=torch.long),
+            "attention_mask": torch.ones(1, tokens, dtype=torch.int32),
+            "visual_inputs": visual,
+        }
+        windows = {None, *model.config.layer_windows}
+        model(model.layout(batch).stream(0, tokens, windows, torch.device("meta"))).sum().backward()
+    without = {name for name, param in model.named_parameters() if param.grad is None}
+    assert without == {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert not without or name in ("llava", "llava_onevision"), "they look at states before the last norm"
+    assert len(without) < 20

@@ -1,0 +1,161 @@
+"""The oldest and the newest Transformers: exports answer alike in both, and the fast path equals both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_generate
+import pytest
+from PIL import Image
+from places import TESTS
+from programs import OLDEST, run_anew, run_program
+
+from megatron_vlm.compose import composing
+from megatron_vlm.compose.classes import Choices
+from megatron_vlm.compose.sources import open_language_model, open_tower
+from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
+from tiny.parts import build_language_model, build_tower
+
+COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
+# text settings of random models that say more than one token; 0.2 for all others
+VARIED = {"gemma3": {}, "gemma4": {"initializer_range": 0.05}}
+LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
+
+
+ALL, ONE = "all layouts", "one layout"
+
+
+def layouts_of(family: str, tried: str) -> list[str]:
+    """All, or one, of the next family another one: `test_weights.py` has exports of all bit-equal."""
+    names = [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
+    number = list(TINY_FAMILIES).index(family)
+    return names if tried == ALL else [names[number % len(names)]]
+
+
+def answers_of_megatron(family: str, source: str, folders: dict[str, str], picture: str) -> list[list[int]]:
+    """Import, answer and export in each layout, to its folder."""
+    from transformers import AutoConfig, AutoProcessor
+
+    from megatron_vlm.data.generation_prompt import encode_prompt
+    from megatron_vlm.generation.generate import generate
+    from megatron_vlm.models import weights
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.parallel import setup
+
+    description = load(family)(AutoConfig.from_pretrained(source))
+    content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
+    answers = []
+    for name, folder in folders.items():
+        setup.reset_layout(LAYOUTS[name], seed=1)
+        run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
+        chunks = build_model(run, description, setup.device())
+        weights.import_hf(chunks, source, description.weight_map)
+        weights.export_hf(chunks, folder, source, description.weight_map)
+        prompt = encode_prompt(
+            AutoProcessor.from_pretrained(source),
+            [{"role": "user", "content": content}],
+            [Path(picture).read_bytes()],
+            description.data_needs,
+        )
+        [[answer]] = generate(chunks, [prompt], hf_generate.NEW_TOKENS)
+        answers.append(answer.tokens)
+    return answers
+
+
+def all_answers_of_megatron(folder: str, picture: str, tried: str) -> dict[str, list[list[int]]]:
+    from megatron_vlm.parallel import setup
+
+    setup.init_distributed(ParallelConfig(), seed=1)
+    return {
+        family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family, tried), picture)
+        for family in TINY_FAMILIES
+    }
+
+
+def compose(folder: Path, tower: str) -> Path:
+    """A composed model, whose large random weights do not only repeat the last token."""
+    language = COMPOSED[tower]
+    if not (folder / language).exists():
+        build_language_model(language, folder / language, initializer_range=0.2)
+    build_tower(tower, folder / tower)
+    choices = Choices(4, 24, projector_width=64) if tower == "siglip2" else Choices()
+    parts = open_tower(str(folder / tower)), open_language_model(str(folder / language))
+    composing.write(composing.plan(*parts, {}, choices), folder / f"{tower}+{language}")
+    return folder / f"{tower}+{language}"
+
+
+def exports(folder: Path | str, family: str, tried: str) -> dict[str, str]:
+    return {layout: f"{folder}/{family} {layout}" for layout in layouts_of(family, tried)}
+
+
+def answers_of_transformers(picture: str, folders: list[str], overlay: Path | None = None) -> dict:
+    environment = {"PYTHONPATH": str(overlay) if overlay else "", "HF_HUB_OFFLINE": "1"}
+    program = run_program if overlay is None else run_anew
+    result = program(Path(hf_generate.__file__), picture, *folders, **environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+TRIED = [pytest.param(ONE, marks=pytest.mark.long), pytest.param(ALL, marks=pytest.mark.soak)]
+
+
+@pytest.fixture(scope="module", params=TRIED)
+def answers(request, tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
+    """Who answered -> family -> the answers of its exports. All families share the processes."""
+    folder = tmp_path_factory.mktemp("exports")
+    for family in TINY_FAMILIES:
+        build_tiny_checkpoint(family, folder / family, text=VARIED.get(family, {"initializer_range": 0.2}))
+    picture = str(folder / "picture.png")
+    Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
+    given = (str(folder), picture, request.param)
+    found = {"megatron": run_distributed(2, all_answers_of_megatron, *given, timeout=900)[0]}
+    folders = [path for family in TINY_FAMILIES for path in exports(folder, family, request.param).values()]
+    for name, overlay in (("newest", None), ("oldest", OLDEST)):
+        said = answers_of_transformers(picture, folders, overlay)
+        assert (said["version"] == "5.12.1") == (name == "oldest")
+        left = iter(said["answers"])
+        found[name] = {
+            family: [next(left) for _ in layouts_of(family, request.param)] for family in TINY_FAMILIES
+        }
+    return found
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, family):
+    mine = answers["megatron"][family]
+    assert mine == answers["newest"][family] == answers["oldest"][family]
+    assert len({token for answer in mine for token in answer}) > 1
+
+
+@pytest.mark.long
+def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_path):
+    picture = str(tmp_path / "picture.png")
+    Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
+    folders = [str(compose(tmp_path, tower)) for tower in COMPOSED]
+    newest, oldest = (answers_of_transformers(picture, folders, overlay) for overlay in (None, OLDEST))
+    assert (newest["version"], oldest["version"]) != (newest["version"],) * 2
+    assert newest["answers"] == oldest["answers"] and len(oldest["answers"]) == len(COMPOSED)
+    assert all(len(set(answer)) > 1 for answer in oldest["answers"])
+
+
+@pytest.mark.long
+def test_the_fast_path_equals_the_oldest_processors_too():
+    """`test_fast.py` checks the newest."""
+    paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]
+    chosen = ["-k", "everything", str(next(TESTS.rglob("test_fast.py")))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *chosen],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

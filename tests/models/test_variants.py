@@ -1,0 +1,115 @@
+"""Text models and towers that a family can hold besides those of its plain tiny checkpoint: equal to
+Transformers and peft in the layouts that cut a model differently, and bit for bit after import and export."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import adapter_parity
+import parity
+import pytest
+import torch
+from weight_trips import check_equal, round_trips
+
+from megatron_vlm.models.families import load
+from megatron_vlm.models.family_parts.keys import section_for
+from megatron_vlm.supported import SUPPORTED
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+VARIANTS = [(family, name) for family, parts in TINY_FAMILIES.items() for name in parts.variants]
+LAYOUTS = ["TP2+SP", "PP2", "DP2 dist. optimizer", "CP2"]
+ADAPTED = ["TP2+SP, adapter", "PP2, adapter"]
+INPUTS = {name: parity.INPUTS[name] for name in ("text", "0, 1 and 3 images")}
+PACKED = {name: parity.PACKED[name] for name in ("packed: short documents", "packed: images in one document")}
+OF_EXPERTS = {("gemma4", "six experts"): (["EP2"], ["EP2, adapter"])}  # besides
+CUT = ("TP2", "PP2")  # layouts of test_weights
+
+
+def inputs_of(tried: str, number: int, layouts: list[str]) -> dict[str, list[str]]:
+    """Layout -> its inputs: all four, or one, in the next layout and of the next variant another one."""
+    names = [*INPUTS, *PACKED]
+    return {
+        layout: names if tried == "all" else [names[(number + place) % len(names)]]
+        for place, layout in enumerate(layouts)
+    }
+
+
+TRIED = [pytest.param("one input", marks=pytest.mark.long), pytest.param("all", marks=pytest.mark.soak)]
+
+
+@pytest.fixture(scope="module", params=TRIED)
+def of_variants(request, tmp_path_factory) -> dict[tuple[str, str], dict]:
+    """(family, variant) -> its checkpoint, its exports, and its measurements in every layout."""
+    folder, jobs, trips = tmp_path_factory.mktemp("variants"), [], []
+    for number, (family, name) in enumerate(VARIANTS):
+        work = folder / str(number)
+        path = build_tiny_checkpoint(family, work / "start", **TINY_FAMILIES[family].variants[name])
+        reference = parity.Reference(path)
+        cases = {name: reference.case(rows) for name, rows in INPUTS.items()}
+        cases |= {name: parity.packed(reference.case(rows)) for name, rows in PACKED.items()}
+        torch.save(cases, work / "cases.pt")
+        torch.save(adapter_parity.cases(family, path, ["adapter"]), work / "adapter.pt")
+        further, adapted = OF_EXPERTS.get((family, name), ([], []))
+        wanted = inputs_of(request.param, number, LAYOUTS + further + ADAPTED + adapted)
+        whole = {layout: wanted[layout] for layout in LAYOUTS + further}
+        of_adapter = {layout: wanted[layout] for layout in ADAPTED + adapted}
+        jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt"), whole, of_adapter))
+        trips += [(layout, str(path), str(work / layout)) for layout in CUT]
+    measured = run_distributed(2, measure, jobs, trips, timeout=1200)[0]
+    return {
+        variant: {"folder": folder / str(number), "rows": rows}
+        for number, (variant, rows) in enumerate(zip(VARIANTS, measured, strict=True))
+    }
+
+
+def measure(jobs: list[tuple], trips: list[tuple[str, str, str]]) -> list[list[dict]]:
+    found = []
+    for path, cases, adapter_cases, layouts, adapted in jobs:
+        rows = parity.measure(layouts, path, cases)
+        found.append(rows + adapter_parity.measure(adapted, path, adapter_cases))
+    round_trips(trips)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "layout"),
+    [(*variant, layout) for variant in VARIANTS for layout in LAYOUTS + ADAPTED]
+    + [(*variant, layout) for variant, both in OF_EXPERTS.items() for layout in sum(both, [])],
+)
+def test_equals_transformers_and_peft(of_variants, family, variant, layout):
+    mine = [row for row in of_variants[family, variant]["rows"] if row["layout"] == layout]
+    assert mine
+    for row in mine:
+        assert row["passed"], row
+
+
+@pytest.mark.parametrize("layout", CUT)
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_round_trip_is_bit_equal(of_variants, family, variant, layout):
+    folder: Path = of_variants[family, variant]["folder"]
+    check_equal(folder / layout, folder / "start")
+
+
+@functools.cache
+def types(family: str, variant: str) -> tuple[str, str]:
+    """The HF model types of the text model and of the tower; "" is the plain checkpoint."""
+    parts = TINY_FAMILIES[family]
+    given = parts.variants[variant] if variant else {}
+    sizes = {key: value for key, value in given.items() if key not in ("text", "vision")}
+    processor = parts.processor(["a"], parts.template, **sizes)
+    config = parts.config(processor, given.get("text", {}), given.get("vision", {}))
+    return config.text_config.model_type, config.vision_config.model_type
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_text_model_and_tower_is_in_some_checkpoint(family):
+    """A guard: what a family says that it takes is what the tests above see."""
+    seen = [types(family, variant) for variant in ("", *TINY_FAMILIES[family].variants)]
+    for place, found in zip((1, 2), zip(*seen, strict=True), strict=True):
+        choices = load(family).sections[place]
+        assert {section_for(choices, each).model_types for each in found} == {
+            each.model_types for each in choices
+        }
+    assert set(SUPPORTED[family].text_types) <= {text for text, _ in seen}

@@ -1,0 +1,106 @@
+"""A policy's log-probabilities, entropies and gradients are Transformers', however samples lie on ranks."""
+
+from __future__ import annotations
+
+import parity
+import policy_in_ranks
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+
+def held(family, path):
+    samples = policy_in_ranks.samples_of(family, path)
+    return samples, policy_in_ranks.reference(path, samples)
+
+
+@pytest.fixture(scope="module")
+def rows_of(request, tmp_path_factory):
+    return parity.measured(request, tmp_path_factory, parity.LAYOUTS, held, policy_in_ranks.measure)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    parity.cells(policy_in_ranks.layouts_of, ("1 process", "TP2+SP"), ("TP2+SP", "EP2")),
+)
+def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout):
+    rows = rows_of(parity.LAYOUTS[layout][0])
+    found = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
+    assert [row["max_tokens"] for row in found] == [1, 300]
+    for row in found:
+        assert row["wrong"] == 0, "a first ratio is not 1, or a token is of another sample"
+        assert row["log_probs"] <= 1e-5 and row["gradient"][0] <= 1e-4 and row["loss"] <= 1e-4, row
+
+
+@pytest.fixture(scope="module")
+def details(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    path = build_tiny_checkpoint("gemma3", folder / "checkpoint", text={"vocab_size": 577})
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
+    given = str(path), str(folder / "held.pt"), str(folder / "export")
+    return run_distributed(2, policy_in_ranks.details, *given, timeout=600), folder / "export"
+
+
+def test_samples_may_come_in_every_order(details):
+    assert details[0][0]["order"] <= 1e-5
+
+
+def test_the_first_ratio_is_one_and_a_step_moves_it(details):
+    first, second = (details[0][0][name] for name in ("first", "second"))
+    assert first["ratio"] == 1 and first["clip_share"] == 0 and first["old_kl"] == 0
+    assert second["ratio"] != 1 and details[0][0]["moved"] > 1e-3 and details[0][0]["norm"] > 0
+
+
+def test_a_rank_without_samples_takes_part(details):
+    ranks, _ = details
+    assert [rank["none"] for rank in ranks] == [0, 3]
+    for rank in ranks:
+        assert rank["alone"]["loss"] == pytest.approx(rank["first"]["loss"], rel=1e-7)  # of fp32
+        assert rank["alone norm"] == pytest.approx(rank["norm"], rel=1e-5)
+
+
+def test_two_calls_add_up_to_one_with_all_samples(details):
+    assert details[0][0]["twice"] <= 1e-6
+
+
+def test_a_sample_that_is_too_long_is_a_row_beside_any_number_of_others(details):
+    for rank in details[0]:
+        assert rank["too long"] > 1 and rank["uneven"] <= 1e-5
+
+
+def test_a_policy_adds_no_load_balancing_loss(details):
+    assert details[0][0]["balancing"] == [
+        0.0,
+        "model.load_balancing: is 0.1, but a policy's gradients are those of its losses alone; leave it out.",
+    ]
+
+
+def test_compare_says_where_an_engine_differs(details):
+    found = details[0][0]["compare"]
+    assert found["text"]["max"] == 0 and found["text"]["tokens"] > 10
+    assert found["after image"]["max"] == pytest.approx(0.5) and found["after image"]["worst_sample"] == 1
+
+
+def test_weights_for_an_engine_are_those_of_an_export(details):
+    ranks, folder = details
+    exported = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    assert len(exported) > 50
+    for rank in ranks:
+        assert rank["weights"].keys() == exported.keys()
+        for name, tensor in exported.items():
+            assert torch.equal(rank["weights"][name], tensor) and rank["weights"][name].dtype == tensor.dtype
+
+
+@pytest.mark.long
+def test_a_policy_learns_to_name_solid_colours(tmp_path):
+    """The right answer has the highest log-probability, for shades that were not shown."""
+    path = build_tiny_checkpoint("gemma3", tmp_path / "checkpoint")
+    for found in run_distributed(2, policy_in_ranks.learns_colours, str(path), 25):
+        best = {
+            when: [max(range(4), key=scores.__getitem__) for scores in found[when]]
+            for when in ("before", "after")
+        }
+        assert best["after"] == [0, 1, 2, 3] != best["before"]

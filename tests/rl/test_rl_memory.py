@@ -1,0 +1,61 @@
+"""A policy's memory can be released and brought back between any two calls, and no number changes."""
+
+from __future__ import annotations
+
+import policy_in_ranks
+import policy_offload
+import pytest
+import torch
+
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+pytestmark = pytest.mark.long
+CASES = pytest.mark.parametrize("case", policy_offload.CASES)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("memory")
+    path = build_tiny_checkpoint("gemma3", folder / "checkpoint")
+    torch.save((policy_in_ranks.samples_of("gemma3", path), None), folder / "held.pt")
+    given = str(path), str(folder / "held.pt"), list(policy_offload.CASES)
+    return run_distributed(2, policy_offload.measure, *given, timeout=600)
+
+
+@CASES
+def test_nothing_is_left_of_what_is_offloaded(found, case):
+    for rank in found:
+        for left in (rank[case]["left at first"], rank[case]["left"]):
+            assert {size for _, size in left.values()} == {0}, left
+        held = {name for name, (count, _) in rank[case]["left"].items() if count}
+        assert held >= {"weights", "gradients", "moments", "main weights"}
+        assert ("buffers" in held) == ("shares" in case)
+        assert not any(rank[case]["zeros kept"])
+
+
+@CASES
+def test_what_comes_back_is_equal_to_the_bit(found, case):
+    for rank in found:
+        assert rank[case]["as before"] and rank[case]["grads as before"]
+    assert any(rank[case]["grads are some"] for rank in found)
+
+
+@CASES
+def test_steps_are_those_of_a_policy_that_stays(found, case):
+    for rank in found:
+        stays, moves = rank[case]["stays"], rank[case]["moves"]
+        assert stays.keys() == moves.keys() and rank[case]["stays norm"] == rank[case]["moves norm"]
+        assert all(torch.equal(stays[name], moves[name]) for name in stays)
+
+
+def test_a_call_says_what_it_needs(found):
+    said = found[0]["fp32, shares"]["said"]
+    assert said["logprobs"] == (
+        "logprobs: the policy is offloaded (model); first call "
+        "policy.to('cuda', model=True, optimizer=False, grads=False)."
+    )
+    assert "is offloaded (model, grads)" in said["forward_backward"]
+    assert "is offloaded (model, optimizer, grads)" in said["step"]
+    assert said["to"] == 'device is \'tpu\'; give "cpu" to offload, or "cuda" to bring back.'
+    assert said["hf_weights"].startswith("hf_weights: the policy is offloaded (model)")

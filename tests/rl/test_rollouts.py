@@ -1,0 +1,289 @@
+"""Samples of engines are what the policy scores: its own answers, and those of a server over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import engine_server
+import numpy as np
+import pytest
+import rollout_engines
+import torch
+from PIL import Image
+
+from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.models.hf import open_source
+from megatron_vlm.rl.http_engine import EngineError, HttpEngine
+from megatron_vlm.rl.rollouts import RolloutPrompt
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FAMILIES = ("gemma3", "qwen3_vl")
+STYLES = ("vllm", "sglang", "sglang before")
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """By rank and family; one launch of two processes, and servers in this one."""
+    asked = {}
+    with contextlib.ExitStack() as servers:
+        for family in FAMILIES:
+            text = {} if family == "gemma3" else {"initializer_range": 0.2}
+            folder = tmp_path_factory.mktemp(family) / "checkpoint"
+            path = str(build_tiny_checkpoint(family, folder, text=text))
+            urls = {
+                style: servers.enter_context(engine_server.serving(engine_server.Answerer(path, style)))
+                for style in STYLES
+            }
+            asked[family] = path, urls
+        return run_distributed(2, rollout_engines.measure, asked, free_address(), timeout=900)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ("own", *STYLES))
+def test_an_engines_log_probabilities_are_those_of_the_policy(measured, family, engine):
+    first, second = (rank[family][engine] for rank in measured)
+    assert first == second
+    assert first["prompts"] == [0] * 4 + [1] * 4 + [2] * 4 and len(set(map(tuple, first["answers"]))) > 6
+    assert sum(first["images"][:4]) == 0 and min(first["images"][4:]) > 0
+    for difference in first["differences"].values():
+        assert difference["tokens"] > 0 and difference["max"] < 2e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_call_draws_anew_and_layouts_draw_alike(measured, family):
+    found = measured[0][family]
+    assert found["own"]["answers"] != found["again"]["answers"]
+    same = [a == b for a, b in zip(found["own"]["answers"], found["shares"]["answers"], strict=True)]
+    assert sum(same) >= len(same) - 1  # a draw may lie within rounding of the bound between two tokens
+
+
+@pytest.mark.long
+def test_a_loop_learns_and_its_ratios_are_one(measured):
+    for rank in measured:
+        for found in rank.values():
+            assert found["loop"]["ratios"] == [1.0] * rollout_engines.STEPS
+            rewards = found["loop"]["rewards"]
+            assert rewards[0] < 0.8 and min(rewards[-3:]) > 0.9
+
+
+@pytest.mark.long
+def test_an_answer_is_cut_before_a_placeholder(measured):
+    for found in measured[0].values():
+        assert found["cut"] == [([5, 6], [-1.0, -2.0], False), ([], [], False)]
+
+
+@pytest.mark.long
+def test_every_sample_is_of_one_rank(measured):
+    assert [rank["gemma3"]["shares"]["own"] for rank in measured] == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.long
+def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
+    for rank in measured:
+        for found in rank.values():
+            assert "Connect call failed" in found["dead"] and "(try 2 of 2)" in found["dead"]
+            assert found["unforeseen"] == "TypeError: 'NoneType' object is not iterable"
+
+
+# ---- the server's answers, without a model ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_gemma3):
+    """What an engine looks at of a policy, and its prompts."""
+    source = open_source(tiny_gemma3)
+    return SimpleNamespace(source=source), rollout_engines.prompts_of(source)
+
+
+def test_a_prompt_is_a_conversation_in_any_form(asked):
+    source, image = asked[0].source, rollout_engines.jpeg(1)
+    forms = [
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],
+        [{"role": "user", "content": "<image>What?"}],
+        [{"from": "human", "value": "What?"}],
+    ]
+    first, *others = [RolloutPrompt.of(source, form, [image]) for form in forms]
+    for other in others:
+        assert other.messages == first.messages
+        assert torch.equal(other.inputs["input_ids"], first.inputs["input_ids"])
+    asked = RolloutPrompt.of(source, "What?", [image])
+    assert asked.messages == first.messages and asked.images == [image]
+    with pytest.raises(BadSample, match="the last turn is a reply; a prompt ends with the user's"):
+        RolloutPrompt.of(source, [*forms[1], {"role": "assistant", "content": "A cat."}], [image])
+    with pytest.raises(BadSample, match="1 placeholders for 0 images"):
+        RolloutPrompt.of(source, [{"role": "user", "content": [{"type": "image"}]}], [])
+    with pytest.raises(BadSample, match="turn 0 has role user_tag"):
+        RolloutPrompt.of(source, [{"role": "user_tag", "content": "What?"}])
+
+
+def test_an_image_is_given_as_programs_have_it(asked, tmp_path):
+    source, file = asked[0].source, rollout_engines.jpeg(1)
+    (tmp_path / "a.jpg").write_bytes(file)
+    expected = RolloutPrompt.of(source, "What?", [file]).inputs["visual_inputs"].pixel_values
+    for image in (tmp_path / "a.jpg", str(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg")):
+        found = RolloutPrompt.of(source, "What?", [image])
+        assert all(isinstance(each, bytes) for each in found.images)
+        assert torch.equal(found.inputs["visual_inputs"].pixel_values, expected)
+    for mode in ("L", "P", "RGBA", "CMYK", "F", "I;16", "1"):
+        RolloutPrompt.of(source, "What?", [Image.new(mode, (30, 20))])
+    with pytest.raises(ValueError, match="an image is of type ndarray; give the bytes of its file, its path"):
+        RolloutPrompt.of(source, "What?", [np.zeros((4, 4, 3))])
+    with pytest.raises(FileNotFoundError, match="nowhere.png"):
+        RolloutPrompt.of(source, "What?", ["nowhere.png"])
+
+
+def choice(tokens=(5, 6), values=(-0.5, -1.5), finish="stop", **other) -> dict:
+    return {
+        "index": 0,
+        "token_ids": list(tokens),
+        "logprobs": {"token_logprobs": list(values)},
+        "finish_reason": finish,
+    } | other
+
+
+def ask(url: str, asked: tuple, prompts: slice, **settings) -> list:
+    engine = HttpEngine(url, "tiny", 1, 4, **{"pause": 0.01, "timeout": 5.0} | settings)
+    return engine._ask_all(asked[0], asked[1][prompts])
+
+
+TEXT, IMAGE = slice(0, 1), slice(1, 2)
+REFUSED = {
+    "no ids": ({"choices": [choice(token_ids=None)]}, "no token_ids, and its text is not tokenised again"),
+    "no log-probabilities": ({"choices": [choice(logprobs=None)]}, "0 log-probabilities for 2 tokens"),
+    "fewer": ({"choices": [choice(values=(-1.0,))]}, "1 log-probabilities for 2 tokens"),
+    "no number": ({"choices": [choice(values=(-1.0, float("nan")))]}, "or one is no number"),
+    "infinite": ({"choices": [choice(values=(-1.0, float("-inf")))]}, "or one is no number"),
+    "another model": ({"choices": [choice(tokens=(5, 10**9))]}, "token 1000000000 is none of the model's"),
+    "aborted": ({"choices": [choice(finish="abort")]}, "an answer ended by abort"),
+    "a huge number": (
+        {"choices": [choice(values=(-1.0, -(10**400)))]},
+        "not in the form of vLLM's or SGLang's (OverflowError",
+    ),
+    "longer": (
+        {"choices": [choice(tokens=[5] * 5, values=[-1.0] * 5)]},
+        "an answer has 5 tokens, max_new_tokens is 4",
+    ),
+    "trimmed": ({"choices": [choice(matched_stop=1)]}, "an answer lacks the token 1 that ended it"),
+    "too many": ({"choices": [choice(), choice()]}, "2 answers, not 1"),
+    "another form": ({"error": "x"}, "not in the form of vLLM's or SGLang's (KeyError: 'choices')"),
+    "a list": ((200, b"[]"), "not in the form"),
+    "no JSON": ((200, b"<html>\x1b[31m"), "JSONDecodeError"),
+    "digits": ((200, b"1" * 5000), "ValueError: Exceeds the limit (4300 digits)"),
+    "no text": ((200, b"\xff\xfe\xff"), "UnicodeDecodeError"),
+    "deep": ((200, b"[" * 60_000), "RecursionError"),
+    "client's fault": (
+        (400, b'{"message": "n is too\nlarge"}'),
+        'status 400: {"message": "n is too\\nlarge"} (try 1',
+    ),
+    "elsewhere": ((302, b"moved"), "status 302: moved (try 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_server_says_is_refused(asked, name):
+    said, expected = REFUSED[name]
+    with engine_server.serving(lambda path, request: said) as url, pytest.raises(EngineError) as raised:
+        ask(url, asked, TEXT)
+    assert expected in str(raised.value) and str(raised.value).startswith(f"{url}/v1/completions: ")
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 600
+
+
+def test_what_a_server_saw_has_to_be_the_prompt(asked):
+    ours = asked[1][1].inputs["input_ids"].tolist()
+    content = {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}}
+    seen, said = [], {}
+
+    def answer(path: str, request: dict) -> dict:
+        seen.append((path, request))
+        return {"choices": [choice(**content)]} | said
+
+    with engine_server.serving(answer) as url:
+        said |= {"prompt_token_ids": ours}
+        assert ask(url, asked, IMAGE) == [[([5, 6], [-0.5, -1.5], True)]]
+        for given, count, expected in (
+            (None, None, "does not say which prompt_token_ids it is for"),
+            (
+                ours[:-1],
+                None,
+                f"prompt has {len(ours) - 1} tokens and ours {len(ours)}, or they differ: one begins",
+            ),
+            ([*ours[:-1], ours[-1] + 1], len(ours), f"token {len(ours) - 1} is {ours[-1] + 1} there"),
+            ([10**20, *ours], len(ours) + 1, "serve a folder with the policy's chat template"),
+        ):
+            said |= {"prompt_token_ids": given, "usage": {"prompt_tokens": count}}
+            with pytest.raises(EngineError) as raised:
+                ask(url, asked, IMAGE)
+            assert expected in str(raised.value)
+    assert {path for path, _ in seen} == {"/v1/chat/completions"}
+    parts = seen[0][1]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "text"]
+
+
+def test_a_busy_server_is_asked_again_but_not_without_end(asked):
+    tries = []
+
+    def answer(path: str, request: dict):
+        tries.append(path)
+        return {"choices": [choice()]} if len(tries) == 3 else (503 if len(tries) > 1 else 429, b"busy")
+
+    with engine_server.serving(answer) as url:
+        assert len(ask(url, asked, TEXT)) == 1 and len(tries) == 3
+        tries += [""]
+        with pytest.raises(EngineError, match=r"status 503: busy \(try 2 of 2\)"):
+            ask(url, asked, TEXT, retries=1)
+        assert len(tries) == 6
+
+
+def test_a_slow_answer_is_given_up(asked):
+    def slow(path: str, request: dict):
+        time.sleep(1)
+        return {"choices": [choice()]}
+
+    with engine_server.serving(slow) as url:
+        with pytest.raises(EngineError, match=r"no whole answer in 0.2 s \(try 1 of 4\)"):
+            ask(url, asked, TEXT, timeout=0.2)
+
+
+@pytest.mark.parametrize("pause, at_once", [(0.02, 1), (0.01, 5_000)], ids=["slowly", "in a flood"])
+def test_an_attempt_has_one_deadline_and_one_size_whatever_a_server_does(asked, pause, at_once):
+    """The server would go on without end. All tricks are tried beside each other."""
+
+    def attempt(trick: str) -> tuple[str, float]:
+        with engine_server.hostile(trick, pause, at_once) as url:
+            start = time.monotonic()
+            with pytest.raises(EngineError) as raised:
+                ask(url, asked, TEXT, timeout=1.0, retries=0)
+            assert str(raised.value).startswith(f"{url}/v1/completions: ")
+            return str(raised.value), time.monotonic() - start
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with ThreadPoolExecutor(len(engine_server.TRICKS)) as pool:
+        found = dict(zip(engine_server.TRICKS, pool.map(attempt, engine_server.TRICKS), strict=True))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert max(seconds for _, seconds in found.values()) < 10, found  # on a busy machine
+    assert grown < 200_000, f"{grown} KB more"
+
+
+def test_an_answer_is_as_large_as_its_tokens_may_be(asked):
+    with engine_server.serving(lambda path, request: (200, b"[" + b"[]," * 30_000)) as url:
+        with pytest.raises(EngineError, match=r"more than the 69872 bytes that 1 answers of 4 tokens take"):
+            ask(url, asked, TEXT)
+
+
+def test_an_address_is_of_http():
+    with pytest.raises(ValueError, match="begins with http:// or https://"):
+        HttpEngine("file:///etc/passwd", "tiny", 1, 4)

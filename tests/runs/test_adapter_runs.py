@@ -1,0 +1,485 @@
+"""Runs that train adapters: replicas stay equal, checkpoints hold adapters alone, peft reads the export."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import adapter_parity
+import adapter_runs
+import parity
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForImageTextToText
+
+from megatron_vlm.checks.paths import validate_paths
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.config_rules import patterns
+from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
+from megatron_vlm.models.adapters.files import _config_for_peft
+from megatron_vlm.models.adapters.targets import _all_but, hf_modules
+from megatron_vlm.models.hf import open_source
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FAMILY = "gemma3"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """(checkpoint, file of a case, folder)"""
+    folder = tmp_path_factory.mktemp("adapters")
+    return *written_case(FAMILY, folder), folder
+
+
+@pytest.fixture(scope="module")
+def story(parts):
+    """What both ranks found, and the folder with what they wrote."""
+    path, case, folder = parts
+    other = build_tiny_checkpoint(FAMILY, folder / "other", seed=5)
+    found = run_distributed(2, adapter_runs.story, *map(str, (path, other, case, folder)), timeout=400)
+    return found, folder
+
+
+@pytest.mark.long
+def test_replicas_stay_bit_equal_and_a_missing_sum_is_seen(parts):
+    path, case, _ = parts
+    for found in run_distributed(2, adapter_runs.replicas, str(path), str(case), timeout=400):
+        assert found == {name: "without" not in name for name in found}
+        assert len(found) == 7
+
+
+def test_the_base_is_as_before_and_adapters_learn(story):
+    for found in story[0]:
+        assert found["base kept"]
+        assert found["losses"][-1] < found["losses"][0] - 0.1
+
+
+def test_a_continued_run_is_bit_equal(story):
+    for found in story[0]:
+        assert found["continued losses"] == found["losses"][adapter_runs.HALF :]
+        assert found["continued equal"]
+
+
+def test_a_run_goes_on_where_a_stage_has_nothing_that_is_trained(story):
+    assert all(found["first stage"] for found in story[0])
+
+
+def test_a_token_without_an_embedding_is_refused(story):
+    """Tensor-parallel ranks would each take it for one of another rank, and all together for zeros."""
+    for found in story[0]:
+        assert "is outside of the model's vocabulary of" in found["beyond"]
+
+
+def test_adapters_that_do_not_fit_on_the_disk_say_so_on_every_rank(story):
+    for found in story[0]:
+        assert found["too large"].endswith("too large: File too large; give another path.")
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
+    [step] = (story[1] / "run/checkpoints").glob("step_*")
+    entries = FileSystemReader(step).read_metadata().state_dict_metadata
+    tensors = {key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    exported = load_file(story[1] / "exported/adapter_model.safetensors")
+    names = {key.removeprefix("base_model.model.").removesuffix(".weight") for key in exported}
+    kinds = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+    assert tensors >= {f"{kind}adapters.{name}" for kind in kinds for name in names}
+    assert all(key.partition("adapters.")[2] in names for key in tensors)
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_another_layout_exports_the_same(story, layout):
+    found, folder = story
+    assert found[0]["step"] == adapter_runs.HALF
+    assert_equal_adapters(folder / "exported", folder / f"exported from {layout}")
+
+
+def assert_equal_adapters(*folders):
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert one.keys() == other.keys() and one
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def of_run(rows: list[torch.Tensor], case) -> torch.Tensor:
+    """(tokens, V) of a run's logits of each row, without padding."""
+    masks = [row["attention_mask"][0].bool() for row in case["rows"]]
+    return torch.cat([logits[mask] for logits, mask in zip(rows, masks, strict=True)])
+
+
+def of_model(model, case) -> torch.Tensor:
+    """(tokens, V) of the logits of a model of Transformers or peft, without padding."""
+    hf = {key: value for key, value in case["hf"].items() if key != "labels"}
+    with torch.no_grad():
+        logits = model.eval()(**hf, use_cache=False).logits
+    return logits[case["batch"]["attention_mask"].bool()]
+
+
+def loaded(path):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+
+def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, story):
+    found, folder = story
+    case = torch.load(parts[1], weights_only=False)
+    expected = of_run(found[1]["logits"], case)  # of the last stage
+    base = of_model(loaded(parts[0]), case)
+    assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
+    exported = of_model(PeftModel.from_pretrained(loaded(parts[0]), folder / "exported"), case)
+    merged = of_model(loaded(folder / "merged"), case)
+    for name, logits in {"peft": exported, "merged": merged}.items():
+        assert (logits - expected).abs().max() < parity.MAX_ABS_LOGITS, name
+    assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
+    found, folder = story
+    case = torch.load(parts[1], weights_only=False)
+    assert all(rank["modules"]["continued equal"] for rank in found)
+    assert_equal_adapters(folder / "modules", folder / "modules from PP2·VPP2")
+    assert_equal_adapters(folder / "modules", folder / "modules imported")
+    stored = load_file(folder / "modules/adapter_model.safetensors")
+    trained = {key: value for key, value in stored.items() if "lora_" not in key}
+    base = loaded(parts[0]).state_dict()
+    assert {key.rpartition("language_model.")[2] for key in trained} >= {"norm.weight", *MLP}
+    assert all(not torch.equal(value, base[key.removeprefix(PREFIX)]) for key, value in trained.items())
+    expected = of_run(found[0]["modules"]["logits"], case)
+    exported = of_model(PeftModel.from_pretrained(loaded(parts[0]), folder / "modules"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+MLP = [f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+PREFIX = "base_model.model."
+
+
+def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
+    path, file, folder = parts
+    case = torch.load(file, weights_only=False)
+    found = run_distributed(2, adapter_runs.dora, *map(str, (path, file, folder)), timeout=300)[0]
+    base = of_model(loaded(path), case)
+    assert found["replicas"]
+    assert (of_run(found["start"], case) - base).abs().max() < parity.MAX_ABS_LOGITS
+    expected = of_run(found["trained"], case)
+    assert (expected - base).abs().max() > 0.05, "the adapters change nothing"
+    exported = of_model(PeftModel.from_pretrained(loaded(path), folder / "dora"), case)
+    merged = of_model(loaded(folder / "dora merged"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+    assert (merged - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+def written_case(family: str, folder: Path) -> tuple[Path, Path]:
+    """(checkpoint, file of a case) of a family, in `folder`."""
+    path, file = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "case.pt"
+    source = open_source(path)
+    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, file)
+    return path, file
+
+
+@pytest.mark.long
+def test_adapters_of_gate_and_up_in_one_tensor_are_the_same_in_another_layout(tmp_path):
+    path, case = written_case("glm4v", tmp_path)
+    assert all(run_distributed(2, adapter_runs.fused, *map(str, (path, case, tmp_path)), timeout=400))
+    assert_equal_adapters(tmp_path / "TP2", tmp_path / "PP2")
+    written = load_file(tmp_path / "TP2/adapter_model.safetensors")
+    of_B = [value for key, value in written.items() if "gate_up_proj.lora_B" in key]
+    assert len(of_B) == 4 and all(value.abs().max() > 0 for value in of_B)
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """(checkpoint, case, what ranks found, folder) of a run that trains adapters of experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    path, case = written_case("qwen3_vl_moe", folder)
+    found = run_distributed(2, adapter_runs.experts, *map(str, (path, case, folder)), timeout=400)
+    return path, torch.load(case, weights_only=False), found, folder
+
+
+def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
+    for found in of_experts[2]:
+        assert found["base kept"] and found["continued equal"] and found["down alone"]
+        assert found["losses"][1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+def test_adapters_of_experts_export_the_same_from_another_layout(of_experts, layout):
+    assert_equal_adapters(of_experts[3] / "EP2", of_experts[3] / layout)
+
+
+def test_peft_loads_adapters_of_experts(of_experts):
+    path, case, found, folder = of_experts
+    expected, base = of_run(found[0]["logits"], case), of_model(loaded(path), case)
+    assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
+    stored = load_file(folder / "EP2/adapter_model.safetensors")
+    assert {key.rpartition("experts.")[2] for key in stored if "experts." in key} == {
+        f"{inside}lora_{matrix}.weight" for inside in ("", "base_layer.") for matrix in "AB"
+    }
+    exported = of_model(PeftModel.from_pretrained(loaded(path), folder / "EP2"), case)
+    assert (exported - expected).abs().max() < parity.MAX_ABS_LOGITS
+    assert (of_model(loaded(folder / "merged"), case) - expected).abs().max() < parity.MAX_ABS_LOGITS
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
+    run_distributed(1, adapter_runs.exported, str(parts[0]), str(story[1]), adapter)
+    names = ("exported", "adapters by command") if adapter else ("merged", "merged by command")
+    one, other = ({}, {})
+    for tensors, name in zip((one, other), names, strict=True):
+        for file in (story[1] / name).glob("*.safetensors"):  # each pipeline stage wrote one
+            tensors |= load_file(file)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_an_adapter_on_q_and_v_exports_no_k(story):
+    stored = load_file(story[1] / "query and value/adapter_model.safetensors")
+    assert {key.split(".")[-3] for key in stored} == {"q_proj", "v_proj"}
+    assert all("language_model" in key for key in stored)
+    assert all(value.abs().sum() > 0 for value in stored.values())
+
+
+def test_a_checkpoint_of_another_base_or_of_other_adapters_is_refused_by_name(story):
+    for found in story[0]:
+        base, none, other = found["refusals"]
+        assert "holds adapters of a base model with fingerprint" in base
+        assert "holds adapters, and this run trains whole weights" in none
+        assert "holds adapters of other modules, ranks or scales; set adapter.* as it was" in other
+
+
+# ---- folders of strangers, and names that fit nothing ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(parts):
+    return open_source(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, r"q_porj fits no module of the model; did you mean q_proj\?"),
+        ({"target_modules": "q_.*"}, r"q_.* fits no module .* A regex fits whole names, such as model\."),
+        ({"target_modules": "all_linear"}, r"all_linear fits no module .* did you mean all-linear\?"),
+        (
+            {"target_modules": ["mlp"]},
+            r"is a SiglipMLP; adapters are for linears; leave it out, or add it to",
+        ),
+        (
+            {"target_modules": ["q_proj", "patch_embedding"]},
+            r"is a Conv2d; .*, or set adapter.exclude_modules=\[embeddings.patch_embedding\]\.",
+        ),
+        ({"target_modules": ["patch_embedding"]}, "is a Conv2d; adapters are for linears"),
+        ({"target_modules": ["lm_head"]}, "lm_head is the output layer"),
+        ({"target_modules": "q_proj,v_proj"}, r"give ends of names as a list: .*=\[q_proj,v_proj\]\."),
+        ({"exclude_modules": ["q_porj"]}, r"exclude_modules: q_porj fits no module .* did you mean q_proj\?"),
+        ({"exclude_modules": ".*"}, "leaves no module with an adapter"),
+        (
+            {"rank_pattern": {"q_porj": 8}},
+            r"rank_pattern: q_porj fits no module that has an adapter; did you",
+        ),
+        ({"alpha_pattern": {"proj": 8}}, "alpha_pattern: proj fits no module"),
+        (
+            {"target_modules": ["o_proj"], "layers_to_transform": [1, 99]},
+            "layers_to_transform: 99 is the layer of no module in target_modules; known are 0, 1",
+        ),
+        (
+            {"modules_to_save": ["lm_haed"]},
+            r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
+        ),
+        (
+            {"r": 65, "target_modules": ["o_proj"]},
+            "adapter.r: a rank of 65 is more than .*, at most 64; give a",
+        ),
+        ({"rank_pattern": {"0.self_attn.q_proj": 10**9}}, "adapter.r: a rank of 1000000000 is more than"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
+        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
+        (
+            {"modules_to_save": ["0.self_attn.k_proj"]},
+            "k_proj.weight is one parameter here with .*q_proj.weight",
+        ),
+        ({"modules_to_save": ["0.mlp", "0.mlp.up_proj"]}, "up_proj lies in .*0.mlp, which is trained whole"),
+        ({"modules_to_save": ["model.norm"]}, "fits no module of the model"),
+        ({"target_parameters": ["experts.down"]}, "target_parameters: .* family has no routed experts"),
+        (
+            {"target_parameters": ["q_proj.weight"]},
+            "q_proj.weight is .* and holds no routed experts; .*_modules",
+        ),
+    ],
+)
+def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        named = AdapterConfig(**{"r": 4} | settings), source.description
+        find_targets(*named), find_whole(*named)
+
+
+SLOW = r"(?:.|\w|l)*[XZ]"  # each name is tried in more ways than there is time
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *[{"target_modules": SLOW}, {"exclude_modules": SLOW}, {"modules_to_save": [SLOW]}],
+        *[{"rank_pattern": {SLOW: 8}}, {"alpha_pattern": {SLOW: 8}}],
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": [SLOW]},
+    ],
+)
+def test_a_pattern_that_never_ends_is_refused_by_name(source, monkeypatch, settings):
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    began = time.process_time()
+    with pytest.raises(
+        ConfigError, match=r"the pattern .*\(\?:\.\|.* was not done with .* after 0.1 s; write it"
+    ):
+        find_targets(AdapterConfig(r=4, **settings), source.description)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layers_to_transform": [1], "target_modules": ["q_proj", "fc1"]},
+        {"layers_to_transform": 0, "target_modules": ["q_proj"], "lora_alpha": 0.5},
+        {
+            "layers_to_transform": [0, 2],
+            "layers_pattern": "language_model.layers",
+            "target_modules": ["v_proj"],
+        },
+        {
+            "layers_to_transform": [1],
+            "layers_pattern": ["h", r"enc\w+\.layers"],
+            "target_modules": ["v_proj"],
+        },
+    ],
+)
+def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings):
+    """So are scales that are no whole numbers; and peft reads what is written of them."""
+    theirs = adapter_parity.peft_model(parts[0], {"r": 4} | settings)
+    theirs.save_pretrained(tmp_path)
+    adapter = settled(AdapterConfig(start=str(tmp_path)))
+    ours = find_targets(adapter, source.description)
+    found = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert found.keys() == {f"base_model.model.{target.module}" for target in ours}
+    assert 0 < len(ours) < 12
+    assert {m.scaling["default"] for m in found.values()} == {target.scale for target in ours}
+    written = LoraConfig(**_config_for_peft(adapter, [], "base"))
+    names = hf_modules(source.description.hf_config)
+    again = [name for name in names if check_target_module_exists(written, name)]
+    assert again == [target.module for target in ours]
+
+
+def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
+    layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
+    routers = [f"model.text.layers.{number}.router" for number in range(12)]
+    assert _all_but(layers[2:], layers) == r"'model\.vision\.layers(\..*)?'"
+    assert _all_but([*layers[:1], *layers[2:]], layers) is None
+    assert _all_but([name + ".proj" for name in routers], [*layers, *(r + ".proj" for r in routers)]) == (
+        "[router.proj]"
+    )
+
+
+def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
+    def modules(**settings):
+        targets = find_targets(AdapterConfig(r=4, **settings), source.description)
+        return {target.module for target in targets}
+
+    language = {name for name in modules(target_modules="all-linear") if "language_model" in name}
+    assert modules() == language and len(language) == 7 * source.description.text.num_hidden_layers
+    both = modules(target_modules=["q_proj"])
+    assert any("vision_tower" in name for name in both) and any("language_model" in name for name in both)
+    assert modules(target_modules=["q_proj"], exclude_modules=r".*vision_tower.*") == both & language
+    assert modules(target_modules=["q_proj"], exclude_modules=["lm_head", "fc1"]) == both
+
+
+SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "IA3"}, "describes no LoRA adapter"),
+        ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
+        ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
+        ({"bias": "lora_only"}, "bias lora_only is not supported"),
+        (
+            {"layers_to_transform": [1], "target_modules": ".*q_proj"},
+            r"layers_to_transform: \[1\] with the re",
+        ),
+        ({"layers_pattern": "layers"}, "layers_pattern: is set without adapter.layers_to_transform"),
+        ({"target_modules": "(" * 5000}, r"\(\(.* is no regular expression \(maximum recursion"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
+        ({"r": 0}, "r 0 is no rank; give the folder of another adapter.$"),
+        ({"lora_alpha": 0}, "lora_alpha: 0 makes adapters that change nothing"),
+        ({"r": "many"}, "adapter.r: 'many' does not fit"),
+        ({"rank_pattern": [4]}, "adapter.rank_pattern: .* does not fit"),
+        ({"target_modules": [["q_proj"]]}, "adapter.target_modules: .* does not fit"),
+        ({"new_in_peft_99": 1}, "new_in_peft_99 1 is not supported"),
+    ],
+)
+def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path, change, said):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND | change))
+    with pytest.raises(ConfigError, match=f"adapter_config.json.*{said}"):
+        settled(AdapterConfig(start=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
+    assert settled(AdapterConfig(start=str(tmp_path))).r == 4
+
+
+def test_parameters_without_modules_mean_no_modules_as_in_peft(tmp_path):
+    given = SOUND | {"target_modules": None, "target_parameters": ["experts.down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    assert settled(AdapterConfig(start=str(tmp_path))).target_modules == []
+
+
+@pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])
+def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="adapter.start: .*adapter_config.json"):
+        settled(AdapterConfig(start=str(tmp_path)))
+
+
+def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
+    named = SOUND | {"base_model_name_or_path": "google/gemma-3-4b-it"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    run = RunConfig(run_dir="run", adapter=AdapterConfig(start=str(tmp_path)))
+    run.model.hf_path = "/models/gemma-3-4b-it"
+    assert list(words_of_start(run)) == []
+    run.model.hf_path = "other"
+    [said] = words_of_start(run)
+    assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
+    """Whatever that folder holds now: once there is a checkpoint, the run reads its own copy."""
+    path, case, folder = parts
+    given = str(path), str(story[1] / "exported"), str(case), str(folder)
+    [found] = run_distributed(1, adapter_runs.begun_from, *given)
+    assert found["begun again"] and found["changed"] and found["removed"]
+    assert "has its own copy" in found["words, removed"] and "adapter_start" in found["words, removed"]
+    assert "holds adapters, and this run trains whole weights; set adapter.* as it was" in found["without"]
+    start = AdapterConfig(start=str(folder / "start"))
+    run = RunConfig(run_dir=str(folder / "run from start"), adapter=start)
+    run.model.hf_path = str(path)
+    validate_paths(run, needs_data=False)
+    run.run_dir = str(folder / "new run")
+    with pytest.raises(ConfigError, match="adapter.start: .* does not exist"):
+        validate_paths(run, needs_data=False)
+    run_distributed(1, adapter_runs.exported_from, str(path), str(folder))
+    written = json.loads((folder / "exported from start/adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 8)
+
+
+def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
+    path, _, folder = parts
+    [said] = run_distributed(1, adapter_runs.damaged, str(path), str(story[1] / "exported"), str(folder))
+    assert "has no adapter_model.safetensors; save the adapter as safetensors" in said["pickle"]
+    assert "no safetensors file, or cut short" in said["cut"]
+    assert "lacks 1 tensors, such as base_model" in said["lacks"]
+    assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
+    assert "and must be floats of shape [4," in said["shape"]
+    assert "of F8_E4M3 and must be floats of shape [4," in said["fp8"]
+    assert "holds values that are not finite" in said["nan"]

@@ -1,0 +1,234 @@
+"""What a run or a command needs later is looked at before it starts: validation data, files, layouts."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from places import CONFIGS
+from programs import COMMAND, run_program
+from safetensors.torch import load_file, save_file
+from sources import write_sharegpt
+from transformers import AutoProcessor
+
+from megatron_vlm.checks.data_on_disk import record_problems, too_few_records
+from megatron_vlm.checks.paths import validate_paths
+from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
+from megatron_vlm.config_rules.layout import misfit, sizes_in
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.hf import load_config, load_model, load_processor
+from megatron_vlm.overrides import apply_overrides
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`source/data.jsonl`, the same `prepared` as training and validation data, and `texts.jsonl`."""
+    folder = tmp_path_factory.mktemp("looked_at")
+    source = write_sharegpt(folder / "source", 12)
+    splits = {"train": 6, "val": 6}
+    prepare_energon_dataset(source, folder / "prepared", splits=splits, workers=1, progress=False)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(150)))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tiny_gemma3, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_gemma3, tmp_path / "checkpoint"))
+
+
+# ---- validation data --------------------------------------------------------------------------------------
+
+
+def valid_loader(provider, processor, path: Path, seq_length: int = 256, **settings):
+    data = DataConfig(train_data_path=str(path), seq_length=seq_length, num_workers=2, **settings)
+    encoder = HFEncoderVLMTaskEncoder(processor, data)
+    loader = provider(data).valid_loader(encoder, micro_batch_size=2, rank=0, world_size=2)
+    return loader, encoder
+
+
+@pytest.mark.parametrize(
+    ("provider", "path", "reason", "settings"),
+    [
+        (HFProvider, "texts.jsonl", "150 bad_conversation: write turns of role", {"valid_data_path": True}),
+        (EnergonProvider, "prepared", "6 over_length: raise data.seq_length", {"seq_length": 4}),
+        (
+            HFProvider,
+            "source/data.jsonl",
+            "over_length: raise data.seq",
+            {"seq_length": 4, "validation_share": 0.5},
+        ),
+    ],
+)
+def test_a_look_at_validation_data_says_why_all_is_dropped(
+    folder, tiny_gemma3, provider, path, reason, settings
+):
+    path = folder / path
+    settings = {key: str(path) if value is True else value for key, value in settings.items()}
+    loader, encoder = valid_loader(provider, AutoProcessor.from_pretrained(tiny_gemma3), path, **settings)
+    with pytest.raises(TooManyDrops, match="gives no sample to validate on") as refusal:
+        loader.first_batch()
+    first, *reasons = str(refusal.value).splitlines()
+    assert ("validation_share" in settings) or str(path) in first
+    assert reason in reasons[0] and len(reasons) == 1
+    assert encoder.drops.counted() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("provider", "path"), [(HFProvider, "source/data.jsonl"), (EnergonProvider, "prepared")]
+)
+def test_a_look_at_good_validation_data_changes_nothing(folder, tiny_gemma3, provider, path):
+    settings = {"valid_data_path": str(folder / path)}
+    processor = AutoProcessor.from_pretrained(tiny_gemma3)
+    loader, encoder = valid_loader(provider, processor, folder / path, **settings)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert len(loader.first_batch()["input_ids"]) == 2
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    assert encoder.drops.counted() == [0, 0]
+    assert sum(len(batch["__key__"]) for batch in loader) == (6 if provider is HFProvider else 3)
+    assert encoder.drops.counted()[0] in (6, 3)
+
+
+def test_a_run_that_could_not_validate_does_not_begin(folder, tiny_gemma3, tmp_path):
+    flags = [f"--hf_path={tiny_gemma3}", "--dataset_type=hf", f"--run_dir={tmp_path}/run"]
+    paths = [f"--train_data_path={folder}/source/data.jsonl", f"--valid_data_path={folder}/texts.jsonl"]
+    settings = ["tp=1", "eval_every=500", "steps=501", "data.num_workers=0"]
+    ended = run_program(COMMAND, "train", "--recipe=gemma3_tiny_digits", *flags, *paths, *settings)
+    assert ended.returncode == 2 and "step 1" not in ended.stdout
+    fact, remedy = ended.stderr.splitlines()[-2:]
+    assert f"data.valid_data_path: {folder}/texts.jsonl gives no sample to validate on" in fact
+    assert "150 bad_conversation: write turns" in remedy and "record 0: no turns" in remedy
+
+
+def test_pairs_of_validation_are_looked_at_like_those_of_training(folder):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    run = RunConfig(data=DataConfig(dataset_type="hf", train_data_path=f"{folder}/pairs.jsonl"))
+    run.train.objective = "dpo"
+    assert not list(record_problems(run))
+    run.data.valid_data_path = f"{folder}/source/data.jsonl"
+    [problem] = record_problems(run)
+    assert problem.startswith(
+        f"data.valid_data_path: {folder}/source/data.jsonl: its first 12 records have no"
+    )
+
+
+def test_an_energon_blend_is_no_file_of_records(tmp_path):
+    (tmp_path / "blend.yaml").write_text("__module__: megatron.energon\n")
+    data = DataConfig(dataset_type="energon", train_data_path=f"{tmp_path}/blend.yaml")
+    assert list(too_few_records(data, 2)) == []
+
+
+# ---- files of a checkpoint --------------------------------------------------------------------------------
+
+
+def problems_of(checkpoint: Path) -> list[str]:
+    settings = {"model.hf_path": str(checkpoint), "run_dir": str(checkpoint.parent / "run")}
+    try:
+        validate_paths(apply_overrides(RunConfig(), settings), needs_data=True)
+    except ConfigError as error:
+        return [line for line in str(error).splitlines() if not line.startswith("data.")]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda whole: whole[: len(whole) // 2], r"is no whole JSON object \(.* bytes\); download"),
+        (lambda whole: b"", "is an empty file; download"),
+        (lambda whole: bytes(len(whole)), "is a file that begins with zeros alone; download it again"),
+        (lambda whole: whole[:-40] + bytes(40), "is .*; download it again"),
+        (lambda whole: POINTER, "is a Git LFS pointer, not the file; run `git lfs pull`"),
+        (lambda whole: b"[]", "is no whole JSON object"),
+    ],
+    ids=["cut", "empty", "zeros", "zeros at the end", "pointer", "a list"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "processor_config.json"),
+        *("preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"),
+        *("chat_template.json", "chat_template.jinja"),
+    ],
+)
+def test_a_damaged_file_of_tokenizer_or_processor_is_named(checkpoint, name, damage, message):
+    if name.endswith(".jinja") and message.startswith("is no whole"):
+        return  # it is text
+    file = checkpoint / name
+    file.write_bytes(damage(file.read_bytes() if file.exists() else json.dumps({"a": ["b"] * 40}).encode()))
+    assert [line.startswith(f"{file} ") for line in problems_of(checkpoint)] == [True]
+    with pytest.raises(ConfigError, match=f"^{file} {message}"):  # also one from the hub's cache
+        load_processor(checkpoint)
+
+
+def test_a_large_tokenizer_is_looked_at_by_its_ends(checkpoint):
+    file = checkpoint / "tokenizer.json"
+    vocabulary = {f"token{number}": number for number in range(100_000)}
+    content = json.dumps({"model": {"vocab": vocabulary}}, indent=2).encode()
+    file.write_bytes(content)
+    assert problems_of(checkpoint) == []
+    for cut in (1, 3, len(content) // 2):
+        file.write_bytes(content[:-cut])
+        assert len(problems_of(checkpoint)) == 1
+
+
+def test_a_chat_template_with_a_syntax_error_is_named_with_its_line(checkpoint):
+    file = checkpoint / "chat_template.jinja"
+    file.write_text("{{ bos_token }}\n{% for message in %}\n")
+    with pytest.raises(
+        ConfigError, match=r"line 2 of its chat template is not Jinja \(.*\); correct chat_te"
+    ):
+        load_processor(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights, key: weights.pop(key), r"q_proj.weight is missing; download it again"),
+        (
+            lambda weights, key: weights.update({key: weights[key][:-8].clone()}),
+            r"q_proj.weight is \(120, 64\), and config.json asks for \(128, 64\); download it again",
+        ),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_transformers_draws_no_weight_that_files_lack(checkpoint, change, message):
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights, min(key for key in weights if key.endswith("q_proj.weight") and "language" in key))
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"checkpoint {checkpoint}: .*{message}"):
+        load_model(checkpoint)
+
+
+# ---- layouts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in CONFIGS.glob("*.json")))
+def test_what_config_json_says_of_a_layout_is_what_the_family_says(name):
+    file = CONFIGS / f"{name}.json"
+    hf_config = load_config(file)
+    architecture = describe(hf_config).architecture
+    stated = sizes_in(json.loads(file.read_text()))
+    assert {key: architecture[key] for key in stated} == stated
+    for tp in (1, 2, 3, 4, 5, 7, 8, 16, 32):
+        for more in ({}, {"ep": 3}, {"pp": 200}):
+            parallel = ParallelConfig(tp=tp, **more)
+            assert not misfit(parallel, stated) or misfit(parallel, architecture)
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused_before_the_ranks_start(checkpoint):
+    settings = {"model.hf_path": str(checkpoint), "run_dir": "run", "parallel.tp": 3}
+    with pytest.raises(ConfigError, match="tp = 3 does not divide the model's 4 attention heads; change tp"):
+        validate_paths(apply_overrides(RunConfig(), settings), needs_data=False)

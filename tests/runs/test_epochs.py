@@ -1,0 +1,363 @@
+"""Epochs: every sample as often as was asked for, whatever the ranks, and through a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from programs import COMMAND, run_program
+from safetensors.torch import load_file
+from sources import write_hf_folder, write_sharegpt
+
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
+from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.orders import RandomOrder
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.records.held_out import is_held_out
+from megatron_vlm.files import read_rows
+from megatron_vlm.job.milestones import Epochs, milestones, validation_words
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from megatron_vlm.recipes import compose
+from megatron_vlm.run_folder.batch_log import read_step
+from tiny.distributed import run_distributed
+
+ROWS = 25
+EVEN = Epochs(lambda number: 10 * number)  # ten rows in each epoch
+
+
+# -- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "steps", "ends"),
+    [
+        (1, 4, 3, {3}),  # two rows of the second epoch fill the third step
+        (2, 4, 5, {3, 5}),
+        (2, 5, 4, {2, 4}),
+        (0.5, 4, 2, set()),
+        (0.1, 4, 1, set()),
+        (2, 40, 1, {1}),  # a step longer than the run
+    ],
+)
+def test_the_last_step_is_the_one_that_has_the_last_row(epochs, batch, steps, ends):
+    train = TrainConfig(steps=None, epochs=epochs, global_batch_size=batch, save_every="epoch")
+    found = milestones(train, EVEN)
+    assert (found.steps, found.epoch_ends) == (steps, ends)
+    assert [step for step in range(1, steps + 1) if found.saves_after(step)] == sorted({*ends, steps})
+
+
+def test_epochs_of_other_lengths_count_each_by_its_own():
+    rows = [0, 7, 16, 24, 31]
+    found = milestones(
+        TrainConfig(None, 3, global_batch_size=4, eval_every="epoch"), Epochs(rows.__getitem__)
+    )
+    assert (found.steps, found.epoch_ends) == (6, {2, 4, 6})
+    assert [found.evaluates_after(step) for step in range(1, 7)] == [False, True] * 3
+    counted = Epochs(rows.__getitem__)
+    assert [counted.at(n) for n in (0, 7, 16, 20)] == [0, 1, 2, 2.5] and counted.rows(1.5) == 12
+
+
+def test_a_resumed_run_counts_the_rows_that_it_had_and_not_its_steps():
+    """Two steps of four rows; then of six, and for an epoch more."""
+    train = TrainConfig(steps=None, epochs=3, global_batch_size=6, save_every="epoch")
+    found = milestones(train, EVEN, done=2, rows=8)
+    assert (found.steps, found.epoch_ends) == (2 + 4, {3, 4, 6})
+    assert milestones(train, EVEN, done=8, rows=32).steps == 8  # nothing is left
+    even = TrainConfig(steps=None, epochs=3, global_batch_size=4, export_every="epoch")
+    ended = [milestones(even, EVEN, done, rows=4 * done).exports_after(done) for done in range(1, 6)]
+    assert ended == [False, False, True, False, True]
+
+
+def test_a_run_at_its_end_says_so_when_it_is_started_again():
+    run = milestones(TrainConfig(steps=4), None)
+    assert list(run.words(3)) == []
+    for done in (4, 6):
+        [said] = run.words(done)
+        assert said.startswith(f"train.steps: {done} of 4 are trained, so none is left; to go on, raise")
+
+
+def test_what_draws_without_an_end_is_refused():
+    for train in (TrainConfig(None, 2), TrainConfig(save_every="epoch")):
+        with pytest.raises(ConfigError, match=r"train\.(epochs|save_every): .* no epochs; count steps"):
+            milestones(train, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "has_data", "said"),
+    [
+        ({"eval_every": 5}, False, ["there is no validation data, so nothing is validated"]),
+        ({}, True, ["0, so the validation data is not used"]),
+        ({"eval_every": "epoch"}, True, []),
+        ({"keep_best": True, "save_every": 5}, True, []),
+        ({}, False, []),
+    ],
+)
+def test_it_is_said_if_validation_data_and_validations_do_not_come_together(train, has_data, said):
+    words = list(validation_words(TrainConfig(**train), has_data))
+    assert [word.split(": ", 1)[1].split("; ")[0] for word in words] == said
+
+
+# -- settings
+
+
+def set_up(*settings: str) -> RunConfig:
+    return compose("gemma3_tiny_digits", settings=[*settings])
+
+
+def test_epochs_and_steps_replace_each_other_and_are_written_down_as_given():
+    config = set_up("epochs=2.5")
+    assert (config.train.steps, config.train.epochs, config.optimizer.warmup_steps) == (None, 2.5, None)
+    assert from_yaml(to_yaml(config)).train == config.train
+    again = apply_overrides(config, {"train.steps": 7})
+    assert (again.train.steps, again.train.epochs) == (7, None)
+    assert apply_overrides(again, {"train.epochs": None}).train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["train.steps=5", "train.epochs=2"],
+            "train.epochs: 2, and train.steps is 5; both say when the run end",
+        ),
+        (["train.steps=null"], "train.steps: not set, and neither is train.epochs; give one of them."),
+        (["train.epochs=0"], "train.epochs: 0 is not more than 0."),
+        (["train.epochs=1e12"], "train.epochs: 1e+12 is more than 1000000."),
+        (
+            ["train.epochs=2", "data.packing=stream"],
+            "train.epochs: only its end tells how many rows an epoch of ",
+        ),
+        (
+            ["train.epochs=1", "data.streaming=true"],
+            "train.epochs: only its end tells how many rows an epoch of ",
+        ),
+        (["train.save_every=epoch", "data.packing=stream"], "train.save_every: only its end tells"),
+        (
+            ["train.save_every=-1"],
+            "train.save_every: '-1' does not fit; expected a number of steps, or epoch.",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_with_its_remedy(settings, message):
+    base = {"run_dir": "run", "model.hf_path": "m", "data.train_data_path": "d", "data.dataset_type": "hf"}
+    with pytest.raises(ConfigError) as refused:
+        validate(apply_overrides(apply_overrides(RunConfig(), base), settings))
+    assert any(line.startswith(message) for line in str(refused.value).splitlines()), str(refused.value)
+
+
+# -- data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("epochs")
+    write_hf_folder(folder / "rows", write_sharegpt(folder / "source", ROWS))
+    return folder
+
+
+def open_ranks(folder, processor, world_size, **settings):
+    """A loader for each rank."""
+    encoder = PackingVLMTaskEncoder if settings.get("packing") else HFEncoderVLMTaskEncoder
+    data = DataConfig(
+        dataset_type="hf",
+        train_data_path=str(folder / "rows"),
+        num_workers=0,
+        lengths_cache=str(folder / "lengths"),
+        **settings,
+    )
+    place = {"micro_batch_size": 1, "world_size": world_size, "seed": 3}
+    return [
+        HFProvider(data).train_loader(encoder(processor, DataConfig(seq_length=150)), rank=rank, **place)
+        for rank in range(world_size)
+    ]
+
+
+def samples(loaders, steps: int, batch: int) -> Counter:
+    """How often each sample came in so many steps."""
+    batches = [next(loader) for _ in range(steps * batch // len(loaders)) for loader in loaders]
+    assert sum(len(found["__key__"]) for found in batches) == steps * batch
+    return Counter(key for found in batches for row in found["__key__"] for key in row)
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": "global"}, {"group_by_length": True}])
+@pytest.mark.parametrize("worlds", [[1], [3], [3, 1], [1, 3], [3, 2, 1]])
+def test_every_sample_comes_in_every_epoch_whatever_the_ranks(folder, processor, settings, worlds):
+    """With several worlds the first ones stop in the middle. What came once more fills the last step."""
+    batch, states, seen, done = 6, None, Counter(), 0
+    for world_size in worlds:
+        loaders = open_ranks(folder, processor, world_size, **settings)
+        rows_in = loaders[0].rows_in
+        steps = milestones(
+            TrainConfig(None, 3, global_batch_size=batch), Epochs(rows_in), done, done * batch
+        ).steps
+        assert steps == -(-rows_in(3) // batch)
+        for loader in loaders if states else ():
+            loader.load_states(json.loads(json.dumps(states)))
+        until = steps if world_size == worlds[-1] else done + steps // 3
+        seen += samples(loaders, until - done, batch)
+        done, states = until, [loader.state_dict() for loader in loaders]
+    more = done * batch - rows_in(3)
+    assert set(seen.values()) <= {3, 4} and len(seen) == ROWS and 0 <= more < batch
+    if settings.get("packing") != "global":
+        assert (rows_in(3), seen.total()) == (3 * ROWS, 3 * ROWS + more)
+    else:
+        assert rows_in(3) < 3 * ROWS
+
+
+def test_ranks_share_epochs_as_one_sequence():
+    """Also where the ranks do not divide an epoch: after two rows of each, the first six of the sequence."""
+    dealt = [iter(RandomOrder(lambda epoch: np.arange(4), rank, 3, seed=1)) for rank in range(3)]
+    first = [row for _ in range(2) for order in dealt for row in next(order)[1]]
+    alone = iter(RandomOrder(lambda epoch: np.arange(4), 0, 1, seed=1))
+    assert first == [row for _ in range(6) for row in next(alone)[1]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_energon_counts_the_samples_that_its_workers_share(folder, processor, num_workers, tmp_path):
+    source = folder / "source/data.jsonl"
+    options = {"samples_per_shard": 5, "workers": 1, "progress": False}
+    prepare_energon_dataset({"train": source}, tmp_path / "shards", **options)
+    data = DataConfig(
+        train_data_path=str(tmp_path / "shards"), num_workers=num_workers, shuffle_buffer_size=1
+    )
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=150))
+    loaders = [
+        EnergonProvider(data).train_loader(encoder, micro_batch_size=1, rank=rank, world_size=2, seed=1)
+        for rank in range(2)
+    ]
+    assert [loader.rows_in(2) for loader in loaders] == [2 * ROWS] * 2
+    seen = samples(loaders, 2 * ROWS // 10, 10) if num_workers == 0 else None
+    assert seen is None or (len(seen), seen.total()) == (ROWS, 2 * ROWS)
+    for loader in loaders:
+        loader.close()
+
+
+# -- whole runs
+
+
+HELD_OUT = {f"{number:09d}" for number in range(ROWS) if is_held_out(f"{number:09d}", 0.2)}
+TRAINED = ROWS - len(HELD_OUT)
+
+
+def train_epochs(epochs: int, root: str, checkpoint: str) -> None:
+    from megatron_vlm.train import train
+
+    settings = [f"epochs={epochs}", "tp=1", "micro_batch_size=1", "global_batch_size=6", "num_workers=0"]
+    settings += ["data.dataset_type=hf", "data.validation_share=0.2", "train.eval_every=0"]
+    settings += ["train.save_every=epoch", "train.keep_checkpoints=1", "train.keep_best=true"]
+    settings += ["train.export_every=epoch"]
+    settings += [f"optimizer.lr={1e-3 if epochs == 2 else 1.0}"]  # so high that no later loss is better
+    paths = {"run_dir": f"{root}/run", "hf_path": checkpoint, "train_data_path": f"{root}/rows"}
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder, tiny_gemma3) -> Path:
+    """Three ranks trained two epochs and then a third; between them, the last export was lost."""
+    run_distributed(3, train_epochs, 2, str(folder), str(tiny_gemma3))
+    shutil.move(folder / f"run/exports/step_{steps_of(2):08d}", folder / "lost")
+    run_distributed(3, train_epochs, 3, str(folder), str(tiny_gemma3))
+    return folder / "run"
+
+
+def steps_of(epochs: int) -> int:
+    return -(-epochs * TRAINED // 6)
+
+
+def test_a_run_of_three_ranks_ends_with_its_epochs_and_goes_on_for_another(run_dir):
+    steps = range(1, steps_of(3) + 1)
+    seen = [Counter(k for row in read_step(run_dir, step) for [k] in row["keys"]) for step in steps]
+    for epochs in (2, 3):
+        counts = sum(seen[: steps_of(epochs)], Counter())
+        assert set(counts.values()) <= {epochs, epochs + 1} and len(counts) == TRAINED
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
+    assert [row["epoch"] for row in rows if "loss" in row] == pytest.approx([6 * s / TRAINED for s in steps])
+    config = from_yaml((run_dir / "config.yaml").read_text())
+    assert (config.train.steps, config.train.epochs) == (None, 3)
+
+
+def test_a_run_writes_down_what_it_held_out_and_never_trains_it(run_dir):
+    held = {json.loads(line)["key"] for line in (run_dir / "held_out.jsonl").read_text().splitlines()}
+    steps = range(1, steps_of(3) + 1)
+    trained = {key for step in steps for row in read_step(run_dir, step) for [key] in row["keys"]}
+    assert held == HELD_OUT and not held & trained and held | trained == {f"{n:09d}" for n in range(ROWS)}
+
+
+def test_the_best_checkpoint_is_kept_besides_the_last(run_dir):
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
+    losses = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+    assert list(losses) == [steps_of(1), steps_of(2), steps_of(3)]
+    best = f"step_{min(losses, key=losses.get):08d}"
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    assert kept == sorted({best, f"step_{steps_of(3):08d}"}) and len(kept) == 2
+    assert (run_dir / "checkpoints/best").read_text().strip() == best
+
+
+def test_every_epoch_is_exported_and_a_lost_export_is_made_again(run_dir, tmp_path):
+    exports = sorted(path.name for path in (run_dir / "exports").iterdir())
+    assert exports == [f"step_{steps_of(epochs):08d}" for epochs in (1, 2, 3)]
+    tensors = [load_file(run_dir / "exports" / name / "model.safetensors") for name in exports]
+    lost = load_file(run_dir.parent / "lost/model.safetensors")
+    assert lost.keys() == tensors[1].keys() and all(torch.equal(lost[k], v) for k, v in tensors[1].items())
+    ended = run_program(COMMAND, "export", run_dir, tmp_path / "last")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    last = load_file(tmp_path / "last/model.safetensors")
+    assert last.keys() == tensors[2].keys() and all(torch.equal(last[k], v) for k, v in tensors[2].items())
+    assert any(not torch.equal(tensors[0][key], tensors[2][key]) for key in last)
+
+
+def train_one_epoch(layout: str, root: str, checkpoint: str, run_dir: str) -> None:
+    from megatron_vlm.train import train
+
+    settings = [
+        layout,
+        *(["tp=1"] if layout == "pp=2" else []),
+        "epochs=1",
+        "micro_batch_size=1",
+        "global_batch_size=5",
+        "num_workers=0",
+        "eval_every=0",
+    ]
+    settings += ["data.dataset_type=hf", "train.export_every=4", "optimizer.lr_by_part.projector=3e-3"]
+    paths = {"run_dir": run_dir, "hf_path": checkpoint, "train_data_path": f"{root}/rows"}
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
+
+
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.long)])
+def test_an_export_of_any_layout_is_that_of_its_checkpoint(folder, tiny_gemma3, tmp_path, layout):
+    """After steps 4 and 5, the last."""
+    run_distributed(2, train_one_epoch, layout, str(folder), str(tiny_gemma3), str(tmp_path / "run"))
+    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [
+        "step_00000004",
+        "step_00000005",
+    ]
+    ended = run_program(COMMAND, "export", tmp_path / "run", tmp_path / "last")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ours, theirs = (tensors_of(path) for path in (tmp_path / "run/exports/step_00000005", tmp_path / "last"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    rows = [row for row in list(read_rows(tmp_path / "run/metrics.jsonl")) if "loss" in row]
+    assert [row["lr_projector"] / row["lr"] for row in rows] == pytest.approx([3e-3 / 2e-3] * 5)
+    assert [row["epoch"] for row in rows] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
+    from megatron_vlm import exports
+    from megatron_vlm.models.hf import open_source
+
+    monkeypatch.setattr("megatron_vlm.files.free_bytes", lambda path: 1000)
+    with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):
+        needed = exports._bytes_of(RunConfig(), open_source(tiny_gemma3))
+        exports._make_room(tmp_path / "exports/step_00000007", needed)

@@ -1,0 +1,261 @@
+"""What breaks during a run: an error that says what and where, and the last checkpoint stays loadable."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from loaders import open_loader
+from pairs import pairwise
+from sources import write_hf_folder, write_sharegpt
+
+from megatron_vlm.config import DataConfig, ParallelConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.load.limits import workers_of
+from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from tiny.distributed import run_distributed
+
+SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failures")
+    source = write_sharegpt(folder / "source", SAMPLES)
+    options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
+    prepare_energon_dataset(source, folder / "energon", **options)
+    return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
+
+
+def train_loader(path, encoder, **options):
+    kind = "energon" if (Path(path) / ".nv-meta").exists() else "hf"
+    if isinstance(encoder, PackingVLMTaskEncoder):
+        options |= {"packing": "stream", "packing_buffer_size": 8}
+    return open_loader(kind, path, encoder, seed=1, **{"num_workers": 0} | options)
+
+
+def read_until_error(loader, batches=200) -> str:
+    try:
+        with pytest.raises(Exception) as caught:
+            for _ in range(batches):
+                next(loader)
+    finally:
+        loader.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# -- our own bugs
+
+
+class Fails(Exception):
+    """Nothing that any library knows."""
+
+
+def fail_on_seventh(method):
+    def failing(sample, *args):
+        if sample.__key__.endswith("7"):
+            raise Fails("a bug of ours")
+        return method(sample, *args)
+
+    return failing
+
+
+def plain(processor):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.encode = fail_on_seventh(encoder.documents.encode)
+    return encoder
+
+
+def measuring(processor):
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.measure = fail_on_seventh(encoder.documents.measure)
+    return encoder
+
+
+def encoding(processor):
+    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    encoder.documents.encode = fail_on_seventh(encoder.documents.encode)
+    return encoder
+
+
+class Choosing(PackingVLMTaskEncoder):
+    def select_rows(self, lengths, patches):
+        raise Fails("a bug of ours")
+
+
+def choosing(processor):
+    return Choosing(processor, DataConfig(seq_length=256))
+
+
+@pytest.mark.parametrize(
+    "encoder, kind, num_workers",
+    pairwise([plain, measuring, encoding, choosing], ["energon", "hf"], [0, 2]),
+)
+def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
+    text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers=num_workers))
+    assert "Fails: a bug of ours" in text
+    if encoder is not choosing:
+        assert "7: Fails" in text  # the key
+
+
+# -- shards
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("damage", ["overwritten", "cut while it is read", "removed while it is read"])
+def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damage, num_workers):
+    copy = shutil.copytree(datasets["energon"], tmp_path / "copy")
+    shard = copy / "train-00002.tar"
+    if damage == "overwritten":
+        with shard.open("r+b") as file:
+            file.write(os.urandom(shard.stat().st_size))
+    loader = train_loader(
+        copy,
+        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)),
+        num_workers=num_workers,
+        shuffle_buffer_size=1,
+    )
+    if damage == "cut while it is read":
+        os.truncate(shard, 700)
+    if damage == "removed while it is read":
+        shard.unlink()
+    text = read_until_error(loader)
+    assert "train-00002.tar" in text
+
+
+# -- workers
+
+
+def killing_a_worker(loader):
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    yield from loader
+
+
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
+    loader = train_loader(
+        datasets[kind], HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)), num_workers=2
+    )
+    next(loader)
+    began = time.monotonic()
+    text = read_until_error(killing_a_worker(loader), 10_000)
+    loader.close()
+    assert time.monotonic() - began < 60
+    # torch's own words, when the signal arrives before the loader is asked again
+    assert "DataLoader worker" in text and ("memory" in text or "killed by signal" in text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_worker_that_died_gives_no_state_and_its_signal_is_named(datasets, processor, number):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    loader = train_loader(datasets["energon"], encoder, num_workers=2)
+    next(loader)
+    worker = workers_of(loader._loader)[1]
+    os.kill(worker.pid, number)
+    worker.join()
+    with pytest.raises(
+        RuntimeError, match=rf"worker \(pid {worker.pid}\) was ended by signal {number:d} \({number.name}\): "
+    ) as ended:
+        loader.state_dict()
+    loader.close()
+    assert ("fewer data workers" in str(ended.value)) == (number == signal.SIGKILL)
+
+
+# -- checkpoints
+
+
+def _save_on_a_full_disk(root: str) -> dict:
+    """A checkpoint, then one for which the disk has no room."""
+    import tiny_gpt
+    from launches import run_config
+
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    setup.init_distributed(ParallelConfig(), 1)
+    chunks = tiny_gpt.build(ParallelConfig())
+    run = chunks, *build_optimizer(chunks, run_config("dp"))
+    checkpoint.save(root, 1, *run)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk: the write fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    error = ""
+    try:
+        checkpoint.save(root, 2, *run)
+    except OSError as failure:
+        error = str(failure)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    after = checkpoint.load_latest(root, *run).step
+    checkpoint.save(root, 3, *run)
+    return {"error": error, "after": after, "then": checkpoint.load_latest(root, *run).step}
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
+    (result,) = run_distributed(1, _save_on_a_full_disk, str(tmp_path))
+    assert result["after"] == 1 and result["then"] == 3
+    assert str(tmp_path) in result["error"] and "OSError" in result["error"]
+    assert "the limit of a file's size (`ulimit -f`) is 0.0 MB: raise it" in result["error"]
+
+
+# -- datasets
+
+
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, kind):
+    """As many records, under the same names, and one of them a paragraph longer."""
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    state = train_loader(datasets[kind], encoder).state_dict()
+    source = write_sharegpt(tmp_path / "source", SAMPLES)
+    source.write_text(source.read_text().replace('"number 23"', '"number 23"'.replace("23", "23 " * 300)))
+    if kind == "energon":
+        options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
+        prepare_energon_dataset(source, tmp_path / "other", **options)
+    else:
+        write_hf_folder(tmp_path / "other", source)
+    with pytest.raises(ValueError, match="(dataset|shards): saved .* now "):
+        train_loader(tmp_path / "other", encoder).load_state_dict(state)
+
+
+# -- time
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(
+    tmp_path, processor, kind, packed
+):
+    """400 records, three workers, stopped when nine of ten are done; the seconds are printed."""
+    source = write_sharegpt(tmp_path / "source", 400)
+    if kind == "energon":
+        prepare_energon_dataset(source, tmp_path / "data", splits={"train": 400}, workers=1, progress=False)
+    else:
+        write_hf_folder(tmp_path / "data", source)
+    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
+        processor, DataConfig(seq_length=256)
+    )
+
+    def first_batch(state) -> tuple[float, object]:
+        loader, began = train_loader(tmp_path / "data", encoder, num_workers=3), time.monotonic()
+        if state:
+            loader.load_state_dict(state)
+        next(loader)
+        return time.monotonic() - began, loader
+
+    cold, loader = first_batch(None)
+    documents = 1
+    while documents < 360:
+        documents += sum(map(len, next(loader)["__key__"]))
+    state = loader.state_dict()
+    loader.close()
+    restored, loader = first_batch(state)
+    loader.close()
+    print(f"{kind}, packed {packed}: first batch after {cold:.2f} s, after a restore {restored:.2f} s")
+    assert restored < cold + 5

@@ -1,0 +1,353 @@
+"""Whatever ends a job of two ranks: the last lines are the reason, said once, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from places import HELPERS
+from programs import run_program
+
+from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.job.last_words import last_words
+from megatron_vlm.job.reasons import named
+from megatron_vlm.job.watchdog import describe
+
+AT_ONCE = 4
+HANG = 15  # seconds; imports count as work, but this machine may be slow between them
+FROM_CHECKPOINT = r"Start again: a run goes on from its last checkpoint, if it has saved one\."
+STACKS = r"The stacks of all ranks and workers are in .*/errors; "
+LONG = pytest.mark.long
+
+# fault, of two ranks or one alone, exit code, pattern of each of the last lines
+CASES = [
+    (
+        "value",
+        2,
+        1,
+        r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda> \(small_job.py:\d+\)",
+        r"This is a bug .*; the traceback is in .*/errors/rank1.txt\.",
+    ),
+    ("path", 1, 2, r"training step 3: No such file or directory: /no/such\\x1b\[31mfile; look at that path"),
+    (
+        "interrupt",
+        1,
+        130,
+        r"stopped by Ctrl-C after step 2; start again: a run goes on from its last checkpoint, if it ",
+    ),
+]
+LONG_CASES = [
+    (
+        "kill",
+        2,
+        137,
+        r"rank 1 was ended by signal 9 \(SIGKILL\) while training step 3: .* want of memory",
+        FROM_CHECKPOINT,
+    ),
+    (
+        "stop",
+        2,
+        3,
+        rf"came further for {HANG} s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\) while training step 3\.",
+        STACKS,
+    ),
+    (
+        "os_exit",
+        2,
+        1,
+        r"rank 1 \(pid \d+\) ended without a word while training step 3; rank 0 lost it: ",
+        FROM_CHECKPOINT,
+    ),
+    ("exit", 1, 1, r"training step 3: it left with sys.exit\(0\) before the work was done; start again"),
+    (
+        "full",
+        1,
+        2,
+        r"saving step 3 in .*: No space left on device; make room on that disk and start again; .*",
+    ),
+    (
+        "hang",
+        1,
+        3,
+        rf"for {HANG} s: rank 0 \(pid \d+\) hangs while training step 3, in .*small_job.py:\d+",
+        STACKS,
+    ),
+    ("hang", 2, 3, r"rank 1 \(pid \d+\) hangs while training step 3, in .*small_job.py:\d+", STACKS),
+    ("data", 2, 3, r"rank 1 \(pid \d+\) hangs while waiting for the data of step 3, in select ", STACKS),
+    ("import", 2, 3, r"rank 1 \(pid \d+\) hangs while importing a checkpoint, in .*small_job.py:\d+", STACKS),
+    ("save", 2, 3, r"rank 1 \(pid \d+\) hangs while saving step 3, in .*small_job.py:\d+", STACKS),
+    ("before", 2, 3, r"rank 1 \(pid \d+\) hangs while starting, in .*small_job.py:\d+", STACKS),
+    ("spin", 2, 3, r"rank 1 \(pid \d+\) hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
+    (
+        "crash",
+        2,
+        139,
+        r"rank 1 was ended by signal 11 \(SIGSEGV\) while training step 3: it crashed",
+        FROM_CHECKPOINT,
+    ),
+    ("exit", 2, 1, r"rank 1, training step 3: it left with sys.exit\(0\) before the work was done"),
+    ("full", 2, 2, r"rank 1, saving step 3 in .*: No space left on device; make room"),
+    ("config", 2, 2, r"train.steps: 0 is less than 1\."),
+    ("os_exit_7", 2, 7, r"rank 1 ended with code 7 and said nothing"),
+]
+
+
+def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str]:
+    """(exit code, all that was printed) of a job in which this happens."""
+    words = [run_dir, fault, "--hang-seconds", HANG, *(["--alone", "--rank", 0] if ranks == 1 else [])]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
+    if launcher:
+        command, environment = [sys.executable, *launcher, "-m", "small_job"], os.environ | environment
+        options = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
+        done = subprocess.run([*command, *map(str, words)], **options)
+    else:  # of two ranks, torchrun starts both from nothing
+        done = run_program(HELPERS / "small_job.py", *words, timeout=280, **environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def jobs(request, tmp_path_factory) -> Iterator[dict[tuple[str, int], tuple[Path, Future]]]:
+    """(fault, ranks) -> its run folder and `end` of it. They mostly wait: several run beside each other."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = {}
+        for item in request.session.items:
+            case = getattr(item, "callspec", None)
+            if item.path == request.path and case and "lines" in case.params:
+                fault, ranks = case.params["fault"], case.params["ranks"]
+                run_dir = tmp_path_factory.mktemp(fault)
+                found[fault, ranks] = run_dir, pool.submit(end, run_dir, fault, ranks)
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "code", "lines"),
+    [(*case[:3], case[3:]) for case in CASES]
+    + [pytest.param(*case[:3], case[3:], marks=LONG) for case in LONG_CASES],
+)
+def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
+    run_dir, job = jobs[fault, ranks]
+    ended, output = job.result()
+    assert ended == code, output
+    printed = output.splitlines()
+    assert printed[-len(lines)].startswith("megatron-vlm: "), output
+    for pattern, line in zip(lines, printed[-len(lines) :], strict=True):
+        assert re.search(pattern, line), output
+    assert "Traceback" not in output and len(printed) == len(lines)
+    assert not still_running(run_dir)
+    if fault == "data":
+        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (run_dir / "errors/rank1.txt").read_text())
+    if fault == "hang":
+        stacks = (run_dir / f"errors/rank{ranks - 1}.txt").read_text()
+        assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("value", r"rank 1, training step 3: ValueError: invalid literal .*'x'; in <lambda>"),
+        ("stop", rf"no rank came further for {HANG} s: rank 1 \(pid \d+\) is stopped \(SIGSTOP\)"),
+    ],
+)
+def test_under_torchrun_itself_the_rank_that_failed_speaks(fault, reason, tmp_path):
+    """torchrun's own report, with its traceback, comes after it: nothing of ours can be last there. Of a rank
+    that is killed it says the signal, and ends the others before they can."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    ended, output = end(tmp_path, fault, 2, *torchrun)
+    assert ended == 1, output
+    ours = [line for line in output.splitlines() if line.startswith("megatron-vlm: ")]
+    assert len(ours) == 1 and re.search(reason, ours[0]), output
+    assert "Traceback" not in output[: output.index(ours[0])]
+    assert not still_running(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "said"),
+    [
+        ({0: -15, 1: 7}, 7, "rank 1 ended with code 7 and said nothing"),
+        ({0: -15, 1: -9}, 137, r"rank 1 was ended by signal 9 \(SIGKILL\)"),
+        ({0: -15, 1: -15}, 143, r"rank 0 was ended by signal 15 \(SIGTERM\)"),
+        ({0: 1, 1: -15}, 1, "rank 0 ended with code 1"),
+    ],
+)
+def test_what_torchrun_does_to_the_other_ranks_is_not_the_reason(codes, code, said):
+    """It ends them with SIGTERM."""
+    ended, message = last_words({}, codes)
+    assert ended == code and re.match(f"megatron-vlm: {said}", message)
+
+
+def test_a_rank_whose_interpreter_was_held_is_named():
+    """faulthandler's timer ends it with 1, and it says nothing."""
+    content = {"doing": "training step 3", "ended": None, "hang_seconds": 20.0, "looked": time.time() - 31}
+    ended, message = last_words({0: content | {"looked": time.time()}, 1: content}, {0: -15, 1: 1})
+    assert ended == 3
+    assert message.startswith("megatron-vlm: rank 1 let no other code run for 20 s while training step 3")
+
+
+def test_a_data_worker_that_is_stopped_is_no_reason_to_wait_longer():
+    where = "select (selectors.py:415); its data worker (pid 7) is stopped (SIGSTOP)"
+    content = {
+        "host": "another",
+        "pid": 5,
+        "doing": "saving step 6",
+        "hang": {"waits": False, "where": where},
+    }
+    said = describe({0: content}, 20, Path("run/errors"))
+    assert "its data worker (pid 7) is stopped (SIGSTOP)" in said and "raise train.hang_seconds" not in said
+    assert said.endswith("; start again: a run goes on from its last checkpoint, if it has saved one.")
+
+
+def still_running(run_dir: Path) -> list[str]:
+    """Command lines of processes of the job, looked at for some seconds."""
+    for _ in range(50):
+        found = [line for line in map(_command, Path("/proc").glob("[0-9]*/cmdline")) if str(run_dir) in line]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _command(path: Path) -> str:
+    try:
+        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@pytest.mark.long
+def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
+    code, output = end(tmp_path, "pause", 2)
+    assert code == 0 and sorted(output.splitlines()) == ["rank 0 sums 16", "rank 1 sums 16"]
+    assert not (tmp_path / "errors").exists()
+
+
+@pytest.mark.parametrize("errors", ["errors", "errors/export"])
+def test_nothing_is_left_of_a_command_in_which_nothing_failed(errors, tmp_path):
+    program = (
+        "import sys; from megatron_vlm.job import watchdog\n"
+        "with watchdog.watching(sys.argv[1], 60, sys.argv[2]): watchdog.claim_files()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), errors], check=True, timeout=60)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_command_goes_on_in_a_folder_that_may_only_be_read():
+    """As in a run of somebody else's, which is exported."""
+    program = (
+        "import os, sys; from megatron_vlm.job import watchdog\n"
+        "os.geteuid() or os.setuid(65534)\n"
+        "with watchdog.watching(sys.argv[1], 60, 'errors/export'): assert watchdog.watch().path.exists()"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # others may not enter pytest's own
+        os.chmod(folder, 0o555)
+        subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=60)
+        assert not os.listdir(folder)
+
+
+# what a single process does in its third step -> exit code, and what it says; its last line is the remedy
+ALONE = {
+    "os.kill(os.getpid(), signal.SIGTERM)": (
+        143,
+        "stopped by SIGTERM after step 2; start again: a run goes on from ",
+    ),
+    "os.kill(os.getpid(), signal.SIGHUP)": (
+        129,
+        "stopped by SIGHUP after step 2; start again: a run goes on from ",
+    ),
+    "os.kill(os.getpid(), signal.SIGBUS)": (
+        -7,
+        "was ended by signal 7 (SIGBUS) while training step 3: a file ",
+    ),
+    "ctypes.string_at(0)": (
+        -11,
+        "was ended by signal 11 (SIGSEGV) while training step 3: it crashed in compiled",
+    ),
+    "re.fullmatch('(a?){40}b', 'a' * 40)": (
+        -9,
+        "let no other code run for 1 s while training step 3; its stacks ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_a_process_that_nothing_waits_for_has_its_last_line_too(fault, tmp_path):
+    code, said = ALONE[fault]
+    program = (
+        "import ctypes, os, re, signal, sys; from megatron_vlm.job import failures, watchdog\n"
+        "watchdog.TIMER_AFTER = 1\n"
+        "with failures.LastWords('megatron-vlm'), watchdog.watching(sys.argv[1], 1):\n"
+        "    watchdog.beat('training step 3', step=2)\n"
+        f"    {fault}"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with (tmp_path / "screen").open("w+") as screen:  # a pipe would wait for all that may write into it
+        assert subprocess.run(command, stderr=screen, timeout=60).returncode == code
+        screen.seek(0)
+        printed = screen.read().splitlines()
+    assert printed[0].startswith("megatron-vlm: ") and said in printed[0]
+    assert printed[-1].endswith("from its last checkpoint, if it has saved one.") and len(printed) <= 2
+    if code < 128:
+        stacks = (tmp_path / "errors/rank0.txt").read_text()
+        assert 'File "<string>", line 5' in stacks
+
+
+def test_a_process_that_was_stopped_for_long_goes_on(tmp_path):
+    """For longer than its guard waits for a look of its watchdog."""
+    program = (
+        "import os, signal, subprocess, sys, time; from megatron_vlm.job import failures, watchdog\n"
+        "watchdog.TIMER_AFTER = 1\n"
+        "with failures.LastWords('megatron-vlm'), watchdog.watching(sys.argv[1], 1):\n"
+        "    subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'], start_new_session=True)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    for _ in range(20):\n"
+        "        watchdog.beat(), time.sleep(0.1)\n"
+        "print('went on')\n"
+        "time.sleep(3)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
+def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+    program = (
+        "import os, signal, tempfile; from megatron_vlm.job import guard, ranks; guard._RANKS_END = 0.1\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    guard.start(ranks.RankFile(None), folder=folder); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+    said = subprocess.run([sys.executable, "-c", program], **options).stderr
+    assert "is no more while starting: something outside did it, most often for want of memory" in said
+    deadline = time.monotonic() + 30
+    while any(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():
+    from torch._utils import ExceptionWrapper
+
+    def raised(error: Exception) -> Exception:
+        """As torch raises what a data worker raised."""
+        try:
+            raise error
+        except (TooManyDrops, OSError):
+            wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+        with pytest.raises(type(error)) as again:
+            wrapped.reraise()
+        return again.value
+
+    said = "data: 5 of 9 samples were dropped (55.6%), more than data.max_drop_share = 5.0%:\n  5 no_reply"
+    assert named(raised(TooManyDrops(said))) == named(TooManyDrops(said)) == said
+    assert named(raised(OSError("shard 3"))) == named(OSError("shard 3")) == "OSError: shard 3"
