@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.models.schedule import in_evaluation
 
 # rounding: the worst measured over all families, 30 examples each, is 6e-6 and 1e-6
 MOST_LOG_PROBS, MOST_GRADIENT = 1e-4, 1e-4
@@ -167,7 +168,7 @@ class Company:
 
         rows = np.sort(rng.integers(0, 2, len(samples)))
         batch, places = self._batch(samples, rows, rng)
-        with self.policy._in_evaluation():
+        with in_evaluation(self.policy.chunks):
             (logits,) = logits_of(self.policy.chunks, [batch])
         for sample, place, expected in zip(samples, places, alone, strict=True):
             found = logits[place : place + len(sample["input_ids"])].log_softmax(-1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from odd_configs import REMOVED
+from odd_configs import REMOVED, Cell
+from pairs import covering
 from parity import takes_videos
 
 from megatron_vlm.models.families import load
@@ -352,6 +353,28 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
                 found[path] = partners.get(path, generic)
     found[T + "rope_parameters"] = rope_changes(family, config)
     return {path: [_possible(change, config) for change in changes] for path, changes in found.items()}
+
+
+def few_changes(configs: dict[str, dict]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Family -> key -> few of its changes: each of its keys is changed in every family, and every kind of
+    change of a key is tried in some family.
+    """
+    found = {family: {path: [] for path in changes_of(family, config)} for family, config in configs.items()}
+    cells = [
+        (family, path, _kind(family, path, number, change), change)
+        for family, config in configs.items()
+        for path, changes in changes_of(family, config).items()
+        for number, change in enumerate(changes)
+    ]
+    for family, path, _, change in covering(cells, lambda cell: {cell[:2], cell[1:3]}):
+        found[family][path].append(change)
+    return found
+
+
+def _kind(family: str, path: str, number: int, change: dict[str, Any]) -> tuple:
+    """Families share changes that are named, and the ways in which the others are made."""
+    named = path in PARTNERS | OWN_PARTNERS.get(family, {}) and path != T + "rope_parameters"
+    return (Cell(change).name,) if named else (number, *change)
 
 
 def together(changes: dict[str, list[dict[str, Any]]], number: int) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +135,7 @@ def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
     from megatron_vlm.data.preferences.pairs import with_pairs
+    from megatron_vlm.data.records.normalise import normalise
 
     needs = parts.data_needs(config)
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
@@ -144,7 +144,7 @@ def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[
         ChatMLSample(
             __key__=str(n),
             __restore_key__=(),
-            conversation=json.dumps(record),
+            conversation=normalise(record)[0],
             imgs=[_png(image) for image in images] or None,
         )
         for n, (record, images) in enumerate(records())
@@ -194,7 +194,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     run = RunConfig(run_dir="none", parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
     source = open_source(path)
     ddp = starting_model(run, source)
-    objective = Preferences(ddp, BETA)
+    step_loss = Preferences(ddp, BETA)
     chunks = [chunk.module for chunk in ddp]
     import_hf(chunks, Path(case["moved"]), source.weight_map)
 
@@ -206,22 +206,21 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     mine = [parity.on_device(batch) for batch in batches[rank::ranks]]
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    reports, logged = objective(ddp, mine), BySource((), LOGGED)
+    reports, logged = parity.backward(ddp, mine, step_loss), BySource((), LOGGED)
     logged.count(mine, reports)
     loss, _ = mean_loss(reports)
     sums = logged.sums()
     torch.distributed.all_reduce(sums)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(ddp)
-    difference, seen = (0.0, ""), set()
+    difference, seen, scales = (0.0, ""), set(), parity.gradient_scales(case["grads"])
     for key, grad in parity.gradients_of(chunks, source.weight_map.rules):
         seen.add(key)
         theirs = case["grads"].get(key)
         theirs = torch.zeros_like(grad) if theirs is None else theirs
-        scale = parity.gradient_scale(case["grads"], key)
-        difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
+        difference = max(difference, ((grad - theirs).abs().max().item() / scales(key), key))
     with torch.no_grad():
-        valid, _ = mean_loss(objective(ddp, mine, forward_only=True))
+        valid, _ = mean_loss(step_loss(ddp, mine, forward_only=True)[0])
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, (difference, seen))
     found = set().union(*(each[1] for each in every))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # What Transformers raises on configs that it cannot run
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 ERRORS += (StrictDataclassError,)
+MOVED = 1e-3  # logits that a change does not only round
 LOUDER = 5.0  # random weights are so small that attention sees everything alike, and no position would matter
 
 
@@ -69,11 +71,19 @@ def changed(config: dict, change: dict[str, Any]) -> dict:
     return config
 
 
-def verdicts(source: str, work: str, cells: list[Cell], layouts: list[ParallelConfig]) -> list[dict]:
+def verdicts(
+    source: str,
+    work: str,
+    cells: list[Cell],
+    layouts: list[ParallelConfig],
+    of_keys: Sequence[tuple[list[Cell], bool]] = (),
+) -> list[dict]:
     """Of every cell: refused, equal (in all layouts), wrong, crash (ours) or fails (Transformers', of what we
     do not refuse), and why.
 
-    `effect` is how far the change moves Transformers' logits, infinity where shapes differ.
+    `effect` is how far the change moves Transformers' logits, infinity where shapes differ. `of_keys` has the
+    changes of each key, and whether the key may leave logits as they are: they are tried as well, one after
+    another, until the key is seen to matter.
     """
     from transformers import AutoProcessor
 
@@ -85,7 +95,17 @@ def verdicts(source: str, work: str, cells: list[Cell], layouts: list[ParallelCo
         shutil.copytree(source, work)
     torch.distributed.barrier()
     tried = _Tried(Path(source), Path(work), AutoProcessor.from_pretrained(source), layouts)
-    return [{"name": cell.name, "keys": list(cell.change)} | tried.verdict(cell) for cell in cells]
+    rows = {cell.name: tried.row(cell) for cell in cells}
+    for changes, without_a_trace in of_keys:
+        for cell in changes:
+            if any(shows_a_key(rows[each.name], without_a_trace) for each in changes if each.name in rows):
+                break
+            rows[cell.name] = rows.get(cell.name) or tried.row(cell)
+    return list(rows.values())
+
+
+def shows_a_key(row: dict, without_a_trace: bool = False) -> bool:
+    return row["verdict"] == "equal" and (without_a_trace or row["effect"] > MOVED)
 
 
 class _Tried:
@@ -93,6 +113,9 @@ class _Tried:
         self.source, self.work, self.processor, self.layouts = source, work, processor, layouts
         self.config = json.loads((source / CONFIG).read_text())
         self.logits: dict[tuple, torch.Tensor] = {}  # (rows, weights) -> those of the unchanged checkpoint
+
+    def row(self, cell: Cell) -> dict:
+        return {"name": cell.name, "keys": list(cell.change)} | self.verdict(cell)
 
     def verdict(self, cell: Cell) -> dict:
         from megatron_vlm.models.families import family_for
@@ -109,9 +132,9 @@ class _Tried:
         except ValueError as error:
             return {"verdict": "refused", "why": str(error)}
         try:
-            self._write_weights(hf_config, cell)
+            model = self._with_weights(hf_config, cell)
             self._write_config(config)
-            case = self._case(cell)
+            case = self._case(cell, model)
         except ERRORS as error:
             return {"verdict": "fails", "why": repr(error)}
         return self._compare(cell, case)
@@ -131,28 +154,31 @@ class _Tried:
             (self.work / CONFIG).write_text(json.dumps(config))
         torch.distributed.barrier()
 
-    def _write_weights(self, hf_config: Any, cell: Cell) -> None:
+    def _with_weights(self, hf_config: Any, cell: Cell) -> torch.nn.Module | None:
+        """Transformers' model whose weights are now in the folder; None: those of the unchanged one are."""
         from tiny.checkpoints import random_model
 
         if cell.same_weights:
             if torch.distributed.get_rank() == 0:
                 shutil.copy(self.source / WEIGHTS, self.work / WEIGHTS)
-            return
+            return None
         model = random_model(hf_config, 0, torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if name.endswith(("_proj", "proj.weight", "qkv.weight", "gate.weight")):
                     weight.mul_(LOUDER)
         model.save_pretrained(self.work)
+        return model.eval()
 
-    def _case(self, cell: Cell) -> dict:
+    def _case(self, cell: Cell, model: torch.nn.Module | None) -> dict:
         """`parity.case_for` with token ids as the changed config wants them."""
         swaps = {
             self.config[key]: value
             for key, value in cell.change.items()
             if key in self.config and key.endswith(("_token_id", "_token_index")) and not cell.same_weights
         }
-        return parity.case_for(self.work, list(cell.rows), Swapped(self.processor, swaps))
+        reference = parity.Reference(self.work, Swapped(self.processor, swaps), model)
+        return reference.case(list(cell.rows))
 
     def _compare(self, cell: Cell, case: dict) -> dict:
         from megatron_vlm.parallel import setup

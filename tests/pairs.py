@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -23,3 +24,21 @@ def pairs(
             for position, cell in enumerate(cells):
                 turn = (position - number - place) % len(cells)
                 yield pytest.param(row, column, *cell, marks=pytest.mark.soak if turn else first)
+
+
+def covering(cells: Iterable[Any], shows: Callable[[Any], set[Hashable]]) -> list[Any]:
+    """Few of the cells that together show all that every cell shows, in the order of `cells`. The next one is
+    always the first of those that show the most that is new, so equal cells give equal choices.
+    """
+    left = [(number, cell, shows(cell)) for number, cell in enumerate(cells)]
+    chosen = []
+    while left:
+        number, cell, best = max(left, key=lambda each: len(each[2]))
+        chosen.append((number, cell))
+        left = [(n, other, new) for n, other, shown in left if (new := shown - best)]
+    return [cell for _, cell in sorted(chosen, key=lambda each: each[0])]
+
+
+def pairs_of(cell: Sequence[Hashable]) -> set[Hashable]:
+    """All pairs of a cell's values, each value with its place: for `covering`."""
+    return set(combinations(enumerate(cell), 2))

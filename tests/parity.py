@@ -351,9 +351,9 @@ def case_for(
 
 
 class Reference:
-    """The Transformers model of a checkpoint in fp32."""
+    """The Transformers model of a checkpoint in fp32, read from there or given."""
 
-    def __init__(self, path: Path | str, processor: Any = None):
+    def __init__(self, path: Path | str, processor: Any = None, model: torch.nn.Module | None = None):
         from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
         from megatron_vlm.models.families import family_for
@@ -361,9 +361,11 @@ class Reference:
         self.hf_config = AutoConfig.from_pretrained(path)
         self.family = family_for(self.hf_config)
         self.processor = processor or AutoProcessor.from_pretrained(path)
-        # eager: its grouped products of experts take widths of 16 bytes alone
-        how = {"experts_implementation": "eager"} if self.family.has_experts else {}
-        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, **how)
+        if model is None:
+            model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        if self.family.has_experts:  # grouped products of experts take widths of 16 bytes alone
+            model.set_experts_implementation("eager")
+        self.model = model
 
     def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
         """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.
@@ -443,7 +445,7 @@ class Model:
         import_hf(self.chunks, path, self.family.weight_map(hf_config))
         if run.adapter.used:
             load_adapters(self.chunks, Path(path), run.adapter.start)
-        self.chunks[0].config.calculate_per_token_loss = per_token_loss
+        self.step_loss = None if per_token_loss else mean_of_means
         self.ddp = gradients.data_parallel(self.chunks, run)
 
     def compare(self, case: dict) -> dict:
@@ -455,16 +457,16 @@ class Model:
         mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
-        loss, _ = step.mean_loss(step.forward_backward(self.ddp, [batch for batch, _ in mine]))
+        loss, _ = step.mean_loss(backward(self.ddp, [batch for batch, _ in mine], self.step_loss))
         if layout.distributed_optimizer:
             gather_sharded_grads(self.ddp)
         worst, seen = (0.0, ""), []
+        scales = gradient_scales(case["grads"])
         for key, grad in gradients_of(self.chunks, self.rules):
             seen.append(key)
             expected = case["grads"].get(key)
             expected = torch.zeros_like(grad) if expected is None else expected.to(grad.device)
-            scale = gradient_scale(case["grads"], key)
-            worst = max(worst, ((grad - expected).abs().max().item() / scale, key))
+            worst = max(worst, ((grad - expected).abs().max().item() / scales(key), key))
         reports = logits_of(self.ddp, [batch for batch, _ in mine])
         logits_error = 0.0
         for logits, (batch, rows) in zip(reports, mine, strict=True) if reports else ():
@@ -503,6 +505,29 @@ class Model:
         return result
 
 
+def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = None) -> list[dict]:
+    """Gradients as a training step has them, without the step; the reports of its loss, by default the
+    tokens'."""
+    from megatron_vlm.training.gradients import finalize_gradients
+    from megatron_vlm.training.step import token_losses
+
+    reports, weight = (step_loss or token_losses)(ddp, micro_batches)
+    finalize_gradients(ddp, weight)
+    return reports
+
+
+def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], float]:
+    """What gradients must not be: those of the mean over micro batches of their mean losses."""
+    from megatron_vlm.models.schedule import run_schedule
+    from megatron_vlm.training.step import streams_of, token_loss
+
+    def mean_loss(stream: Any, losses_N: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        total, report = token_loss(stream, losses_N)
+        return total / max(1, len(losses_N)), report
+
+    return run_schedule(ddp, streams_of(ddp, micro_batches), mean_loss), len(micro_batches)
+
+
 def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF key, whole gradient) of every trained parameter of this stage; adapters have peft's keys."""
     from megatron_vlm.models.adapters import adapter_tensors
@@ -524,17 +549,22 @@ def on_device(batch: dict) -> dict:
     return batch | {"visual_inputs": visual and visual.to(setup.device())}
 
 
-def gradient_scale(grads: dict[str, torch.Tensor | None], key: str) -> float:
-    """What an error in the gradient of `key` is measured against: its largest entry.
+def gradient_scales(grads: dict[str, torch.Tensor | None]) -> Callable[[str], float]:
+    """A function (key) -> what an error in that gradient is measured against: its largest entry.
 
     A bias is measured against its layer's weight as well: a key projection's bias has a gradient of exactly
     zero in theory (softmax does not see a shift), and of rounding noise in practice. So has a router that
     takes one expert, whose weight is divided by itself: no scale is below ROUNDING of the largest gradient.
     """
-    layer = {key, key.removesuffix("bias") + "weight"} if key.endswith("bias") else {key}
-    own = max((grads[k].abs().max().item() for k in layer if grads.get(k) is not None), default=0.0)
-    largest = max((grad.abs().max().item() for grad in grads.values() if grad is not None), default=0.0)
-    return max(own, ROUNDING * largest) or 1.0
+    largest_entries = {key: grad.abs().max().item() for key, grad in grads.items() if grad is not None}
+    largest = max(largest_entries.values(), default=0.0)
+
+    def scale(key: str) -> float:
+        layer = {key, key.removesuffix("bias") + "weight"} if key.endswith("bias") else {key}
+        own = max((largest_entries[name] for name in layer if name in largest_entries), default=0.0)
+        return max(own, ROUNDING * largest) or 1.0
+
+    return scale
 
 
 def my_micro_batches(case: dict, layout: ParallelConfig) -> list[tuple[dict, list[int]]]:

@@ -186,12 +186,11 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(policy.chunks)
     chunks, rules = [chunk.module for chunk in policy.chunks], policy.source.weight_map.rules
-    difference = (0.0, "")
+    difference, scales = (0.0, ""), parity.gradient_scales(expected["grads"])
     for key, grad in parity.gradients_of(chunks, rules):
         theirs = expected["grads"].get(key)
         theirs = torch.zeros_like(grad) if theirs is None else theirs
-        scale = parity.gradient_scale(expected["grads"], key)
-        difference = max(difference, ((grad - theirs).abs().max().item() / scale, key))
+        difference = max(difference, ((grad - theirs).abs().max().item() / scales(key), key))
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, (worst, difference, wrong.item()))
     return {

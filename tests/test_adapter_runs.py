@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.checks import patterns
-from megatron_vlm.checks.settings import validate_paths
+from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.config_rules import patterns
 from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
 from megatron_vlm.models.adapters.files import _config_for_peft
 from megatron_vlm.models.adapters.targets import _all_but, hf_modules

@@ -16,10 +16,10 @@ from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.data_on_disk import too_few_records
-from megatron_vlm.checks.layout import misfit, sizes_in
-from megatron_vlm.checks.objective_settings import pair_problems
-from megatron_vlm.checks.settings import validate_paths
+from megatron_vlm.checks.paths import validate_paths
+from megatron_vlm.checks.preference_records import pair_problems
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
+from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider

@@ -41,8 +41,8 @@ from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
-from megatron_vlm.data.records.columns import RecordLayout
-from megatron_vlm.data.records.records import conversation_of
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.models.families import load
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
@@ -235,9 +235,9 @@ def test_documents_keep_the_order_of_texts_and_images(composed, name):
     left = iter(images)
     texts = [part if isinstance(part, str) else None for part in parts]
     record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
-    found = conversation_of(RecordLayout()(record))
+    found = normalise(Columns()(record))[0]
     files = [png(image) for image in images]
-    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(found), imgs=files)
+    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=found, imgs=files)
     family = load(hf_config.model_type)
     data = DataConfig(seq_length=512)
     encoded = HFEncoderVLMTaskEncoder(processor, data, family.data_needs(hf_config)).encode_sample(sample)

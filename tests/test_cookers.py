@@ -19,7 +19,7 @@ def cook(**parts):
 def test_images_come_in_the_order_of_their_part_names():
     sample = cook(json=json.dumps(TURNS).encode(), img001_png=b"second", img000_jpg=b"first")
     assert (sample.imgs, sample.problem) == ([b"first", b"second"], None)
-    assert json.loads(sample.conversation) == TURNS
+    assert sample.conversation == {"messages": TURNS}
     assert sample.__key__ == "a/1"
 
 

@@ -19,8 +19,8 @@ import tables
 from evaluate import without_thoughts
 from make_checkpoint import make_checkpoint
 from make_digits import make_digits, make_documents
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import fewest_processes
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES

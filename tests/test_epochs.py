@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -131,8 +131,8 @@ def test_epochs_and_steps_replace_each_other_and_are_written_down_as_given():
             "train.epochs: 2, and train.steps is 5; both say when the run end",
         ),
         (["train.steps=null"], "train.steps: not set, and neither is train.epochs; give one of them."),
-        (["train.epochs=0"], "train.epochs: 0 epochs train nothing"),
-        (["train.epochs=1e12"], "train.epochs: 1e+12 is more than 1,000,000; give fewer, or train.steps."),
+        (["train.epochs=0"], "train.epochs: 0 is not more than 0."),
+        (["train.epochs=1e12"], "train.epochs: 1e+12 is more than 1000000."),
         (
             ["train.epochs=2", "data.packing=stream"],
             "train.epochs: only its end tells how many rows an epoch of ",
@@ -142,7 +142,10 @@ def test_epochs_and_steps_replace_each_other_and_are_written_down_as_given():
             "train.epochs: only its end tells how many rows an epoch of ",
         ),
         (["train.save_every=epoch", "data.packing=stream"], "train.save_every: only its end tells"),
-        (["train.save_every=-1"], "train.save_every: -1 is neither a number of steps from 0"),
+        (
+            ["train.save_every=-1"],
+            "train.save_every: '-1' does not fit; expected a number of steps, or epoch.",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_its_remedy(settings, message):

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import random
 import re
 from dataclasses import replace
@@ -122,9 +121,7 @@ def _samples():
             turns.append({"role": "user", "content": question + rng.choice(TEXTS)})
             reply = rng.choice(TEXTS)  # empty ones only beside others: alone they are no reply
             turns.append({"role": "assistant", "content": reply if turns[1:] or reply.strip() else "A dog."})
-        yield ChatMLSample(
-            __key__=str(number), __restore_key__=(), conversation=json.dumps(turns), imgs=imgs or None
-        )
+        yield ChatMLSample(__key__=str(number), __restore_key__=(), conversation=turns, imgs=imgs or None)
 
 
 def film(size, count):
@@ -183,7 +180,7 @@ def _videos_and_images(images_or_videos, of_one_length):
         yield ChatMLSample(
             __key__=f"video {number}",
             __restore_key__=(),
-            conversation=json.dumps(turns),
+            conversation=turns,
             imgs=imgs or None,
             videos=videos,
         )
@@ -447,7 +444,7 @@ def test_an_image_whose_square_would_fill_the_memory_is_counted():
     processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
     long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
     talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=[long, small])
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=[long, small])
     for encoder in encoders(processor):
         with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
             encoder.encode_sample(sample)
@@ -502,7 +499,7 @@ def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), DataConfig(), chat_template=template)
     assert "a question about an image is refused" in encoder.documents.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(talk), imgs=None)
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=None)
     assert encoder.encode_sample(sample).loss_mask.any()
 
 
@@ -597,6 +594,6 @@ def test_an_undecodable_image_is_counted(processor):
     turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
     for encoder in (fast, hf):
         with pytest.raises(SkipSample):
-            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=json.dumps(turns), imgs=[cut])
+            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=turns, imgs=[cut])
             encoder.encode_sample(sample)
     assert fast.drops.examples() == hf.drops.examples()

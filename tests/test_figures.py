@@ -43,10 +43,10 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
         chunks = build_model(run, family, hf_config, setup.device())
         ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
         run.train.objective = "dpo" if again else "tokens"
-        objective, _ = objective_of(run, ddp)
+        step_loss, _ = objective_of(run, ddp)
         counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
         with counter:
-            objective(ddp, [batch])
+            step_loss(ddp, [batch])
         done = products(counter) + (3 + again) * seen_pairs(chunks[0], batch)
         if batch["visual_inputs"]:
             done += (1 + again + 2 * trained_share(chunks[0].vision)) * tower_attention(

@@ -68,7 +68,7 @@ def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = No
 def trained(config: RunConfig, case: dict, goes_on: bool) -> dict[str, Any]:
     """Losses of the steps, before the last that of a forward pass alone, and a digest of what came out.
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
-    from megatron_vlm.training.step import forward_backward, mean_loss, train_step
+    from megatron_vlm.training.step import mean_loss, token_losses, train_step
 
     run, found = Run(config), {"losses": [], "on their way": 0}
     groups = [each for chunk in run.model for each in chunk.bucket_groups]
@@ -81,7 +81,7 @@ def trained(config: RunConfig, case: dict, goes_on: bool) -> dict[str, Any]:
     for step in range(STEPS):
         found["losses"].append(train_step(*parts, mine, goes_on=goes_on and step < STEPS - 1)[0])
         if step == STEPS - 2:
-            found["losses"].append(mean_loss(forward_backward(run.model, mine, forward_only=True))[0])
+            found["losses"].append(mean_loss(token_losses(run.model, mine, forward_only=True)[0])[0])
     assert all(each.param_gather_handle is None for each in groups)
     return found | {"weights": digest([p for chunk in run.chunks for p in chunk.parameters()])}
 

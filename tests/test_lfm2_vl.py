@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def sample(sizes: list[tuple[int, int]]) -> ChatMLSample:
         files.append(file.getvalue())
     question = {"role": "user", "content": "<image>" * len(files) + "Which?"}
     turns = [question, {"role": "assistant", "content": "7"}]
-    return ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(turns), imgs=files)
+    return ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files)
 
 
 @pytest.fixture(scope="module")

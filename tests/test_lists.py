@@ -10,8 +10,9 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.settings import validate, validate_paths
+from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -346,7 +347,7 @@ def test_paths_are_text_or_a_list(found, paths):
     assert paths_of(found.data.train_data_path) == paths
 
 
-@pytest.mark.parametrize("value", [5, [], [1, 2], {"a": 1}, [["a"]], ["a", ""]])
+@pytest.mark.parametrize("value", [True, [], [None], {"a": 1}, [["a"]], ["a", ""]])
 def test_what_is_no_path_is_refused(value):
     with pytest.raises(ConfigError, match="data.train_data_path"):
         config(**{"data.train_data_path": value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 
 import numpy as np
@@ -42,7 +41,7 @@ def encoded(tiny):
     sample = ChatMLSample(
         __key__="a",
         __restore_key__=("a",),
-        conversation=json.dumps(turns),
+        conversation=turns,
         imgs=[jpeg(size) for size in SIZES],
     )
     return HFEncoderVLMTaskEncoder(

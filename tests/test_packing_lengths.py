@@ -1,7 +1,6 @@
 """What text and image headers predict of a sample's encoding is what the processor makes of it."""
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def sample(sizes, question="\n Which? ", turns=1, key="s"):
     for turn in range(1, turns):
         talk += [{"role": "user", "content": f"And {turn}?"}, {"role": "assistant", "content": "Yes " * turn}]
     imgs = [image(size) for size in sizes]
-    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=json.dumps(talk), imgs=imgs)
+    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=talk, imgs=imgs)
 
 
 def samples():

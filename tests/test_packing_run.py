@@ -9,8 +9,8 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import train_encoder

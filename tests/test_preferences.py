@@ -8,8 +8,9 @@ import pytest
 
 from megatron_vlm.data.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.preferences.pairs import halves_of
-from megatron_vlm.data.records.columns import RecordLayout
-from megatron_vlm.data.records.records import conversation_json, conversation_of
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.shard_format import cook_record
 
 
 def turn(role: str, text: str) -> dict:
@@ -43,9 +44,12 @@ RECORDS = {
 def halves(record: dict) -> list[dict]:
     """As a run reads them, from a source or from a shard."""
     columns = {"chosen": "better", "rejected": "worse"} if "better" in record else {}
-    conversation = conversation_json(conversation_of(RecordLayout(columns)(record))).decode()
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=conversation)
-    return [json.loads(half.conversation) for half in halves_of(sample)]
+    conversation, _ = normalise(Columns(columns)(record))
+    from_source = ChatMLSample(__key__="0", __restore_key__=(), conversation=conversation)
+    stored = {"__key__": "0", "__restore_key__": (), "json": json.dumps(conversation).encode()}
+    halves = [[half.conversation for half in halves_of(each)] for each in (from_source, cook_record(stored))]
+    assert halves[0] == halves[1]
+    return halves[0]
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -149,7 +149,9 @@ def test_stock_energon_reads_the_same_samples(prepared):
     expected = stored(output)["train"]
     assert sorted(read) == sorted(expected)
     for key, parts in expected.items():
-        assert read[key].conversation.encode() == parts["json"]
+        document = json.loads(parts["json"])
+        document.pop("images", None)
+        assert read[key].conversation == document
         assert (read[key].imgs or []) == [parts[n] for n in sorted(parts) if n.startswith("img")]
 
 

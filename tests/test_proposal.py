@@ -10,9 +10,9 @@ from programs import run_program
 from sources import write_sharegpt
 from test_cli import COMMAND, ask
 
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.proposing import memory_of_gpus, source_settings
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.planning.plan import make_plan

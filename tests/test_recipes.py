@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, fewest_processes
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
 
 ROOT = Path(__file__).parent.parent

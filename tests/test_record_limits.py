@@ -1,7 +1,6 @@
 """Pixel and frame limits that a record names, within those of the run."""
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, training_conversation
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
-from megatron_vlm.data.records.records import conversation_of, images_of, videos_of
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.records.read import read_record
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90
@@ -35,13 +35,8 @@ def encoded(arguments, record, packing=True, **settings):
     """In two steps, which raises unless what is measured is what is encoded."""
     encoder = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
     data = DataConfig(seq_length=2048, **settings)
-    sample = ChatMLSample(
-        __key__="s",
-        __restore_key__=(),
-        conversation=json.dumps(conversation_of(record)),
-        imgs=images_of(record, Path()),
-        videos=videos_of(record, Path()),
-    )
+    talk, images, videos = read_record(record, Path())
+    sample = ChatMLSample(__key__="s", __restore_key__=(), conversation=talk, imgs=images, videos=videos)
     return (
         encoder(data=data, **arguments).documents.encode(sample)
         if not packing
@@ -106,9 +101,8 @@ def test_a_video_has_the_limits_that_its_record_names(arguments, limit):
 
 
 def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
-    assert "video_limits" not in conversation_of(
-        {"messages": turns("<video>"), "videos": [{"frames": [picture], "fps": 1}]}
-    )
+    conversation, _ = normalise({"messages": turns("<video>"), "videos": [{"frames": [picture], "fps": 1}]})
+    assert "video_limits" not in conversation
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,7 @@ def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
     ],
 )
 def test_limits_that_are_none_are_named(picture, wrong, said):
-    entry = conversation_of({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")})
+    entry, _ = normalise({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")})
     for conversation in (entry, turns([{"type": "image"} | wrong])):
         with pytest.raises(BadSample, match="bad_conversation.*" + said):
             training_conversation(conversation, images=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def sample(*sizes: tuple[int, int]) -> ChatMLSample:
         files.append(file.getvalue())
     turns = [{"role": "user", "content": "<image>" * len(sizes) + "Which?"}]
     turns.append({"role": "assistant", "content": "7"})
-    return ChatMLSample(__key__="a", __restore_key__=(), conversation=json.dumps(turns), imgs=files)
+    return ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files)
 
 
 def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorMixin, PretrainedConfig]:

@@ -28,11 +28,21 @@ LAYOUTS = {
     "tp 2": ParallelConfig(tp=2),
     "pp 2": ParallelConfig(pp=2, distributed_optimizer=False),
     "cp 2": ParallelConfig(cp=2),
-    "tp 2, pairs": ParallelConfig(tp=2),
 }
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
 DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RENAMED]
-FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in DENSE]
+OBJECTIVES = ("tokens", "dpo")
+# A family is in every layout, in one of them with preferences, in another one than the family before;
+# `make test-soak` has both objectives in all.
+PAIRS = {
+    family: [
+        (layout, OBJECTIVES[(place - number) % len(LAYOUTS) == 0]) for place, layout in enumerate(LAYOUTS)
+    ]
+    for number, family in enumerate(DENSE)
+}
+ALL = [(layout, objective) for layout in LAYOUTS for objective in OBJECTIVES]
+FAMILIES = [pytest.param((family, PAIRS[family]), id=family, marks=pytest.mark.long) for family in DENSE]
+FAMILIES += [pytest.param((family, ALL), id=f"{family} all", marks=pytest.mark.soak) for family in DENSE]
 
 
 def run_of(parallel: ParallelConfig) -> RunConfig:
@@ -44,9 +54,11 @@ def run_of(parallel: ParallelConfig) -> RunConfig:
     return run
 
 
-def run_named(name: str) -> RunConfig:
-    run = run_of(LAYOUTS[name])
-    run.train.objective = "dpo" if "pairs" in name else "tokens"
+def run_named(layout: str, objective: str) -> RunConfig:
+    """Two micro batches: as many as stages hold at once."""
+    run = run_of(LAYOUTS[layout])
+    run.train.objective = objective
+    run.train.global_batch_size = 8 if layout == "dp 2" else 4
     return run
 
 
@@ -55,17 +67,18 @@ def config_of(family: str):
     return parts.config(parts.processor(default_corpus(), parts.template), {}, {})
 
 
-def both(family: str) -> dict[str, tuple[dict, dict]]:
-    """Of every layout what is measured in a real step of this rank, and what its rehearsal says."""
+def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[dict, dict]]:
+    """Of every layout and objective what is measured in a real step of this rank, and what its rehearsal
+    says."""
     from megatron_vlm.parallel import setup
 
     hf_config, measured, rank = config_of(family), {}, int(os.environ["RANK"])
     setup.init_distributed(LAYOUTS["dp 2"], seed=1)
-    for name, parallel in LAYOUTS.items():
-        setup.reset_layout(parallel, seed=1)
-        measured[name] = real_step(run_named(name), hf_config)
+    for cell in cells:
+        setup.reset_layout(LAYOUTS[cell[0]], seed=1)
+        measured[cell] = real_step(run_named(*cell), hf_config)
     setup.shutdown()
-    return {name: (measured[name], rehearsed(run_named(name), hf_config, rank)) for name in LAYOUTS}
+    return {cell: (measured[cell], rehearsed(run_named(*cell), hf_config, rank)) for cell in cells}
 
 
 def real_step(run: RunConfig, hf_config) -> dict:
@@ -85,15 +98,15 @@ def real_step(run: RunConfig, hf_config) -> dict:
         model = data_parallel(build_model(run, family, hf_config, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
-        objective, _ = objective_of(run, model)
+        step_loss, _ = objective_of(run, model)
         held, peaks = memory.alive, []
         batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
-        for _ in range(3):  # threads of gloo may keep what they were given for a while
+        for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
-            train_step(model, optimizer, scheduler, batches, objective=objective)
+            train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
             peaks.append(memory.peak)
     with FlopCounterMode(display=False) as counter:  # a step of its own: it keeps inputs to the end
-        train_step(model, optimizer, scheduler, batches, objective=objective)
+        train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
     return {"peak": min(peaks), "held": held, "products": float(products)}
@@ -114,26 +127,29 @@ def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def ranks(request) -> list[dict[str, tuple[dict, dict]]]:
-    return run_distributed(2, both, request.param)
+def ranks(request) -> list[dict[tuple[str, str], tuple[dict, dict]]]:
+    """By rank: layout and objective -> what was measured, and rehearsed."""
+    family, cells = request.param
+    ranks = run_distributed(2, both, family, cells)
+    assert [list(rank) for rank in ranks] == [cells] * 2
+    return ranks
 
 
 def test_rehearsed_memory_is_the_measured_one(ranks):
-    for name in LAYOUTS:
-        for rank in ranks:
-            real, ours = rank[name]
-            assert ours["held"] == pytest.approx(real["held"], rel=WORST_MEMORY), name
-            assert ours["peak"] == pytest.approx(real["peak"], rel=WORST_MEMORY), name
+    for rank in ranks:
+        for cell, (real, ours) in rank.items():
+            assert ours["held"] == pytest.approx(real["held"], rel=WORST_MEMORY), cell
+            assert ours["peak"] == pytest.approx(real["peak"], rel=WORST_MEMORY), cell
 
 
 def test_rehearsed_operations_are_those_of_a_step(ranks):
-    assert [rank[name][1]["products"] for rank in ranks for name in LAYOUTS] == [
-        rank[name][0]["products"] for rank in ranks for name in LAYOUTS
-    ]
+    for rank in ranks:
+        for cell, (real, ours) in rank.items():
+            assert ours["products"] == real["products"], cell
 
 
 def test_the_host_reads_nothing_in_forward_and_backward(ranks):
-    assert [rank[name][1]["host_reads"] for rank in ranks for name in LAYOUTS] == [{}] * 2 * len(LAYOUTS)
+    assert [ours["host_reads"] for rank in ranks for _, ours in rank.values() if ours["host_reads"]] == []
 
 
 def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():

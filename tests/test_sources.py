@@ -26,8 +26,9 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.blends import blend_tables
-from megatron_vlm.data.records.columns import COLUMNS, RecordLayout
-from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.records.columns import COLUMNS, Columns
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.records.read import read_record
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_words
 from megatron_vlm.models.families import load
@@ -456,7 +457,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
     ],
 )
 def test_plain_columns_become_turns(stored, turns):
-    messages = RecordLayout()(stored)["messages"]
+    messages = normalise(Columns()(stored))[0]["messages"]
     assert [turn["content"] for turn in messages] == turns
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
 
@@ -470,8 +471,8 @@ def test_the_records_that_the_documentation_shows_are_read():
         records.append(record)
         shown = shown[end:].strip()
     assert len(records) == 5
-    for record in map(RecordLayout(), records):
-        messages, _ = cook_chatml_sample(conversation_of(record))
+    for record in map(Columns(), records):
+        messages, _ = cook_chatml_sample(normalise(record)[0])
         assert "A cat." in json.dumps(messages)
 
 
@@ -482,7 +483,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     def told(name: str, rows: list[dict], **columns: str) -> list[str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        return list(first_words(open_table(path, layout=RecordLayout(columns))))
+        return list(first_words(open_table(path, columns=Columns(columns))))
 
     [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
     assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
@@ -503,8 +504,8 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
 
 def test_a_mapped_column_hides_others_of_its_kind():
     stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
-    layout = RecordLayout({"conversations": "chat", "images": "pictures"})
-    assert layout(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
+    columns = Columns({"conversations": "chat", "images": "pictures"})
+    assert columns(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_a_mapped_column_hides_others_of_its_kind():
 )
 def test_a_record_in_no_known_layout_is_bad(stored):
     with pytest.raises(BadSample):
-        RecordLayout()(stored)
+        normalise(Columns()(stored))
 
 
 @pytest.mark.parametrize(
@@ -540,25 +541,25 @@ def test_a_record_in_no_known_layout_is_bad(stored):
 )
 def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
     with pytest.raises(BadSample, match=f"{names} are two names of one field, and differ; leave one out"):
-        RecordLayout()(stored)
+        normalise(Columns()(stored))
     first, second = names.split(" and ")
-    RecordLayout()(stored | {second: stored[first]})
-    RecordLayout()(stored | {second: None})
+    normalise(stored | {second: stored[first]})
+    normalise(stored | {second: None})
     chosen = {name: name for name in stored if name != second}
-    assert second not in RecordLayout(chosen)(stored) and first in RecordLayout(chosen)(stored)
+    assert second not in Columns(chosen)(stored) and first in Columns(chosen)(stored)
 
 
 def test_two_forms_of_one_conversation_are_one():
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    record = RecordLayout()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
-    assert conversation_of(record) == {"conversations": sharegpt}
+    record = Columns()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
+    assert normalise(record)[0] == {"conversations": sharegpt}
 
 
 def test_a_part_names_one_image(tmp_path):
     part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
     with pytest.raises(BadSample, match="image_url and url are two names"):
-        images_of({"messages": [{"role": "user", "content": [part]}]}, tmp_path)
+        normalise({"messages": [{"role": "user", "content": [part]}]})
 
 
 def test_parts_name_videos_as_qwen_writes_them(tmp_path):
@@ -572,14 +573,14 @@ def test_parts_name_videos_as_qwen_writes_them(tmp_path):
         {"type": "video_url", "video_url": {"url": "a.mp4"}},
     ]
     turns = [{"role": "user", "content": [*parts, question]}, {"role": "assistant", "content": "A cat."}]
-    for given in map(RecordLayout(), ({"messages": turns}, turns)):
-        found = videos_of(given, tmp_path)
-        assert found == [b"film", {"frames": [b"one", b"two"], "fps": 2}, b"film"]
-        assert images_of(given, tmp_path) == []
+    for row in map(Columns(), ({"messages": turns}, turns)):
+        conversation, images, videos = read_record(row, tmp_path)
+        assert videos == [b"film", {"frames": [b"one", b"two"], "fps": 2}, b"film"]
+        assert images == []
         limits = {"max_frames": 4, "fps": 1.0}
         places = [{"type": "video"} | limits, {"type": "video"}, {"type": "video_url"}, question]
-        assert conversation_of(given)["messages"][0]["content"] == places
-    assert videos_of({"messages": turns, "videos": ["1.jpg"]}, tmp_path) == [b"one"]
+        assert conversation["messages"][0]["content"] == places
+    assert read_record({"messages": turns, "videos": ["1.jpg"]}, tmp_path)[2] == [b"one"]
 
 
 def random_value(rng, depth=0):
@@ -608,13 +609,13 @@ def random_value(rng, depth=0):
 def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
     """Of 3000 made-up records each is read or bad; some of them are read."""
     rng, outcomes = np.random.default_rng(0), Counter()
-    tagged = RecordLayout({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
+    tagged = Columns({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
     for number in range(3000):
         record = random_value(rng)
         try:
-            record = (tagged if number % 2 else RecordLayout())(record)
-            conversation_json(conversation_of(record))
-            images_of(record, tmp_path), videos_of(record, tmp_path)
+            record = (tagged if number % 2 else Columns())(record)
+            conversation, _, _ = read_record(record, tmp_path)
+            json.dumps(conversation)
             outcomes["read"] += 1
         except BadSample as bad:
             outcomes[bad.reason] += 1
@@ -694,7 +695,7 @@ def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
     paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
     with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
         blend_tables(
-            {str(path): open_table(str(path), RecordLayout({})) for path in paths},
+            {str(path): open_table(str(path), Columns({})) for path in paths},
             [int, lambda rows: 10**8 * rows],
         )
 
@@ -726,13 +727,9 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     processor = AutoProcessor.from_pretrained(path)
     (tmp_path / "a.jpg").write_bytes(image_bytes(1))
     texts = ["\nthe cat\n", None, None, " sits on", "", "<image> a table\n"]
-    record = RecordLayout()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
-    sample = ChatMLSample(
-        __key__="document",
-        __restore_key__=(),
-        conversation=json.dumps(conversation_of(record)),
-        imgs=images_of(record, tmp_path),
-    )
+    record = Columns()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
+    talk, images, _ = read_record(record, tmp_path)
+    sample = ChatMLSample(__key__="document", __restore_key__=(), conversation=talk, imgs=images)
     needs = load(family).data_needs(AutoConfig.from_pretrained(path))
     encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ

@@ -1,6 +1,5 @@
 """Thinking blocks of replies: trained as the template writes them, read and not trained, or left out."""
 
-import json
 import re
 import time
 
@@ -66,7 +65,7 @@ def thoughtful():
 
 def encoded(processor, turns, thinking, **settings):
     encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=512, thinking=thinking), **settings)
-    sample = ChatMLSample(__key__="s", __restore_key__=(), conversation=json.dumps(turns))
+    sample = ChatMLSample(__key__="s", __restore_key__=(), conversation=turns)
     try:
         return encoder.encode_sample(sample)
     except SkipSample:

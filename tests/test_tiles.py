@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -61,9 +60,7 @@ def test_images_are_those_of_apply_chat_template(folder, sizes):
     words = {"type": "text", "text": "Which?"}
     asked = {"role": "user", "content": [{"type": "image"} for _ in files] + [words]}
     turns = [asked, {"role": "assistant", "content": [{"type": "text", "text": "7"}]}]
-    given = ChatMLSample(
-        __key__="a", __restore_key__=(), conversation=json.dumps(turns), imgs=files, videos=None
-    )
+    given = ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files, videos=None)
     encoder = encoder_of(folder)
     encoded = encoder.encode_sample(given)
     pictures = ({"type": "image", "image": Image.open(io.BytesIO(file))} for file in files)
@@ -145,7 +142,7 @@ def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
     given = ChatMLSample(
         __key__="a",
         __restore_key__=(),
-        conversation=json.dumps(turns),
+        conversation=turns,
         imgs=[picture(3)],
         videos=[frame_list(3), frame_list(3)],
     )

@@ -19,8 +19,8 @@ from programs import COMMAND, run_program
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -288,7 +288,7 @@ def sample(videos=(), imgs=(), question=None, key="s0"):
     return ChatMLSample(
         __key__=key,
         __restore_key__=(key,),
-        conversation=json.dumps(turns),
+        conversation=turns,
         imgs=list(imgs) or None,
         videos=list(videos) or None,
     )
@@ -394,9 +394,7 @@ def test_measured_lengths_are_those_of_the_encoding(arguments):
 def test_truncation_keeps_whole_videos_at_every_length(arguments):
     turns = "<video>Which one?<video>And this?"
     conversation = sample([frame_list(2), frame_list(6)], question=turns)
-    conversation.conversation = json.dumps(
-        [{"role": "assistant", "content": "Yes?"}, *json.loads(conversation.conversation)]
-    )
+    conversation.conversation = [{"role": "assistant", "content": "Yes?"}, *conversation.conversation]
     whole = encoder_of(arguments).encode_sample(conversation)
     kept = set()
     for length in range(4, len(whole.input_ids) + 1, 3):

@@ -67,9 +67,7 @@ def test_every_frame_of_a_video_is_shown(fast):
         out = io.BytesIO()
         Image.new("RGB", (64, 96), colour).save(out, "PNG")
         frames.append(out.getvalue())
-    sample = ChatMLSample(
-        __key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=None, videos=[frames]
-    )
+    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=None, videos=[frames])
     pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, processor.image_processor)
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}

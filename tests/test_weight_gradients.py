@@ -55,7 +55,6 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], int]:
     from megatron_vlm.parallel import setup
     from megatron_vlm.train import starting_model
-    from megatron_vlm.training.step import forward_backward
 
     run = RunConfig(run_dir="none", parallel=ParallelConfig(tp=2), adapter=adapter or AdapterConfig())
     run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
@@ -63,7 +62,7 @@ def gradients(
     ddp = starting_model(run, open_source(path))
     for chunk in ddp:
         chunk.zero_grad_buffer()
-    forward_backward(ddp, [parity.on_device(row) for row in case["rows"]])
+    parity.backward(ddp, [parity.on_device(row) for row in case["rows"]])
     trained = {name: p.main_grad for name, p in ddp[0].module.named_parameters() if p.requires_grad}
     return trained, len(ddp[0].module.language_model.decoder.layers)
 

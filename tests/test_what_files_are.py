@@ -26,8 +26,9 @@ from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.on_disk import plain
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
-from megatron_vlm.data.records.columns import RecordLayout
-from megatron_vlm.data.records.records import conversation_of, images_of
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.records.read import read_record
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_words
@@ -119,11 +120,12 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
     rows = open_table(tmp_path / name)
     found = [rows.record(index) for index in range(len(rows))]
     assert [root for _, root in found] == [tmp_path] * len(PLAIN)
-    stream = StreamedRows.open(str(tmp_path / name), RecordLayout())
+    stream = StreamedRows.open(str(tmp_path / name), Columns())
     assert [row["answer"] for row in stream.stream] == [row["answer"] for row in PLAIN]
     for (read, root), row in zip(found, PLAIN, strict=True):
-        assert [turn["content"] for turn in read["messages"]] == [row["question"], row["answer"]]
-        assert images_of(read, root) == [(tmp_path / row["image"]).read_bytes()]
+        conversation, images, _ = read_record(read, root)
+        assert [turn["content"] for turn in conversation["messages"]] == [row["question"], row["answer"]]
+        assert images == [(tmp_path / row["image"]).read_bytes()]
     assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
 
 
@@ -355,4 +357,4 @@ def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
 
 def test_conversations_of_rows_are_those_of_lines(tmp_path):
     """The guard of the tests above: records have turns."""
-    assert conversation_of(RECORDS[0])["conversations"][1]["value"] == "number 0"
+    assert normalise(RECORDS[0])[0]["conversations"][1]["value"] == "number 0"

@@ -102,7 +102,7 @@ class Conversation:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": reply})
         turns[0]["content"] = "<image>" + turns[0]["content"]
-        return ChatMLSample(__key__="0", __restore_key__=(), conversation=json.dumps(turns), imgs=[self.jpeg])
+        return ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=[self.jpeg])
 
 
 Work = Callable[[Conversation], Any]

@@ -1,6 +1,6 @@
 """The batch contract: everything that crosses from data to model.
 
-`encode_batch` returns a dict with these keys and `vlm_step` takes it:
+`encode_batch` returns a dict with these keys and `training.step` takes it:
 
     input_ids       (B, S) int64     image tokens already expanded by the processor
     labels          (B, S) int64     next-token ids, already shifted, IGNORE_INDEX where not trained

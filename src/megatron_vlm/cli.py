@@ -10,7 +10,6 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.commands.arguments import (
     Checkpoint,
     ConfigFile,
@@ -42,6 +41,7 @@ from megatron_vlm.commands.arguments import (
 from megatron_vlm.commands.asking import generate
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.program import PLAIN, Commands, run, single, torchrun, world_size
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable

@@ -1,24 +1,48 @@
 """A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one and
-`checks.settings` for what can be wrong with it.
+`config_rules` for what can be wrong with it.
 
 A setting has its dotted key, such as `train.steps`, as its name everywhere: overrides, YAML files and errors.
+The rule that its value keeps by itself is a part of its type, which `overrides.fitted` reads. Rules over
+several settings are in `config_rules`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from math import lcm
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-DataPaths = Any  # a path, or a list of paths; see `data.paths`
-Every = Any  # a number of steps, or EPOCH
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
 EPOCH = "epoch"
-ModuleNames = Any  # None, a regex of whole names, or a list of ends of names
-# In these, `~` is the user's home folder, also in files: a shell only expands words that begin with it.
-PATHS = ("run_dir", "hf_path", "media_dir", "lengths_cache", "train_data_path", "valid_data_path", "start")
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
-MISSING = "???"  # a setting without a default; OmegaConf's own mark
+MISSING = "???"  # a setting without a default
+MOST = 2**63 - 1
+
+
+def as_path(text: str) -> str:
+    """The path without quotes that a shell left, with the home folder in place of `~`: a shell expands only
+    words that begin with it."""
+    quoted = len(text) > 2 and text[0] == text[-1] and text[0] in "\"'"
+    return os.path.expanduser(text[1:-1] if quoted else text)
+
+
+FromZero = Annotated[int, Ge(0), Le(MOST)]
+FromOne = Annotated[int, Ge(1), Le(MOST)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+PartialShare = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Ge(1), Le(86_400)]
+Name = Annotated[str, MinLen(1)]
+PathName = Annotated[Name, as_path]
+DataPaths = Annotated[PathName | list[PathName], MinLen(1), "a path or a list of paths"]  # see `data.paths`
+Every = Annotated[FromZero | Literal["epoch"], "a number of steps, or epoch"]
+ModuleNames = Annotated[Name | list[Name] | None, "a regex or a list of names"]
+Parts = list[Literal["tower", "projector", "language_model"]]
 
 
 class ConfigError(ValueError):
@@ -27,16 +51,16 @@ class ConfigError(ValueError):
 
 @dataclass
 class ModelConfig:
-    hf_path: str = "???"  # folder or hub name of the Hugging Face checkpoint to start from
+    hf_path: PathName = MISSING  # folder or hub name of the Hugging Face checkpoint to start from
     load_weights: bool = True  # False: random weights from the config alone
-    dtype: str = "bf16"  # "bf16" or "fp32": parameters and activations; gradients and Adam are fp32
-    freeze: list[str] = field(default_factory=list)  # any of "tower", "projector", "language_model"
+    dtype: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients and Adam are fp32
+    freeze: Parts = field(default_factory=list)
     # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
     # at a time; "varlen": torch's kernel for CUDA in bf16; "auto": the fastest that the device has
-    attention: str = "auto"
-    # activation recomputation: "none", "selective" (feed-forwards) or "full" (whole layers)
-    recompute: str = "none"
-    load_balancing: float | None = None  # weight of the load-balancing loss; None: as in the checkpoint
+    attention: Literal["auto", "dense", "documents", "varlen"] = "auto"
+    # activation recomputation: "selective" (feed-forwards) or "full" (whole layers)
+    recompute: Literal["none", "selective", "full"] = "none"
+    load_balancing: NotNegative | None = None  # weight of the load-balancing loss; None: as in the checkpoint
 
 
 @dataclass
@@ -46,24 +70,25 @@ class AdapterConfig:
     Modules are named as in Transformers, such as `model.language_model.layers.0.self_attn.q_proj`.
     """
 
-    r: int = 0  # rank; 0: no adapters, the model itself is trained
-    lora_alpha: float = 8  # adapters are scaled by lora_alpha / r
+    r: FromZero = 0  # rank; 0: no adapters, the model itself is trained
+    lora_alpha: Positive = 8.0  # adapters are scaled by lora_alpha / r
     use_rslora: bool = False  # scaled by lora_alpha / sqrt(r)
     use_dora: bool = False  # trains the norms of the adapted weights' rows, too (arXiv 2402.09353)
-    lora_dropout: float = 0.0  # share of an adapter's inputs that is left out in training
+    lora_dropout: PartialShare = 0.0  # share of an adapter's inputs that is left out in training
     # which linears have adapters: a list of ends of names, such as [q_proj, v_proj]; a regex for whole names;
     # "all-linear" for tower, projector and language model; None: all of the language model
     target_modules: ModuleNames = None
     exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
-    layers_to_transform: list[int] = field(default_factory=list)  # numbers of layers; empty: all
+    layers_to_transform: list[FromZero] = field(default_factory=list)  # numbers of layers; empty: all
     # names before a layer's number, as regexes; empty: the first number in a module's name is its layer's
-    layers_pattern: list[str] = field(default_factory=list)
+    layers_pattern: list[Name] = field(default_factory=list)
     # parameters of routed experts with adapters: ends of names, [experts.gate_up_proj, experts.down_proj]
-    target_parameters: list[str] = field(default_factory=list)
-    modules_to_save: list[str] = field(default_factory=list)  # ends of names; these are trained whole
-    rank_pattern: dict[str, int] = field(default_factory=dict)  # regex of the end of a name: its own r
-    alpha_pattern: dict[str, float] = field(default_factory=dict)  # and its own lora_alpha
-    start: str | None = None  # folder of an adapter that peft wrote, to train on; it settles all the others
+    target_parameters: list[Name] = field(default_factory=list)
+    modules_to_save: list[Name] = field(default_factory=list)  # ends of names; these are trained whole
+    rank_pattern: dict[str, FromOne] = field(default_factory=dict)  # regex of the end of a name: its own r
+    alpha_pattern: dict[str, Positive] = field(default_factory=dict)  # and its own lora_alpha
+    # folder of an adapter that peft wrote, to train on; it settles all the others
+    start: PathName | None = None
 
     @property
     def used(self) -> bool:
@@ -72,11 +97,11 @@ class AdapterConfig:
 
 @dataclass
 class ParallelConfig:
-    tp: int = 1  # tensor
-    pp: int = 1  # pipeline
-    vpp: int = 1  # virtual pipeline stages per rank (interleaved schedule)
-    cp: int = 1  # context
-    ep: int = 1  # expert; over the ranks of tensor and data parallelism
+    tp: FromOne = 1  # tensor
+    pp: FromOne = 1  # pipeline
+    vpp: FromOne = 1  # virtual pipeline stages per rank (interleaved schedule)
+    cp: FromOne = 1  # context
+    ep: FromOne = 1  # expert; over the ranks of tensor and data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
     distributed_optimizer: bool = True
     vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if several
@@ -97,58 +122,58 @@ class ParallelConfig:
 
 @dataclass
 class DataConfig:
-    # "energon", or "hf": what `datasets` opens, JSON(L) of conversations, or a meta file that names several
-    dataset_type: str = "energon"
-    train_data_path: DataPaths = "???"  # a path, or a list of paths, whose samples are mixed
-    valid_data_path: DataPaths = None  # None: the validation split of train_data_path, if it has one
+    # "hf": what `datasets` opens, JSON(L) of conversations, or a meta file that names several
+    dataset_type: Literal["energon", "hf"] = "energon"
+    train_data_path: DataPaths = MISSING  # samples of several paths are mixed
+    valid_data_path: DataPaths | None = None  # None: the validation split of train_data_path, if it has one
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
-    validation_share: float = 0.0
-    columns: dict[str, str] = field(default_factory=dict)  # our name: the source's, such as images: pictures
-    datasets: list[str] = field(default_factory=list)  # names to read from a meta file; empty: all
-    media_dir: str | None = None  # folder of all media paths; None: the source's own folder
+    validation_share: PartialShare = 0.0
+    columns: dict[str, Name] = field(default_factory=dict)  # our name: the source's, such as images: pictures
+    datasets: list[Name] = field(default_factory=list)  # names to read from a meta file; empty: all
+    media_dir: PathName | None = None  # folder of all media paths; None: the source's own folder
     streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
-    seq_length: int = 4096  # most tokens in a row
-    train_replies: str = "all"  # "all", or "last": that of each conversation alone
+    seq_length: FromOne = 4096  # most tokens in a row
+    train_replies: Literal["all", "last"] = "all"  # "last": that of each conversation alone
     # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
-    thinking: str = "keep"
-    over_length: str = "drop"  # "drop" the sample, or "truncate" it to whole images
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    video_fps: float = 2.0  # frames taken per second of video
-    video_max_frames: int = 128  # most frames of a video; in a longer one they are further apart
-    video_max_pixels: int | None = None  # larger frames are scaled before the processor sees them
-    visual_share: float = 0.5  # assumed share of image tokens in a row: balances the pipeline's first stage
-    decode_seconds: float = 60.0  # a sample with an image or a video that takes longer to decode is dropped
+    thinking: Literal["keep", "mask", "drop"] = "keep"
+    over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
+    min_pixels: FromOne | None = None
+    max_pixels: FromOne | None = None
+    video_fps: Positive = 2.0  # frames taken per second of video
+    video_max_frames: FromOne = 128  # most frames of a video; in a longer one they are further apart
+    video_max_pixels: FromOne | None = None  # larger frames are scaled before the processor sees them
+    visual_share: Share = 0.5  # assumed share of image tokens in a row: balances the pipeline's first stage
+    decode_seconds: Positive = 60.0  # a sample with media that take longer to decode is dropped
     # The run stops if a larger share of the samples is dropped, judged after 100 samples or, if an epoch has
     # fewer rows, over whole epochs. 0: at the first drop; 1: when a whole epoch gives nothing to train on.
-    max_drop_share: float = 0.05
-    num_workers: int = 2
+    max_drop_share: Share = 0.05
+    num_workers: FromZero = 2
     # "none": one sample per row; "stream": rows of seq_length packed from a buffer; "global": packed from all
     # samples after measuring their lengths (`tools/precompute_tokens.py`), with rows of equal cost in a step
-    packing: str = "none"
-    packing_buffer_size: int = 1000  # samples that "stream" packs at a time; a worker holds their images
-    max_patches: int | None = None  # most raw patches of images in a packed row; None: no limit
+    packing: Literal["none", "stream", "global"] = "none"
+    packing_buffer_size: FromOne = 1000  # samples that "stream" packs at a time; a worker holds their images
+    max_patches: FromOne | None = None  # most raw patches of images in a packed row; None: no limit
     group_by_length: bool = False  # without packing: samples of similar length share a step
-    lengths_cache: str | None = None  # folder of measured lengths; None: one in the user's cache
-    shuffle_buffer_size: int = 1000
-    max_samples_per_sequence: int = 100
+    lengths_cache: PathName | None = None  # folder of measured lengths; None: one in the user's cache
+    shuffle_buffer_size: FromZero = 1000
+    max_samples_per_sequence: FromOne = 100
     restart: bool = False  # a resumed run begins its data again, with samples that it has seen
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-5
-    min_lr: float = 0.0
-    warmup_steps: int | None = 0  # None: a tenth of the run, at most 50
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr: NotNegative = 1e-5
+    min_lr: NotNegative = 0.0
+    warmup_steps: FromZero | None = 0  # None: a tenth of the run, at most 50
+    weight_decay: NotNegative = 0.0
+    beta1: PartialShare = 0.9
+    beta2: PartialShare = 0.95
+    eps: Positive = 1e-8
+    clip_grad: NotNegative = 1.0
     # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model", "adapters"), or
     # for what a pattern finds in the names of HF tensors and adapters; `min_lr` is then less in proportion
-    lr_by_part: dict[str, float] = field(default_factory=dict)
-    weight_decay_by_part: dict[str, float] = field(default_factory=dict)
+    lr_by_part: dict[str, Positive] = field(default_factory=dict)
+    weight_decay_by_part: dict[str, NotNegative] = field(default_factory=dict)
 
     @property
     def by_part(self) -> dict[str, dict[str, float]]:
@@ -159,37 +184,39 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int | None = 1000  # None: as many as `epochs` make
-    epochs: float | None = None  # in place of `steps`: how often the training data is passed over
-    micro_batch_size: int = 1
-    global_batch_size: int = 32
-    seed: int = 1234
+    steps: FromOne | None = 1000  # None: as many as `epochs` make
+    # in place of `steps`: how often the training data is passed over
+    epochs: Annotated[float, Gt(0), Le(1_000_000)] | None = None
+    micro_batch_size: FromOne = 1
+    global_batch_size: FromOne = 32
+    seed: FromZero = 1234
     eval_every: Every = 0  # steps between validations, or "epoch": after each epoch; 0: none
-    eval_steps: int = 0  # validation steps; 0: the whole validation split
+    eval_steps: FromZero = 0  # validation steps; 0: the whole validation split
     save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end
-    keep_checkpoints: int = 2
-    keep_best: bool = (
-        False  # keep the one with the lowest validation loss, too; each save then validates first
-    )
+    keep_checkpoints: FromOne = 2
+    # keep the one with the lowest validation loss, too; each save then validates first
+    keep_best: bool = False
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
-    hang_seconds: float = 480  # if no rank makes progress for this time, the job ends and writes all stacks
-    objective: str = "tokens"  # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
-    dpo_beta: float = 0.1  # how much a model may leave the starting weights; less leaves them further
+    # if no rank makes progress for this time, the job ends and writes all stacks
+    hang_seconds: Seconds = 480.0
+    # "tokens": their mean loss; "dpo": preference pairs, see docs/rl.md
+    objective: Literal["tokens", "dpo"] = "tokens"
+    dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 
 
 @dataclass
 class LoggingConfig:
-    log_every: int = 1
+    log_every: FromOne = 1
     tensorboard: bool = True
-    wandb_project: str | None = None
+    wandb_project: Name | None = None
 
 
 @dataclass
 class RunConfig:
     """Everything that determines a run. `run_dir` is its folder, from which it also resumes."""
 
-    name: str = "run"
-    run_dir: str = "???"
+    name: Name = "run"
+    run_dir: PathName = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -202,6 +229,15 @@ class RunConfig:
     def frozen(self) -> list[str]:
         """The parts of the model whose own weights are not trained."""
         return ["tower", "projector", "language_model"] if self.adapter.used else self.model.freeze
+
+
+@cache
+def setting_types(cls: type = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting, with its rules, by its dotted key and in the order of the dataclasses."""
+    types = {}
+    for name, kind in get_type_hints(cls, include_extras=True).items():
+        types |= setting_types(kind, f"{prefix}{name}.") if is_dataclass(kind) else {f"{prefix}{name}": kind}
+    return types
 
 
 def all_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from copy import deepcopy
+from dataclasses import asdict
+from math import isfinite
 from os import PathLike
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from megatron_vlm.config import EPOCH, MISSING, PATHS, ConfigError, RunConfig, all_settings
+from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.messages import suggestion
 
-DATA_PATHS = "a path or a list of paths"
-EVERY = "a number of steps, or epoch"
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
-MODULE_NAMES = "a regex or a list of names"
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MOST_YAML = 1 << 20  # characters of settings
 LONGEST_NUMBER = 100
 
@@ -44,22 +44,29 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
 
     `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
     the setting's type. `train.epochs` takes the place of an earlier `train.steps`, and the reverse. Raises
-    ConfigError naming the place of an unknown key or of an unfit value.
+    ConfigError naming the place of each unknown key and of each unfit value, one a line.
     """
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
-    tree, flat = OmegaConf.structured(config), flatten(overrides)
-    given = {key for key in EXCLUSIVE if flat.get(key) not in (None, "null", "None")}
-    if len(given) == 1:
-        flat = dict.fromkeys(set(EXCLUSIVE) - given) | flat
+    flat = flatten(overrides)
+    ends = {key for key in EXCLUSIVE if flat.get(key) not in (None, "null", "None")}
+    if len(ends) == 1:
+        flat = dict.fromkeys(set(EXCLUSIVE) - ends) | flat
+    changed = deepcopy(config)
+    problems = []
     for key, value in flat.items():
-        _set(tree, key, value)
-    return _build(RunConfig, tree)
+        try:
+            _set(changed, key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return changed
 
 
 def to_yaml(config: RunConfig) -> str:
     """Every setting, in the order of the dataclasses."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str) -> RunConfig:
@@ -108,118 +115,151 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _set(tree: DictConfig, key: str, value: Any) -> None:
-    if "${" in str(
-        value
-    ):  # OmegaConf would read the environment, and a chain of references grows without end
-        raise ConfigError(f"{key}: {value!r}: ${{…}} is not filled in; write the value out.")
-    *sections, name = key.split(".")
-    node = tree
-    for place, section in enumerate(sections):
-        if node is not None and _types(node).get(section, "").startswith("dict"):
-            if isinstance(value, dict | list | tuple):
-                raise ConfigError(f"{key}: {value!r} does not fit; expected str.")
-            try:
-                node[section][".".join([*sections[place + 1 :], name])] = _entry(_types(node)[section], value)
-            except ValueError as error:
-                raise ConfigError(f"{key}: {value!r} does not fit; expected a number.") from error
-            return
-        node = node[section] if _is_group(node, section) else None
-    if node is None or name not in _types(node):
+def _set(config: RunConfig, key: str, value: Any) -> None:
+    known = setting_types()
+    name = next((name for name in known if f"{key}.".startswith(f"{name}.")), None)
+    inside = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
+    if inside:
+        raise ConfigError(f"{key}: a group of settings ({', '.join(inside)}); set one of them.")
+    if name is None or (name != key and get_origin(known[name]) is not dict):
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
-    if _is_group(node, name):
-        raise ConfigError(f"{key}: a group of settings ({', '.join(node[name])}); set one of them.")
-    wanted = _types(node)[name]
-    wanted = {"DataPaths": DATA_PATHS, "Every": EVERY, "ModuleNames": MODULE_NAMES}.get(wanted, wanted)
+    value = checked(name, value if name == key else {key.removeprefix(f"{name}."): value})
+    group, _, attribute = name.rpartition(".")
+    holder = getattr(config, group) if group else config
+    setattr(holder, attribute, getattr(holder, attribute) | value if isinstance(value, dict) else value)
+
+
+def checked(name: str, value: Any) -> Any:
+    """The value of a setting in the setting's type. Raises ConfigError if it has another or breaks a rule."""
+    if "${" in str(value):  # other programs would fill it in
+        raise ConfigError(f"{name}: {value!r}: ${{…}} is not filled in; write the value out.")
+    hint = setting_types()[name]
     try:
-        value = _parse(value, wanted) if isinstance(value, str) else value
-        if any(item is None or isinstance(item, dict | list | tuple) for item in _items(value)):
-            raise yaml.YAMLError("lists and mappings hold plain values")
-        if wanted == EVERY and value != EPOCH and type(value) is not int:
-            raise yaml.YAMLError(f"neither a whole number nor {EPOCH}")
-        value = _as_meant(value) if name in PATHS else value
-        if wanted.startswith("dict") and isinstance(value, Mapping):
-            value = {str(key): _entry(wanted, item) for key, item in value.items()}
-        OmegaConf.update(node, name, _as_paths(key, value) if wanted == DATA_PATHS else value)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        example = f", as {key}.NAME=VALUE" if wanted.startswith("dict") else ""
-        raise ConfigError(f"{key}: {value!r} does not fit; expected {wanted}{example}.") from error
+        return fitted(value, hint)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except (TypeError, yaml.YAMLError) as error:
+        example = f", as {name}.NAME=VALUE" if get_origin(hint) is dict else ""
+        raise ConfigError(f"{name}: {value!r} does not fit; expected {in_words(hint)}{example}.") from error
 
 
-def _entry(wanted: str, value: Any) -> str | float:
-    """A value of a mapping whose type is `wanted`. YAML takes 1e-6 for text."""
-    if wanted.endswith("float]"):
-        return float(value)
-    return int(str(value)) if wanted.endswith("int]") else str(value)
+def fitted(value: Any, hint: Any) -> Any:
+    """The value in the type of a hint; text is read. Raises TypeError for another type, and ValueError for a
+    value that breaks a rule of an `Annotated` or is no choice of a `Literal`."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        value = fitted(value, inner[0])
+        for rule in inner[1:]:
+            value = rule(value) if callable(rule) else _keeping(value, rule)
+        return value
+    if kind in (Union, UnionType):
+        return _fitted_to_one(value, inner)
+    if kind is Literal:
+        if not isinstance(value, str):
+            raise TypeError
+        if value not in inner:
+            raise ValueError(f"{value} does not exist{suggestion(value, inner)}")
+        return value
+    if kind is list:
+        items = _from_yaml(value, "[]")
+        if not isinstance(items, list | tuple):
+            raise TypeError
+        return [fitted(item, inner[0]) for item in items]
+    if kind is dict:
+        return _fitted_mapping(value, inner[1])
+    return _fitted_scalar(value, hint)
 
 
-def _items(value: Any) -> list[Any]:
-    """The items of a list, or the values of a mapping."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple | ListConfig) else []
+def _fitted_to_one(value: Any, hints: tuple[Any, ...]) -> Any:
+    """The value in the first type that takes it. A text in brackets is a list where there may be one."""
+    if NoneType in hints and value in (None, "null", "None"):
+        return None
+    others = [hint for hint in hints if hint is not NoneType]
+    lists = [hint for hint in others if get_origin(hint) is list]
+    if lists and (isinstance(value, list | tuple) or str(value).startswith("[")):
+        others = lists
+    if len(others) == 1:
+        return fitted(value, others[0])
+    for hint in others:
+        try:
+            return fitted(value, hint)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError
 
 
-def _as_meant(value: Any) -> Any:
-    """A path, or each of several, with the home folder in place of `~`, without quotes that a shell left."""
-    if isinstance(value, list | tuple | ListConfig):
-        return [_as_meant(path) for path in value]
+def _fitted_mapping(value: Any, hint: Any) -> dict[str, Any]:
+    entries = _from_yaml(value, "{}")
+    if not isinstance(entries, Mapping):
+        raise TypeError
+    mapping = {}
+    for key, entry in entries.items():
+        try:
+            mapping[str(key)] = fitted(entry, hint)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    return mapping
+
+
+def _from_yaml(value: Any, brackets: str) -> Any:
+    """What a text says, written with these brackets or without; any other value as it is."""
     if not isinstance(value, str):
         return value
-    quoted = len(value) > 2 and value[0] == value[-1] and value[0] in "\"'"
-    return os.path.expanduser(value[1:-1] if quoted else value)
+    return _plain_yaml(value if value.startswith(brackets[0]) else f"{brackets[0]}{value}{brackets[1]}")
 
 
-def _parse(text: str, wanted: str) -> Any:
-    """The value of a text. Only lists and null are parsed: OmegaConf converts the rest by field type."""
-    if text in ("null", "None") and "None" in wanted:
-        return None
-    if wanted.startswith("dict"):
-        return _plain_yaml(text if text.startswith("{") else f"{{{text}}}")
-    if wanted in (DATA_PATHS, MODULE_NAMES) and not text.startswith("["):
-        return None if text in ("null", "None") else text
-    if wanted.startswith("list") or wanted in (DATA_PATHS, MODULE_NAMES):
-        return _plain_yaml(text if text.startswith("[") else f"[{text}]")
-    return int(text) if wanted == EVERY and text.removeprefix("-").isdecimal() else text
+def _fitted_scalar(value: Any, kind: type) -> Any:
+    if kind is bool:
+        switch = SWITCHES.get(value.lower()) if isinstance(value, str) else value
+        if not isinstance(switch, bool):
+            raise TypeError
+        return switch
+    if isinstance(value, bool) or not isinstance(value, str | int | float | PathLike):
+        raise TypeError
+    if kind is str:
+        return str(value)
+    try:
+        number = int(str(value)) if kind is int else float(value)
+    except ValueError as error:
+        raise TypeError from error
+    if not isfinite(number):
+        raise ValueError(f"{number} is not a finite number.")
+    return number
 
 
-def _as_paths(key: str, value: Any) -> str | list[str] | None:
-    if value is None and key.endswith("valid_data_path"):
-        return None
-    paths = list(value) if isinstance(value, list | tuple | ListConfig) else [value]
-    if not paths or not all(isinstance(path, str | PathLike) and str(path) for path in paths):
-        raise ConfigError(f"{key}: {value!r} does not fit; expected a path or a list of paths.")
-    return str(value) if isinstance(value, str | PathLike) else list(map(str, paths))
+def _keeping(value: Any, rule: Any) -> Any:
+    """The value. Raises ValueError if it breaks a rule; a text in place of a rule is only for `in_words`."""
+    shown = f"{value:g}" if isinstance(value, float) else value
+    match rule:
+        case Ge(ge=least) if value < least:
+            raise ValueError(f"{shown} is less than {least}.")
+        case Gt(gt=bound) if value <= bound:
+            raise ValueError(f"{shown} is not more than {bound}.")
+        case Le(le=most) if value > most:
+            raise ValueError(f"{shown} is more than {most}.")
+        case Lt(lt=bound) if value >= bound:
+            raise ValueError(f"{shown} is not less than {bound}.")
+        case MinLen() if not value:
+            raise ValueError("is empty; give a name, or leave the setting out.")
+    return value
 
 
-def _types(node: DictConfig) -> dict[str, str]:
-    return {f.name: str(f.type) for f in fields(OmegaConf.get_type(node))}
-
-
-def _is_group(node: DictConfig | None, name: str) -> bool:
-    return node is not None and _types(node).get(name, "").endswith("Config")
+def in_words(hint: Any) -> str:
+    """What a hint asks for: its text if it is `Annotated` with one, else its type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        texts = [rule for rule in inner[1:] if isinstance(rule, str)]
+        return texts[0] if texts else in_words(inner[0])
+    if kind in (Union, UnionType):
+        return " | ".join(map(in_words, inner))
+    if kind is Literal:
+        return " | ".join(inner)
+    if kind is not None:
+        return f"{kind.__name__}[{', '.join(map(in_words, inner))}]"
+    return "None" if hint is NoneType else hint.__name__
 
 
 def _suggest_key(key: str) -> str:
-    known = [path for path, _ in all_settings(RunConfig())]
+    known = setting_types()
     same_name = [path for path in known if path.split(".")[-1] == key.split(".")[-1]]
     return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, known)
-
-
-def _build(cls: type, node: DictConfig) -> Any:
-    """The dataclass of a node. `OmegaConf.to_object` refuses missing settings, which a dry run must show."""
-    values = {}
-    for f in fields(cls):
-        value = MISSING if OmegaConf.is_missing(node, f.name) else node[f.name]
-        if isinstance(value, DictConfig) and f.name not in _dicts(node):
-            value = _build(OmegaConf.get_type(value), value)
-        values[f.name] = _plain(value)
-    return cls(**values)
-
-
-def _dicts(node: DictConfig) -> set[str]:
-    return {name for name, wanted in _types(node).items() if wanted.startswith("dict")}
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value

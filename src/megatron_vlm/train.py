@@ -44,7 +44,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     feed = Feed(config, source, saved)
     milestones = feed.milestones
     model = starting_model(config, source)
-    objective, logged = objective_of(config, model)
+    step_loss, logged = objective_of(config, model)
     own = parameters_by_part(model, config.optimizer.by_part, source.family.groups, source.weight_map.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
@@ -66,7 +66,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             waited = time.monotonic() - began
             watchdog.beat(f"training step {step}")
             with feed.naming_samples(step, micro_batches):
-                given = micro_batches, figures, milestones.goes_on_after(step), objective
+                given = micro_batches, figures, milestones.goes_on_after(step), step_loss
                 loss, tokens, grad_norm = train_step(model, optimizer, scheduler, *given)
             watchdog.beat(step=step)
             seconds = time.monotonic() - began
@@ -76,7 +76,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
             extra = {**log.totals, "rows": feed.rows_after(step)}
             if milestones.evaluates_after(step):
                 watchdog.beat(f"evaluating after step {step}")
-                given = feed.valid(), config.train.eval_steps, feed.valid_sources, objective, logged
+                given = feed.valid(), config.train.eval_steps, feed.valid_sources, step_loss, logged
                 extra["valid_loss"], by_source = validation_loss(model, *given)
                 log.log_eval(step, extra["valid_loss"], by_source)
             if milestones.saves_after(step):

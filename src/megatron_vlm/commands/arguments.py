@@ -10,9 +10,10 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
-from megatron_vlm.checks.settings import validate, validate_model, validate_paths
+from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import read_file, refuse_existing
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml

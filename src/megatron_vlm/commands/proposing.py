@@ -13,12 +13,12 @@ from typing import Any
 
 import typer
 
-from megatron_vlm.checks.layout import check_gpus
 from megatron_vlm.checks.model_on_disk import is_prepared
-from megatron_vlm.checks.settings import validate_paths
+from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.data.paths import paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable

@@ -18,6 +18,7 @@ from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.messages import printable
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.hf import load_config, load_model, load_processor
+from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import resolve
@@ -112,9 +113,8 @@ def _logits(config: RunConfig, prompt: Question) -> Tensor:
         return model(**inputs, use_cache=False).logits[0]
     config.model.dtype = "fp32"
     run = open_run(config)
-    for chunk in run.chunks:
-        chunk.eval()
     encoded = encode_prompt(*prompt, run.source.needs)
-    [logits] = logits_of(run.chunks, [batch_of([encoded])])
+    with in_evaluation(run.chunks):
+        [logits] = logits_of(run.chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

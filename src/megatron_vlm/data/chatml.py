@@ -11,9 +11,18 @@ from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.media_limits import limits_of, with_limits
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
-from megatron_vlm.data.turns import ROLES, TRAINED, BadSample, is_trained, mistake, sole, without_thinking
+from megatron_vlm.data.turns import (
+    ROLES,
+    TRAINED,
+    TURNS,
+    BadSample,
+    is_trained,
+    mistake,
+    sole,
+    without_thinking,
+)
 
-WRAPPERS = ("conversations", "messages", "conversation")
+WRAPPERS = (*TURNS, "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
@@ -26,11 +35,12 @@ BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consi
 class ChatMLSample(Sample):
     """A conversation with its media, still encoded.
 
-    `conversation` is JSON that `cook_chatml_sample` accepts. If the record could not be read, `problem` says
-    why, so that the encoder counts it with all other drops.
+    `conversation` is what `cook_chatml_sample` accepts; that of a preference record has `rejected_messages`
+    beside its turns. If the record could not be read, `problem` says why, so that the encoder counts it with
+    all other drops.
     """
 
-    conversation: str
+    conversation: str | dict | list
     imgs: list[bytes] | None = None
     videos: list | None = None
     problem: BadSample | None = None

@@ -11,6 +11,7 @@ Energon must hand over raw bytes (`decoder = None`): its own decoder executes pi
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections import Counter
 from typing import Any
@@ -24,7 +25,8 @@ from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.paths import FILMS, PICTURES
-from megatron_vlm.data.records.records import conversation_json
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
 
 DECODE_SECONDS = DataConfig.decode_seconds
 # Others: Pillow's format name in lower case
@@ -85,14 +87,14 @@ def _read_parts(record: dict) -> dict:
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
-    conversation = _text(record["json"])
+    document = Columns()(parsed(_text(record["json"])))
     if "jpgs" in record or "videos" in record:
         imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
     else:
-        document = parsed(conversation)
-        document = document if isinstance(document, dict) else {}  # a bare list of turns
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
+    others = {name: value for name, value in document.items() if name not in ("image", "video")}
+    conversation, _ = normalise(others | {"images": imgs, "videos": videos})
     return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
 
 
@@ -166,7 +168,14 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
     described = conversation | ({"images": list(files)} if files else {})
     if videos:
         described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
-    return {"json": conversation_json(described), **files}
+    return {"json": _json(described), **files}
+
+
+def _json(document: dict) -> bytes:
+    try:
+        return json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise BadSample("bad_json", str(error)) from error
 
 
 def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:

@@ -9,6 +9,7 @@ from typing import Any
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 TRAINED = ("assistant", DOCUMENT)
+TURNS = ("conversations", "messages")  # where a record has its turns
 ROLES = {  # as people name it -> the role
     DOCUMENT: DOCUMENT,
     "system": "system",

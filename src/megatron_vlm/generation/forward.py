@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -23,17 +21,11 @@ def forward(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         watchdog.beat()
         return [chunks[0](stream, output_logits) for stream in streams]
-    return run_schedule(chunks, streams, _step, forward_only=True)
+    return run_schedule(chunks, streams, _reported, output_logits, forward_only=True)
 
 
-def _step(data_iterator: Iterator[Stream], model: torch.nn.Module):
-    watchdog.beat()
-    return model(next(data_iterator), output_logits), _report
-
-
-def _report(logits_NV: Tensor):
-    zero = logits_NV.new_zeros(())
-    return zero, zero.int(), logits_NV
+def _reported(stream: Stream, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_NV.new_zeros(()), logits_NV
 
 
 def told_by_last_stage(said: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ lanes, so that each stage computes one while the next stage computes another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from operator import index
@@ -27,6 +26,7 @@ from megatron_vlm.generation.rows import Piece, Request, Rows
 from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
+from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
@@ -89,23 +89,11 @@ def generate(
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
     request.check(inner)
     numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
-    with alarm(), _in_evaluation(model):
+    with alarm(), in_evaluation(model):
         for lanes in _waves(request, answers, inner, cache_bytes):
             _run(model, lanes)
             _collect(lanes, numbers)
         return _answers(numbers, request)
-
-
-@contextmanager
-def _in_evaluation(model: list[torch.nn.Module]) -> Iterator[None]:
-    in_training = [chunk.training for chunk in model]
-    for chunk in model:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, was in zip(model, in_training, strict=True):
-            chunk.train(was)
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:

@@ -71,6 +71,32 @@ def output_logits(
     return capped(logits, config.logit_softcap)
 
 
+def of_all_context_ranks(local: Tensor, stream: Stream, dim: int) -> Tensor:
+    """The outputs of all of a stream's wanted tokens along `dim`, of which this rank has `local`; zeros where
+    a wanted token is padding.
+
+    Every context-parallel rank must then compute the same loss of them: the gradient of its own goes back.
+    """
+    shape = list(local.shape)
+    shape[dim] = stream.outputs
+    placed = local.new_zeros(shape).index_copy(dim, stream.output_places, local)
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return placed
+    return _SumOfContextRanks.apply(placed)
+
+
+class _SumOfContextRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, placed: Tensor) -> Tensor:
+        total = placed.clone()
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:
     """(n, D) hidden states of the wanted tokens on every tensor-parallel rank; gradients are summed."""
     if config.sequence_parallel:

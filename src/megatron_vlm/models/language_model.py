@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_vlm.checks.layout import misfit
 from megatron_vlm.config import ConfigError, ModelConfig, RunConfig
+from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
@@ -57,7 +57,6 @@ class LanguageModelConfig(TransformerConfig):
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backend_name: str = "documents"  # see `models.layers.attention`
     dense_channels: tuple[int, ...] = ()  # of heads that it has no kernel for: their layers are dense
-    step_weight: float = 0.0  # sum of this data-parallel rank's loss weights in the step under way
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
 
     @property

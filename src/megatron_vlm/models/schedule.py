@@ -1,30 +1,44 @@
-"""Streams through Megatron's schedule for the layout."""
+"""Streams through the chunks of a model by Megatron's schedule for the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import tee
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
+from megatron_vlm.job import watchdog
+from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.layers.deepstack import extras_between_stages
 from megatron_vlm.models.stream import Stream
 
+# (stream, what the head made of it) -> (a scalar whose gradient is added to the others', what to report)
+StreamLoss = Callable[[Stream, Tensor], tuple[Tensor, Any]]
+
 
 def run_schedule(
-    chunks: list[torch.nn.Module], streams: list[Stream], forward_step: Callable, forward_only: bool
+    chunks: list[torch.nn.Module],
+    streams: list[Stream],
+    loss: StreamLoss,
+    head: Callable[..., Tensor] = output_losses,
+    forward_only: bool = False,
 ) -> list:
-    """What the loss function of `forward_step` reported of each stream, on the last stage.
+    """Returns what `loss` reports of each stream, on the last pipeline stage; elsewhere an empty list.
 
-    The streams have one length if there are pipeline stages.
+    `head`, a function of `models.head`, makes the outputs. Unless `forward_only`, gradients are added to this
+    rank's buffers. The streams have one length if there are pipeline stages.
     """
     iterators = list(tee(streams, len(chunks)))
     ranks = parallel_state.get_context_parallel_world_size()
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=partial(vlm_step, loss, head),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(streams),
@@ -32,3 +46,30 @@ def run_schedule(
         micro_batch_size=1 + extras_between_stages(get_model_config(chunks[0])),
         forward_only=forward_only,
     )
+
+
+def vlm_step(
+    loss: StreamLoss, head: Callable[..., Tensor], streams: Iterator[Stream], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, Any]]]:
+    """Moves the next stream through one chunk. With its first two arguments bound, it is Megatron's step."""
+    watchdog.beat()
+    stream = next(streams)
+
+    def loss_of_output(output: Tensor) -> tuple[Tensor, int, Any]:
+        scalar, report = loss(stream, output)
+        return scalar, 0, report  # no tokens for Megatron to divide by: `finalize_gradients` divides
+
+    return model(stream, head), loss_of_output
+
+
+@contextmanager
+def in_evaluation(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Puts the chunks into evaluation mode, and each back into its own mode at the end."""
+    were_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.train(was_training)

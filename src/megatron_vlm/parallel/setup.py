@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm import files
-from megatron_vlm.checks.layout import check_gpus, layout_problems
 from megatron_vlm.config import ConfigError, ParallelConfig
+from megatron_vlm.config_rules.layout import check_gpus, layout_problems
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import own_connection
 from megatron_vlm.parallel import cpu

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models import costs
 from megatron_vlm.models.adapters import settled
 from megatron_vlm.models.attention_sizes import heads_of

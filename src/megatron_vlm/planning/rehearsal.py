@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
-from megatron_vlm.checks.settings import validate
 from megatron_vlm.config import ConfigError, RunConfig, derived
+from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models import costs
 from megatron_vlm.models.families import family_for
 from megatron_vlm.models.families.base import Family
@@ -29,7 +29,7 @@ from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Wor
 from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import train_step
+from megatron_vlm.training.step import Reports, StepLoss, train_step
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,15 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         weights, gradients = _nbytes(p for chunk in chunks for p in chunk.parameters()), _gradients(model)
         gc.collect()
         held = recorder.alive
-        objective, _ = objective_of(config, model)
+        step_loss, _ = objective_of(config, model)
         reference = recorder.alive - held
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
         batches = [example_batch(config, family, hf_config, META)] * _enough(config, count, stage)
-        micro_batch, once = _count_apart(recorder, chunks)
-        train_step(model, optimizer, scheduler, batches, objective=objective)
+        micro_batch, once = Seen(), Seen()
+        recorder.seen, recorder.peak = micro_batch, recorder.alive
+        step_loss = _then_counting(step_loss, recorder, once)
+        train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
     for what in [call for call in micro_batch.collectives if call.group == "dp"]:
         once[what] += micro_batch.pop(what)  # gradients of the last micro batch
     return Rehearsal(
@@ -153,18 +155,15 @@ def _enough(config: RunConfig, count: int, stage: int) -> int:
     return min(count, 2 * pp if vpp > 1 else pp - stage + (pp > 1))
 
 
-def _count_apart(recorder: Recorder, chunks: list[torch.nn.Module]) -> tuple[Seen, Seen]:
-    """Two counts of what happens from now on: up to the end of the last backward, and after it."""
-    recorder.seen, recorder.peak = Seen(), recorder.alive
-    micro_batches, once, config = recorder.seen, Seen(), chunks[0].config
-    finalize_gradients = config.finalize_model_grads_func
+def _then_counting(step_loss: StepLoss, recorder: Recorder, once: Seen) -> StepLoss:
+    """The same loss; what happens after its backward passes is counted in `once`."""
 
-    def finalize(*args, **kwargs):
+    def counted(chunks: list[torch.nn.Module], micro_batches: list[Batch]) -> tuple[Reports, float]:
+        reports, weight = step_loss(chunks, micro_batches)
         recorder.seen = once
-        finalize_gradients(*args, **kwargs)
+        return reports, weight
 
-    config.finalize_model_grads_func = finalize
-    return micro_batches, once
+    return counted
 
 
 def _routed(config: RunConfig, architecture: dict) -> int:

@@ -1,4 +1,4 @@
-"""Outputs of a stream's wanted tokens, from all context-parallel ranks; those of all streams by sample."""
+"""The outputs of all streams by sample, and how far they are from an engine's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_vlm.models.positions import Kinds
-from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.micro_batches import Document
 
@@ -25,29 +24,6 @@ class Difference:
     mean: float
     max: float
     worst_sample: int | None
-
-
-def whole(local_kn: Tensor, stream: Stream) -> Tensor:
-    """The outputs (k, N) of all of a stream's wanted tokens, of which this rank has `local_kn` (k, n).
-
-    Every context-parallel rank must then compute the same loss of them: the gradient of its own goes back.
-    """
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return local_kn
-    zeros = local_kn.new_zeros(len(local_kn), stream.outputs)
-    return _Sum.apply(zeros.index_copy(1, stream.output_places, local_kn))
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds: int) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
@@ -16,12 +16,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
 from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
-from megatron_vlm.models.head import output_scores
+from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
+from megatron_vlm.models.schedule import in_evaluation, run_schedule
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.vlm import build_model
 from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
@@ -30,7 +30,7 @@ from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
-from megatron_vlm.rl.outputs import Difference, by_sample, differences, whole
+from megatron_vlm.rl.outputs import Difference, by_sample, differences
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint
@@ -41,7 +41,7 @@ from megatron_vlm.training.gradients import (
     step_if_finite,
 )
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import forward_backward
+from megatron_vlm.training.step import streams_of
 
 SMALLEST_TEMPERATURE = 1e-4  # fp32 logits, divided by less, have no digits left that tell tokens apart
 Samples = Sequence[Mapping[str, Any]]
@@ -117,11 +117,12 @@ class Policy:
         `routes`, also which experts each token went to.
         """
         self.memory.need("logprobs", MODEL)
-        score = partial(_score, _reported, self._scores_head(temperature, entropy))
+        head = self._scores_head(temperature, entropy)
         rows = self._rows(samples)
         recording = recorded(self.chunks) if routes else nullcontext({})
-        with self._in_evaluation(), recording as chosen, alarm():
-            reports = forward_backward(self.chunks, [row.batch for row in rows], score, forward_only=True)
+        with in_evaluation(self.chunks), recording as chosen, alarm():
+            streams = streams_of(self.chunks, [row.batch for row in rows])
+            reports = run_schedule(self.chunks, streams, _reported, head, forward_only=True)
             placed = by_sample(reports, [each for row in rows for each in row.documents], 1 + entropy)
             return Scores(
                 [each[0] for each in placed],
@@ -153,23 +154,22 @@ class Policy:
         left = iter(rows)  # the last stage asks for losses in the order of the rows
         failed: list[Exception] = []
 
-        def loss(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict]:
-            row, scores = next(left), whole(output, stream)
-            none = torch.zeros((), dtype=torch.int, device=scores.device)  # Megatron divides by nothing
+        def loss(stream: Stream, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            row, scores = next(left), of_all_context_ranks(output, stream, dim=1)
             if not row.documents:
-                return scores.sum(), none, {}
+                return scores.sum(), {}
             try:
                 found = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
             except Exception as error:  # noqa: BLE001 - all ranks raise it below; now they wait for this one
                 failed.append(error)
-                return scores.sum(), none, {}
+                return scores.sum(), {}
             total = found.total / normalizer
-            return total, none, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
+            return total, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
         try:
             with alarm():
-                streams = [row.batch for row in rows]
-                reports = forward_backward(self.chunks, streams, partial(_score, loss, head))
+                streams = streams_of(self.chunks, [row.batch for row in rows])
+                reports = run_schedule(self.chunks, streams, loss, head)
             return means(reports, rows, failed)
         except BaseException:
             self._empty()  # some rows' gradients are there, others are not
@@ -254,16 +254,6 @@ class Policy:
         check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, wanted)
         return partial(output_scores, temperature, entropy)
 
-    @contextmanager
-    def _in_evaluation(self) -> Iterator[None]:
-        for chunk in self.chunks:
-            chunk.eval()
-        try:
-            yield
-        finally:
-            for chunk in self.chunks:
-                chunk.train()
-
     def _rows(
         self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0
     ) -> list[MicroBatch]:
@@ -314,13 +304,5 @@ def _joined(config: RunConfig, max_tokens: int) -> RunConfig:
     return replace(config, model=replace(config.model, load_balancing=0.0))
 
 
-def _score(loss: Callable, head: Callable[..., Tensor], streams: Iterator[Stream], model: nn.Module):
-    """Megatron's forward step: scores in place of losses."""
-    watchdog.beat()
-    stream = next(streams)
-    return model(stream, head), partial(loss, stream)
-
-
-def _reported(stream: Stream, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    scores = whole(output, stream)
-    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), {"scores": scores}
+def _reported(stream: Stream, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return output.sum(), {"scores": of_all_context_ranks(output, stream, dim=1)}

@@ -13,25 +13,23 @@ from functools import partial
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
-from megatron_vlm.job import watchdog
-from megatron_vlm.models.schedule import run_schedule
+from megatron_vlm.models.head import of_all_context_ranks
+from megatron_vlm.models.schedule import in_evaluation, run_schedule
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.rl.losses import document_sums, dpo
-from megatron_vlm.rl.outputs import whole
-from megatron_vlm.training.step import Objective, forward_backward, streams_of
+from megatron_vlm.training.step import Reports, StepLoss, streams_of, token_losses
 
 LOGGED = ("margin", "accuracy", "reward_chosen", "reward_rejected")
 
 
-def objective_of(config: RunConfig, chunks: list[nn.Module]) -> tuple[Objective, tuple[str, ...]]:
+def objective_of(config: RunConfig, chunks: list[nn.Module]) -> tuple[StepLoss, tuple[str, ...]]:
     """What makes the gradients of a run that begins with these weights, and what it logs."""
     if config.train.objective == "tokens":
-        return forward_backward, ()
+        return token_losses, ()
     return Preferences(chunks, config.train.dpo_beta), LOGGED
 
 
@@ -49,34 +47,28 @@ class Preferences:
 
     def __call__(
         self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
-    ) -> list[dict[str, Tensor]]:
+    ) -> tuple[Reports, float]:
         """Reports on the last stage; the gradients are there unless `forward_only`."""
         streams, pairs = streams_of(chunks, micro_batches), [Pairs(batch) for batch in micro_batches]
         for stream, pair in zip(streams, pairs, strict=True):
             stream.trained_weight = pair.count
-        with self._reference(chunks):
-            score = partial(_step, partial(_scores, iter(pairs)))
-            references = [each["scores"] for each in run_schedule(chunks, streams, score, forward_only=True)]
-        get_model_config(chunks[0]).step_weight = sum(pair.count for pair in pairs)
+        with self._reference(), in_evaluation(chunks), torch.no_grad():
+            references = run_schedule(chunks, streams, partial(_scores, iter(pairs)), forward_only=True)
         loss = partial(_loss, self._beta, zip(pairs, references, strict=False))
-        return run_schedule(chunks, streams, partial(_step, loss), forward_only)
+        reports = run_schedule(chunks, streams, loss, forward_only=forward_only)
+        return reports, sum(pair.count for pair in pairs)
 
     @contextmanager
-    def _reference(self, chunks: list[nn.Module]) -> Iterator[None]:
-        """The chunks have the starting weights meanwhile."""
-        training, own = chunks[0].training, [param.data for param, _ in self._start]
-        for chunk in chunks:
-            chunk.eval()
+    def _reference(self) -> Iterator[None]:
+        """Gives the chunks the starting weights meanwhile."""
+        trained = [param.data for param, _ in self._start]
         for param, start in self._start:
             param.data = start
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
-            for (param, _), weights in zip(self._start, own, strict=True):
+            for (param, _), weights in zip(self._start, trained, strict=True):
                 param.data = weights
-            for chunk in chunks:
-                chunk.train(training)
 
 
 class Pairs:
@@ -94,23 +86,15 @@ class Pairs:
             raise ValueError(f"dpo: rows of {batch['__key__']} hold answers that are no pairs.")
 
 
-def _step(loss, streams: Iterator[Stream], model: nn.Module):
-    """Megatron's forward step."""
-    watchdog.beat()
-    stream = next(streams)
-    return model(stream), partial(loss, stream)
+def _scores(pairs: Iterator[Pairs], stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor]:
+    return losses_N.sum(), _answer_scores(next(pairs), stream, losses_N)
 
 
-def _scores(
-    pairs: Iterator[Pairs], stream: Stream, losses_N: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    scores = _answer_scores(next(pairs), stream, losses_N)
-    return losses_N.sum(), torch.zeros((), dtype=torch.int, device=losses_N.device), {"scores": scores}
-
-
-def _loss(beta: float, given, stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As `training.step.token_loss`: a sum over pairs, that `finalize_gradients` divides by their number."""
-    pair, reference = next(given)
+def _loss(
+    beta: float, pairs_and_references: Iterator[tuple[Pairs, Tensor]], stream: Stream, losses_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A sum over pairs and its report, like `training.step.token_loss`."""
+    pair, reference = next(pairs_and_references)
     scores = _answer_scores(pair, stream, losses_N)
     answers = *scores.view(-1, 2).unbind(1), *reference.view(-1, 2).unbind(1)
     loss = dpo(*answers, beta)
@@ -126,14 +110,14 @@ def _loss(beta: float, given, stream: Stream, losses_N: Tensor) -> tuple[Tensor,
         "losses": _weighted(stream, losses_N.detach()),
         "places": stream.output_places,
     }
-    return loss.total.float(), tokens.int(), report
+    return loss.total.float(), report
 
 
 def _answer_scores(pair: Pairs, stream: Stream, losses_N: Tensor) -> Tensor:
     """(2 pairs,) the log-probability of each answer, on every context-parallel rank; a token's is multiplied
     by its weight. In fp64, as a margin is the small difference of large sums."""
     answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)
-    log_probs = -whole(_weighted(stream, losses_N)[None], stream)[0]
+    log_probs = -of_all_context_ranks(_weighted(stream, losses_N), stream, dim=0)
     return document_sums(log_probs.double(), answers, 2 * pair.count)
 
 

@@ -9,8 +9,9 @@ from megatron.core import parallel_state
 from torch import distributed as dist
 
 from megatron_vlm.batch import fully_masked
+from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.training.figures import BySource
-from megatron_vlm.training.step import Objective, forward_backward, mean_loss
+from megatron_vlm.training.step import Reports, StepLoss, mean_loss, token_losses
 
 
 @torch.no_grad()
@@ -19,32 +20,30 @@ def validation_loss(
     take: Callable[[int], list[dict]],
     limit: int = 0,
     sources: Sequence[str] = (),
-    objective: Objective = forward_backward,
+    step_loss: StepLoss = token_losses,
     logged: Sequence[str] = (),
 ) -> tuple[float | None, dict[str, float]]:
     """Loss over the micro batches of `take(count)` (the first `limit`; 0: all), None if it gives none; and
     loss, trained tokens and samples of each of `sources`, which samples' keys begin with, and what the
-    `objective` has `logged`. Collective: `take` gives every rank equally many."""
+    `step_loss` has `logged`. Collective: `take` gives every rank equally many."""
     by_source = BySource(sources, logged)
-    for chunk in chunks:
-        chunk.eval()
     at_once = parallel_state.get_pipeline_model_parallel_world_size()  # keeps the pipeline busy
-    reports, seen = [], 0
-    while not limit or seen < limit:
-        micro_batches = take(min(at_once, limit - seen) if limit else at_once)
-        if not micro_batches:
-            break
-        seen += len(micro_batches)
-        while len(micro_batches) < at_once:  # the interleaved schedule needs a multiple of the stages
-            micro_batches.append(fully_masked(micro_batches[-1]))
-        found = objective(chunks, micro_batches, forward_only=True)
-        by_source.count(micro_batches, found)
-        reports += [{"sums": report["sums"]} for report in found]  # not the losses of all validation tokens
-    for chunk in chunks:
-        chunk.train()
+    sums_alone: Reports = []  # not the losses of all validation tokens
+    seen = 0
+    with in_evaluation(chunks):
+        while not limit or seen < limit:
+            micro_batches = take(min(at_once, limit - seen) if limit else at_once)
+            if not micro_batches:
+                break
+            seen += len(micro_batches)
+            while len(micro_batches) < at_once:  # the interleaved schedule needs a multiple of the stages
+                micro_batches.append(fully_masked(micro_batches[-1]))
+            reports, _ = step_loss(chunks, micro_batches, forward_only=True)
+            by_source.count(micro_batches, reports)
+            sums_alone += [{"sums": report["sums"]} for report in reports]
     if not seen:
         return None, {}
     sums = by_source.sums()
     if len(sums):
         dist.all_reduce(sums)
-    return mean_loss(reports)[0], by_source.figures(sums.cpu().numpy())
+    return mean_loss(sums_alone)[0], by_source.figures(sums.cpu().numpy())

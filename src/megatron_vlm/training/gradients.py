@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +15,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
-from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -28,15 +27,13 @@ from megatron_vlm.parallel import setup
 def data_parallel(
     chunks: list[VLMModel], config: RunConfig, one_backward: bool = True
 ) -> list[DistributedDataParallel]:
-    """The chunks with Megatron's fp32 gradient buffers, reduced over data-parallel ranks once per step.
+    """The chunks with Megatron's fp32 gradient buffers, which `finalize_gradients` reduces once per step.
 
-    With `one_backward` the end of Megatron's schedule finishes the reduction, and a bucket's starts as soon
-    as the backward pass of the last micro batch has filled it. Without, schedules only add to the buffers,
-    any number of times, until the caller reduces them by `finalize_gradients`. A forward pass waits for
-    parameters that `step_in_flight` left on their way.
+    With `one_backward` a schedule runs once per step, and the reduction of a bucket starts as soon as the
+    backward pass of its last micro batch has filled it. Without, schedules only add to the buffers, any
+    number of times. A forward pass waits for parameters that `step_in_flight` left on their way.
     """
     megatron_config = chunks[0].config
-    megatron_config.finalize_model_grads_func = finalize_gradients if one_backward else None
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=one_backward,
@@ -118,19 +115,18 @@ def _arrived(needed: list[Buckets], *_) -> None:
             buckets.start_param_sync(force_sync=True)  # waits for what was started
 
 
-def finalize_gradients(
-    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
-) -> None:
-    """Megatron's `finalize_model_grads`, but gradients are divided by the sum of all loss weights of the
-    global batch. Megatron divides by a whole number of tokens, of at least one, and by nothing if it is None.
+def finalize_gradients(chunks: list[DistributedDataParallel], weight: float | None = None) -> None:
+    """Ends the reduction of gradients over ranks, and divides them by the sum of all data-parallel ranks'
+    `weight`, which is the same on ranks that have the same micro batches; None: by nothing.
+
+    Megatron's schedules would divide by a whole number of tokens, of at least one.
     """
-    finalize_model_grads(chunks, None, **options)
-    if num_tokens is None:
+    finalize_model_grads(chunks)
+    if weight is None:
         return
-    own = get_model_config(chunks[0]).step_weight  # the same on every rank that has the same micro batches
-    weight = torch.full((), own, dtype=torch.float64, device=setup.device())
-    dist.all_reduce(weight, group=parallel_state.get_data_parallel_group())
-    scaling = 1.0 / torch.where(weight > 0, weight, 1).float()
+    total = torch.full((), weight, dtype=torch.float64, device=setup.device())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    scaling = 1.0 / torch.where(total > 0, total, 1).float()
     for chunk in chunks:
         chunk.scale_gradients(scaling)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,62 +15,51 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.job import watchdog
 from megatron_vlm.models.schedule import run_schedule
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import empty_gradients, step_in_flight
+from megatron_vlm.training.gradients import empty_gradients, finalize_gradients, step_in_flight
 from megatron_vlm.training.not_finite import raise_not_finite
 
-Objective = Callable[..., list[dict[str, Tensor]]]  # of chunks, micro batches and forward_only
+Reports = list[dict[str, Tensor]]  # of micro batches on the last pipeline stage; elsewhere empty
+# (chunks, micro batches, forward_only=False) -> (reports, the sum of this rank's weights in the mean loss);
+# unless forward_only, gradients of the sum of all losses are then in this rank's buffers
+StepLoss = Callable[..., tuple[Reports, float]]
 
 
-def vlm_step(data_iterator: Iterator[Stream], model: VLMModel):
-    """Megatron's forward step: one micro batch through one model chunk."""
-    watchdog.beat()
-    stream = next(data_iterator)
-    return model(stream), partial(token_loss, stream)
+def token_losses(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], forward_only: bool = False
+) -> tuple[Reports, float]:
+    """A `StepLoss`: the losses of the trained tokens, by their weights. Reports are `token_loss`'s."""
+    streams = streams_of(chunks, micro_batches)
+    reports = run_schedule(chunks, streams, token_loss, forward_only=forward_only)
+    return reports, sum(stream.trained_weight for stream in streams)
 
 
-def token_loss(stream: Stream, losses_N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(weighted sum over trained tokens, their number, report); `gradients.finalize_gradients` divides once,
-    by the sum of all weights of the global batch. The report's `sums` are the loss, the weights, the number;
-    its weighted `losses` belong to the trained tokens at `places` of the micro batch.
+def token_loss(stream: Stream, losses_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(weighted sum over trained tokens, report). A mean over them would make the loss a mean of means.
 
-    This is `calculate_per_token_loss`; without it the loss would be a mean of micro-batch means.
+    The report's `sums` are the loss, the weights, the number of tokens; its weighted `losses` belong to the
+    trained tokens at `places` of the micro batch.
     """
     losses_N = losses_N if stream.weights is None else losses_N * stream.weights
     total = losses_N.sum()
     count = torch.full_like(total, len(losses_N))
     weight = count if stream.weights is None else stream.weights.double().sum()
     sums = torch.stack([x.detach().double() for x in (total, weight, count)])
-    return total, count.int(), {"sums": sums, "losses": losses_N.detach(), "places": stream.output_places}
-
-
-def forward_backward(
-    chunks: list[torch.nn.Module],
-    micro_batches: list[Batch],
-    forward_step=vlm_step,
-    forward_only: bool = False,
-    wanted: list[np.ndarray] | None = None,
-) -> list:
-    """Run Megatron's schedule for the layout. Returns what the loss function reported, on the last stage.
-
-    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
-    B * S of the tokens whose outputs are computed; None: the trained tokens.
-    """
-    streams = streams_of(chunks, micro_batches, wanted)
-    get_model_config(chunks[0]).step_weight = sum(stream.trained_weight for stream in streams)
-    return run_schedule(chunks, streams, forward_step, forward_only)
+    return total, {"sums": sums, "losses": losses_N.detach(), "places": stream.output_places}
 
 
 def streams_of(
     chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
 ) -> list[Stream]:
     """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
-    pipelines."""
+    pipelines.
+
+    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
+    B * S of the tokens whose outputs are computed; None: the trained tokens.
+    """
     layout = get_attr_wrapped_model(chunks[0], "layout")
     layouts = [layout(batch) for batch in micro_batches]
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -94,7 +82,7 @@ def train_step(
     micro_batches: list[Batch],
     figures: StepFigures | None = None,
     goes_on: bool = False,
-    objective: Objective = forward_backward,
+    step_loss: StepLoss = token_losses,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
@@ -105,7 +93,8 @@ def train_step(
     for chunk in chunks:
         empty_gradients(chunk)
     optimizer.zero_grad()
-    reports = objective(chunks, micro_batches)
+    reports, weight = step_loss(chunks, micro_batches)
+    finalize_gradients(chunks, weight)
     if figures:
         figures.count(micro_batches, reports)
     with record_function("optimizer"):

@@ -75,6 +75,7 @@ class ChatTemplate:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
                 text, spans = self._documents(messages)
+                text.encode()
                 return text, spans, [loss_weight(messages[0])] * len(spans)
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)

@@ -31,7 +31,7 @@ from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import sources_of_keys
-from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
@@ -56,7 +56,7 @@ class HFProvider:
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
-        self._layout = RecordLayout(dict(data.columns))
+        self._columns = Columns(dict(data.columns))
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
@@ -153,14 +153,14 @@ class HFProvider:
         return HFValidLoader(f"data.{key}: {paths}", rows, *share_of_ranks)
 
     def _rows(self, found: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]) -> EncodedRows:
-        table = open_sources(found, layout=self._layout, media_dir=self._data.media_dir, datasets=names)
+        table = open_sources(found, columns=self._columns, media_dir=self._data.media_dir, datasets=names)
         return EncodedRows(table, with_limited_drops(encoder, self._data))
 
     def _stream(self, encoder) -> EncodedRows:
         source, *others = sources_of(self._data.train_data_path)
         if others:
             raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
-        table = StreamedRows.open(source.path, self._layout, self._data.media_dir)
+        table = StreamedRows.open(source.path, self._columns, self._data.media_dir)
         return EncodedRows(table, with_limited_drops(encoder, self._data))
 
 

@@ -16,7 +16,7 @@ from megatron_vlm.data.drops import TooManyDrops
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.ledger import lost
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.records import conversation_json, conversation_of, images_of, videos_of
+from megatron_vlm.data.records.read import read_record
 from megatron_vlm.data.records.streams import StreamedRows
 
 
@@ -72,12 +72,8 @@ class EncodedRows(Dataset):
     def sample(self, index: int) -> ChatMLSample:
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
         try:
-            record, root = self.table.record(index)
-            fields = {
-                "conversation": conversation_json(conversation_of(record)).decode(),
-                "imgs": images_of(record, root) or None,
-                "videos": videos_of(record, root) or None,
-            }
+            conversation, images, videos = read_record(*self.table.record(index))
+            fields = {"conversation": conversation, "imgs": images or None, "videos": videos or None}
         except BadSample as bad:
             source, number = self.table.origin(index)
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")

@@ -7,16 +7,15 @@ an epoch, and a resumed run goes on with the same pairs. In a row, documents 1 a
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig, RunConfig
-from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample, parsed
+from megatron_vlm.data.chatml import BadSample, ChatMLSample, cook_chatml_sample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import VLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
-from megatron_vlm.data.records.columns import PROMPTS, QUERIES, TURNS
-from megatron_vlm.data.records.preferences import CHOSEN, REJECTED, REJECTED_TURNS, with_pair
+from megatron_vlm.data.records.columns import CHOSEN, REJECTED, REJECTED_TURNS
+from megatron_vlm.data.turns import TURNS
 
 HALVES = CHOSEN, REJECTED
 
@@ -78,24 +77,19 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     after those that both begin with. Raises BadSample if they do not differ in answers, and only in these."""
     if sample.problem is not None:
         raise sample.problem
-    record = parsed(sample.conversation)
-    record = with_pair(record, TURNS, PROMPTS, QUERIES) if isinstance(record, dict) else {}
-    if not (rejected := record.pop(REJECTED_TURNS, None)):
+    conversation = sample.conversation
+    if REJECTED_TURNS not in conversation:
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")
-    chosen, tools = cook_chatml_sample(record)
-    alike = {"system": record.get("system"), "messages": rejected}
-    answers = {CHOSEN: chosen, REJECTED: cook_chatml_sample(alike)[0]}
+    chosen, tools = cook_chatml_sample(conversation)
+    rejected = {"system": conversation.get("system"), "messages": conversation[REJECTED_TURNS]}
+    answers = {CHOSEN: chosen, REJECTED: cook_chatml_sample(rejected)[0]}
     shared = _shared(*answers.values())
     _check_answers(answers, shared)
-    others = {name: value for name, value in record.items() if name not in (*TURNS, "system")} | {
-        "tools": tools
-    }
+    said = (*TURNS, "conversation", "system", REJECTED_TURNS)
+    others = {name: value for name, value in conversation.items() if name not in said} | {"tools": tools}
     prompt = [turn | {"loss": False} if turn["role"] == "assistant" else turn for turn in chosen[:shared]]
     return tuple(
-        dataclasses.replace(
-            sample,
-            conversation=json.dumps(others | {"messages": prompt + turns[shared:]}, ensure_ascii=False),
-        )
+        dataclasses.replace(sample, conversation=others | {"messages": prompt + turns[shared:]})
         for turns in answers.values()
     )
 

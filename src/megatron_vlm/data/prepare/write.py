@@ -39,13 +39,13 @@ class Source:
 
 @functools.lru_cache(maxsize=8)
 def _open(source: Source) -> Any:
-    from megatron_vlm.data.records.columns import RecordLayout
+    from megatron_vlm.data.records.columns import Columns
     from megatron_vlm.data.records.tables import open_table
 
     return open_table(
         source.path,
         source.split,
-        layout=RecordLayout(dict(source.columns)),
+        columns=Columns(dict(source.columns)),
         media_dir=source.media_dir,
         datasets=source.datasets,
         kind=source.kind,
@@ -100,7 +100,7 @@ def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[Shar
         yield from (write_shard(job, bar.update) for job in jobs)
         return
     context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
-    context.set_forkserver_preload(["megatron_vlm.data.records.records"])
+    context.set_forkserver_preload(["megatron_vlm.data.records.read"])
     stop, done = context.Event(), context.Value("q", 0)
     pool = ProcessPoolExecutor(workers, context, _init_worker, (stop, done))
     try:
@@ -198,11 +198,10 @@ def write_shard(job: ShardJob, tick) -> ShardResult:
 
 def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
     """The files of one sample by name, after the checks that the encoder will make. Raises BadSample."""
-    from megatron_vlm.data.records.records import conversation_of, images_of, videos_of
+    from megatron_vlm.data.records.read import read_record
     from megatron_vlm.data.shard_format import sample_parts
 
-    record, root = table.record(index)
-    return sample_parts(conversation_of(record), images_of(record, root), videos_of(record, root))
+    return sample_parts(*read_record(*table.record(index)))
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -16,7 +16,7 @@ from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.on_disk.lines import first_records, is_turn, lines_file
 from megatron_vlm.data.records.blends import Whole
-from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import open_file
 from megatron_vlm.signatures import what_is
 
@@ -31,24 +31,24 @@ class JsonTable(Whole):
     line is a bad record.
     """
 
-    def __init__(self, path: Path, root: Path, layout: RecordLayout) -> None:
-        self.path, self.root, self.layout = path, root, layout
+    def __init__(self, path: Path, root: Path, columns: Columns) -> None:
+        self.path, self.root, self.columns = path, root, columns
         self._file = open_file(lines_file(path))
         self._version = _version(os.fstat(self._file.fileno()))
         self._numbers, self._starts, self._stops = np.array(array("q", _spans(self._file))).reshape(-1, 3).T
-        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {layout}"
-        columns = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
-        if not columns:
+        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {columns}"
+        present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
+        if not present:
             raise damaged(
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR
             )
-        layout.check_columns(sorted(columns), str(path))
+        columns.check(sorted(present), str(path))
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def record(self, index: int) -> tuple[dict, Path]:
-        return self.layout(self._raw(index)), self.root
+        return self.columns(self._raw(index)), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
         return str(self.path), int(self._numbers[index])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_vlm.data.description_files import check_fields, damaged
 from megatron_vlm.data.paths import DataSource
-from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
@@ -34,19 +34,17 @@ class Entry:
 
     place: str  # its name in errors
     source: DataSource
-    layout: RecordLayout
+    columns: Columns
     media_dir: Path
     split: str | None
 
 
-def entries_of(
-    path: Path, layout: RecordLayout, root: Path | None, datasets: Sequence[str]
-) -> dict[str, Entry]:
+def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequence[str]) -> dict[str, Entry]:
     """The datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
 
     Raises ValueError or FileNotFoundError that names the file, the dataset and what to do.
     """
-    if layout.columns or layout.tags:
+    if columns.names or columns.tags:
         raise ValueError(f"data.columns: {path} says the columns of each of its datasets; drop the setting.")
     entries = read_meta(path)
     if not entries:
@@ -69,7 +67,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     if (formatting := entry.get("formatting", "sharegpt")) not in FORMATTINGS:
         raise ValueError(f"{place}: formatting {formatting}{suggestion(str(formatting), FORMATTINGS)}")
     try:
-        layout = RecordLayout(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     path = entry.get("hf_hub_url") or folder / entry["file_name"]
@@ -77,7 +75,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
         raise FileNotFoundError(f"{place}: {path} does not exist.")
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
     source = DataSource(str(path), entry.get("subset"), *_rows_and_share(place, entry))
-    return Entry(place, source, layout, media_dir, entry.get("split"))
+    return Entry(place, source, columns, media_dir, entry.get("split"))
 
 
 def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:

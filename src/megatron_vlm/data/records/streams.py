@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_vlm.data.chatml import BadSample
 from megatron_vlm.data.fingerprint import digest
-from megatron_vlm.data.records.columns import RecordLayout
-from megatron_vlm.data.records.records import conversation_of, without_nulls
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
 
 Row = tuple[tuple[int, int], dict]  # shard and number in it; the record as the stream gave it
 
@@ -23,10 +23,10 @@ class StreamedRows:
     name: str
     stream: Any  # datasets.IterableDataset
     root: Path
-    layout: RecordLayout
+    columns: Columns
 
     @classmethod
-    def open(cls, path: str, layout: RecordLayout, media_dir: str | None = None) -> StreamedRows:
+    def open(cls, path: str, columns: Columns, media_dir: str | None = None) -> StreamedRows:
         """The opened stream. Raises ValueError if the source cannot be streamed or lacks a mapped column."""
         from megatron_vlm.data.records.hub import media_root, open_stream
         from megatron_vlm.data.records.tables import kind_of
@@ -35,8 +35,8 @@ class StreamedRows:
             raise ValueError(f"data.streaming: {path} is read where it lies; drop data.streaming.")
         stream = open_stream(path)
         if stream.features is not None:
-            layout.check_columns(list(stream.features), path)
-        return cls(path, stream, Path(media_dir) if media_dir else media_root(path), layout)
+            columns.check(list(stream.features), path)
+        return cls(path, stream, Path(media_dir) if media_dir else media_root(path), columns)
 
     def key(self, row: Row) -> str:
         return "{:05d}-{:09d}".format(*row[0])
@@ -59,7 +59,7 @@ class StreamedRows:
         return self.name, self.key(row)
 
     def record(self, row: Row) -> tuple[dict, Path]:
-        return self.layout(without_nulls(row[1])), self.root
+        return self.columns.of_arrow(row[1]), self.root
 
     def fingerprint(self) -> str:
         """Identifies the stream by its columns, its number of shards and its first record.
@@ -73,7 +73,7 @@ class StreamedRows:
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")
         try:
-            conversation = conversation_of(self.record(((0, 0), first))[0])
+            conversation, _ = normalise(self.columns.of_arrow(first))
         except BadSample as bad:
             conversation = bad.reason
         return (

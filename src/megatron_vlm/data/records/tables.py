@@ -1,6 +1,6 @@
 """Map-style sources: rows on disk, read one at a time by number, from any process.
 
-TABLES says how each kind of source is opened. All tables give what `data.records.records` reads: a record
+TABLES says how each kind of source is opened. All tables give what `data.records.read` reads: a record
 with the package's column names, and the folder under which its media lie.
 """
 
@@ -15,7 +15,7 @@ from megatron_vlm.data.description_files import damaged
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
 from megatron_vlm.data.paths import ROWS, DataSource
 from megatron_vlm.data.records.blends import Blend, Table, Whole, blend_tables, path_names
-from megatron_vlm.data.records.columns import RecordLayout
+from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file
@@ -30,19 +30,17 @@ class HFTable(Whole):
     name: str
     rows: Any
     root: Path
-    layout: RecordLayout
+    columns: Columns
 
     def __post_init__(self) -> None:
-        self.layout.check_columns(self.rows.column_names, self.name)
-        self.identity = f"{self.rows._fingerprint} {self.layout}"
+        self.columns.check(self.rows.column_names, self.name)
+        self.identity = f"{self.rows._fingerprint} {self.columns}"
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def record(self, index: int) -> tuple[dict, Path]:
-        from megatron_vlm.data.records.records import without_nulls
-
-        return self.layout(without_nulls(self.rows[index])), self.root
+        return self.columns.of_arrow(self.rows[index]), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
         return self.name, index
@@ -60,7 +58,7 @@ def open_table(
     path: str | Path,
     split: str | None = None,
     *,
-    layout: RecordLayout | None = None,
+    columns: Columns | None = None,
     media_dir: str | Path | None = None,
     datasets: Sequence[str] = (),
     kind: str | None = None,
@@ -68,7 +66,7 @@ def open_table(
 ) -> Table:
     """The rows of `path`: a file of rows, a meta file, or what `datasets` opens (folder, hub name).
 
-    layout      how its records are laid out
+    columns     the names of its fields and turns
     media_dir   the folder that paths of media are relative to and may not leave; default: the source's own
     datasets    the datasets of a meta file to read; default: all
     kind        a key of TABLES; default: what it holds tells
@@ -83,7 +81,7 @@ def open_table(
     if media_dir is not None and not Path(media_dir).is_dir():
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
     root = None if media_dir is None else Path(media_dir)
-    return TABLES[kind](path, split, layout or RecordLayout(), root, datasets, subset)
+    return TABLES[kind](path, split, columns or Columns(), root, datasets, subset)
 
 
 def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
@@ -126,18 +124,18 @@ def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
     return split_names(path, subset)
 
 
-def _open_hf(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> HFTable:
+def _open_hf(path, split, columns: Columns, root: Path | None, datasets, subset) -> HFTable:
     from megatron_vlm.data.records.hub import media_root, open_rows
 
-    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), layout)
+    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), columns)
 
 
-def _open_json(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> JsonTable:
-    return JsonTable(Path(path), root or Path(path).parent, layout)
+def _open_json(path, split, columns: Columns, root: Path | None, datasets, subset) -> JsonTable:
+    return JsonTable(Path(path), root or Path(path).parent, columns)
 
 
-def _open_meta(path, split, layout: RecordLayout, root: Path | None, datasets, subset) -> Blend:
-    entries = entries_of(Path(path), layout, root, datasets)
+def _open_meta(path, split, columns: Columns, root: Path | None, datasets, subset) -> Blend:
+    entries = entries_of(Path(path), columns, root, datasets)
     tables = {name: _open_entry(entry) for name, entry in entries.items()}
     return Blend(
         tables, {name: entries[name].source.rows_in_an_epoch(len(table)) for name, table in tables.items()}
@@ -149,7 +147,7 @@ def _open_entry(entry: Entry) -> Table:
     if kind_of(path) == "meta":
         raise ValueError(f"{entry.place}: {path} is a meta file itself; name its datasets here.")
     split = entry.split or ("train" if "train" in source_splits(path) else None)
-    table = open_table(path, split, layout=entry.layout, media_dir=entry.media_dir, subset=subset)
+    table = open_table(path, split, columns=entry.columns, media_dir=entry.media_dir, subset=subset)
     if not len(table):
         raise ValueError(f"{entry.place}: {path} has no records.")
     return table

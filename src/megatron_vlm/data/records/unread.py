@@ -13,13 +13,13 @@ from megatron_vlm.data.on_disk.named import is_base64, meant
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
 from megatron_vlm.data.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Blend, Table
-from megatron_vlm.data.records.parts import MEDIA
-from megatron_vlm.data.records.records import conversation_of, media_of
+from megatron_vlm.data.records.columns import MEDIA
+from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
 LOOKED_AT = 20  # records of each source
-Record = tuple[dict, Path, dict[str, list]]  # with the root of its media, and these by their kind
+Record = tuple[dict, Path, dict, dict[str, list]]  # root of its media; what `normalise` makes of it
 
 
 def first_words(table: Table | StreamedRows) -> Iterator[str]:
@@ -39,14 +39,14 @@ def _first_records(table: Table) -> Iterator[Record]:
     for index in range(min(LOOKED_AT, len(table))):
         with suppress(BadSample):
             record, root = table.record(index)
-            yield record, root, {kind: media_of(record, kind) for kind in MEDIA}
+            yield record, root, *normalise(record)
 
 
 def _unread(records: list[Record]) -> Iterator[str]:
     """Columns that look like media, if no record has any that are read."""
-    if any(any(media.values()) for _, _, media in records):
+    if any(any(media.values()) for *_, media in records):
         return
-    items = [item for record, _, _ in records for item in record.items()]
+    items = [item for record, *_ in records for item in record.items()]
     for ours, ends in (("images", PICTURES), ("videos", FILMS)):
         for theirs in dict.fromkeys(printable(key) for key, value in items if _is(value, ends)):
             yield (
@@ -69,7 +69,7 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
 def _other_paths(records: list[Record]) -> Iterator[str]:
     """Paths that are those of files in another form."""
     found = []
-    for _, root, media in records:
+    for _, root, _, media in records:
         for name in (name for named in media.values() for name in named if _is_path(name)):
             with suppress(OSError):
                 if not os.path.lexists(root / name) and (path := meant(name, root)):
@@ -90,9 +90,9 @@ def _placeholders(records: list[Record]) -> Iterator[str]:
     """Placeholders of other models: what becomes of them."""
     for kind in MEDIA:
         read, left = [], []
-        for record, _, media in records:
+        for *_, conversation, media in records:
             with suppress(BadSample):
-                messages, _ = cook_chatml_sample(conversation_of(record))
+                messages, _ = cook_chatml_sample(conversation)
                 known = any(part["type"] == kind for message in messages for part in message["content"])
                 if media[kind] and (foreign := foreign_placeholders(messages, kind)):
                     fit = not known and stand_for(foreign, len(media[kind]))

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm import weight_files
-from megatron_vlm.checks.adapter_settings import adapter_problems
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import folder_aside, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint

@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron_vlm.checks.patterns import matching
 from megatron_vlm.config import ConfigError
+from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.weights import (
     Rule,

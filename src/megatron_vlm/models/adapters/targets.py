@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.checks.patterns import matching
 from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.adapters.saved import Saved, find_saved, outside_saved
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name

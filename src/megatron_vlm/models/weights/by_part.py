@@ -9,7 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 from torch.nn import Module, Parameter
 
-from megatron_vlm.checks.patterns import matching
+from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters

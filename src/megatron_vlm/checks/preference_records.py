@@ -1,4 +1,4 @@
-"""What can be wrong with what a run trains on."""
+"""Checks that a run on preference pairs has data of pairs."""
 
 from __future__ import annotations
 
@@ -6,30 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.checks.data_on_disk import RECORD_KEYS
-from megatron_vlm.config import DataConfig, RunConfig
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.paths import paths_of
 from megatron_vlm.messages import printable
 
 REJECTED = ("rejected", "rejected_response", "rejected_messages")  # as `data.records.preferences` reads them
-
-
-def objective_problems(config: RunConfig) -> Iterator[str]:
-    """What does not go with `train.objective`."""
-    if config.train.objective != "dpo":
-        return
-    if config.data.over_length == "truncate":
-        yield (
-            "data.over_length: truncate would cut one answer of a pair and leave the other; with "
-            "train.objective=dpo, raise data.seq_length for both together, or drop pairs."
-        )
-    if not config.model.load_weights:
-        yield (
-            "train.objective: dpo compares with the weights of model.hf_path, and model.load_weights is "
-            "false; set it to true."
-        )
-    if config.train.dpo_beta == 0:
-        yield "train.dpo_beta: 0 trains nothing; give a number above 0, such as 0.1."
 
 
 def pair_problems(data: DataConfig) -> Iterator[str]:

@@ -1,0 +1,57 @@
+"""Checks what a configuration names on disk, before anything heavy starts: every problem, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vlm.checks.data_on_disk import data_problems, too_few_records
+from megatron_vlm.checks.model_on_disk import (
+    checkpoint_problems,
+    read_json,
+    run_dir_problems,
+    start_problems,
+)
+from megatron_vlm.checks.preference_records import pair_problems
+from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
+from megatron_vlm.config_rules.layout import misfit, sizes_in
+
+
+def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int | None = None) -> None:
+    """Check what the configuration names on disk; remote names are only looked up in the caches.
+
+    Raises ConfigError with every problem found, one a line.
+    """
+    found = list(model_problems(config, needs_data, config.train.objective == "dpo"))
+    if needs_data:
+        data = config.data
+        ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
+        for key in ("train_data_path", "valid_data_path"):
+            found += data_problems(data, f"data.{key}", getattr(data, key))
+        found += [] if found else too_few_records(data, ranks)
+        found += pair_problems(data) if config.train.objective == "dpo" else ()
+    found += run_dir_problems(config.run_dir)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def validate_model(config: RunConfig, needs_processor: bool) -> None:
+    """As `validate_paths`, for commands that build a run's model and neither read data nor train."""
+    if found := list(model_problems(config, needs_processor)):
+        raise ConfigError("\n".join(found))
+
+
+def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool = False) -> Iterator[str]:
+    """What keeps the model from being built: its checkpoint, the layout, the adapter to begin with.
+    `needs_start`: also a run with checkpoints reads the weights that it started from."""
+    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
+    needed = config.adapter.used or not resumes or needs_start
+    folder, load_weights = Path(config.model.hf_path).expanduser(), config.model.load_weights and needed
+    found = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
+    yield from found
+    if not found and (problem := misfit(config.parallel, sizes_in(read_json(folder / "config.json") or {}))):
+        yield problem
+    if config.adapter.start is not None and not (
+        resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir()
+    ):
+        yield from start_problems(config.adapter.start)

@@ -1,0 +1,204 @@
+"""Checks a configuration by itself, before anything heavy starts: every problem, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_vlm.config import (
+    EPOCH,
+    MISSING,
+    ConfigError,
+    DataConfig,
+    RunConfig,
+    all_settings,
+    fewest_processes,
+)
+from megatron_vlm.config_rules.adapters import adapter_problems
+from megatron_vlm.config_rules.layout import layout_problems
+from megatron_vlm.config_rules.patterns import problem as pattern_problem
+from megatron_vlm.data.paths import DataSource, sources_of
+from megatron_vlm.overrides import checked
+
+
+def validate(config: RunConfig, world_size: int | None = None) -> None:
+    """Check all that needs no files, torch or model; `world_size` None: any number of processes.
+
+    Raises ConfigError with every problem of single settings or, without any, of their relations, one a line.
+    """
+    problems = list(_single_problems(config))
+    if not problems:
+        problems += _relation_problems(config)
+        problems += layout_problems(config.parallel, world_size)
+    if not problems:  # the next check divides by values that were just checked
+        problems += _batch_problems(config, world_size)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _relation_problems(config: RunConfig) -> Iterator[str]:
+    if len(set(config.model.freeze)) == 3:
+        yield "model.freeze: tower, projector and language_model are all there is; leave one of them out."
+    yield from adapter_problems(config)
+    yield from _source_problems(config.data)
+    yield from _packing_problems(config.data)
+    yield from _length_problems(config)
+    yield from _part_problems(config)
+    yield from _preference_problems(config)
+    optimizer, steps = config.optimizer, config.train.steps
+    if steps is not None and not (optimizer.warmup_steps or 0) < steps:
+        yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
+    if not optimizer.min_lr <= optimizer.lr:
+        yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
+
+
+def _single_problems(config: RunConfig) -> Iterator[str]:
+    """What is missing, and what breaks the rule that stands beside its setting in `config`."""
+    for key, value in all_settings(config):
+        if value == MISSING:
+            yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"
+            continue
+        try:
+            checked(key, value)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    train, data = config.train, config.data
+    if train.epochs is not None and train.steps is not None:
+        yield (
+            f"train.epochs: {train.epochs:g}, and train.steps is {train.steps}; both say when the run ends: "
+            "set one of them to null."
+        )
+    if train.epochs is None and train.steps is None:
+        yield "train.steps: not set, and neither is train.epochs; give one of them."
+    if train.keep_best and not train.save_every:
+        yield (
+            "train.keep_best: with train.save_every=0 only the end is saved, so there is nothing to choose; "
+            "set train.save_every, or drop keep_best."
+        )
+    counted = [key for key, value in all_settings(config) if value == EPOCH]
+    if train.epochs is not None:
+        counted.append("train.epochs")
+    for key in counted:
+        if data.streaming or data.packing == "stream":
+            why = "a stream" if data.streaming else "rows packed from a buffer (data.packing=stream)"
+            instead = "" if data.streaming or data.dataset_type == "energon" else ", or data.packing=global"
+            yield f"{key}: only its end tells how many rows an epoch of {why} has; count steps{instead}."
+
+
+def _part_problems(config: RunConfig) -> Iterator[str]:
+    for name, values in config.optimizer.by_part.items():
+        for part in values:
+            key = f"{name}: {part}"
+            if why := pattern_problem(part):
+                yield f"{key} is no part of the model and no pattern of Python's re ({why}); correct it."
+            if part == "adapters" and not config.adapter.used:
+                yield f"{key}: the run has none, as adapter.r is 0; drop it, or set adapter.r=16."
+            if part in config.model.freeze:
+                yield f"{key} is frozen by model.freeze; drop it in one of them."
+    if config.optimizer.lr_by_part and config.optimizer.lr == 0:
+        yield "optimizer.lr_by_part: optimizer.lr is 0; set it, and freeze what is not to be trained."
+
+
+def _preference_problems(config: RunConfig) -> Iterator[str]:
+    if config.train.objective != "dpo":
+        return
+    if config.data.over_length == "truncate":
+        yield (
+            "data.over_length: truncate would cut one answer of a pair and leave the other; with "
+            "train.objective=dpo, raise data.seq_length for both together, or drop pairs."
+        )
+    if not config.model.load_weights:
+        yield (
+            "train.objective: dpo compares with the weights of model.hf_path, and model.load_weights is "
+            "false; set it to true."
+        )
+
+
+def _source_problems(data: DataConfig) -> Iterator[str]:
+    yield from _path_problems(data)
+    yield from _held_out_problems(data)
+    if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
+        yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
+    if data.dataset_type == "energon":
+        for name in ("columns", "datasets", "media_dir", "streaming"):
+            if getattr(data, name):
+                yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
+        return
+    if data.streaming and (data.packing == "global" or data.group_by_length):
+        yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
+    if data.streaming and data.datasets:
+        yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
+
+
+def _held_out_problems(data: DataConfig) -> Iterator[str]:
+    share = f"data.validation_share: {data.validation_share:g}"
+    if not data.validation_share:
+        return
+    if data.valid_data_path is not None:
+        yield f"{share} is to be held out, and data.valid_data_path is given, too; drop one of them."
+    if data.dataset_type == "energon":
+        yield (
+            f"{share} is for dataset_type hf; an energon dataset is divided when prepared "
+            "(`megatron-vlm prepare --split`)."
+        )
+    if data.streaming:
+        yield f"{share} needs all rows at once, and data.streaming has none; give data.valid_data_path."
+
+
+def _path_problems(data: DataConfig) -> Iterator[str]:
+    for key in ("train_data_path", "valid_data_path"):
+        yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
+    if len(sources_of(data.train_data_path)) > 1:
+        for name in ("streaming", "datasets"):
+            if getattr(data, name):
+                yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
+
+
+def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Iterator[str]:
+    named = [(source.path, source.subset) for source in sources]
+    for path in {path for path, subset in named if named.count((path, subset)) > 1}:
+        yield f"{key}: {path} is given twice; give it once, as {path}*2."
+    for source in sources:
+        if source.rows == 0 or source.share == 0:
+            yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
+        if data.streaming and key == "data.train_data_path" and (source.subset or not source.whole):
+            yield f"{key}: {source.path}: a stream is read whole; drop what follows the path, or streaming."
+        if data.dataset_type == "energon" and (source.rows or source.subset):
+            yield f"{key}: {source.path}: an energon dataset is read whole; drop what follows the path."
+        if data.dataset_type == "energon" and not (source.share or 1.0).is_integer():
+            yield f"{key}: {source.path}: an energon dataset is repeated whole; give an integer after `*`."
+        if data.dataset_type == "energon" and source.share and len(sources) == 1:
+            yield f"{key}: {source.path}: is the only one; drop what follows the path, or train longer."
+
+
+def _packing_problems(data: DataConfig) -> Iterator[str]:
+    if data.dataset_type == "energon":
+        if data.packing == "global":
+            yield "data.packing: global needs all lengths at once, energon datasets are streams; use stream."
+        if data.group_by_length:
+            yield "data.group_by_length: needs all lengths at once, energon datasets are streams; pack them."
+    if data.packing != "none" and data.group_by_length:
+        yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
+    if data.packing == "none" and data.max_patches is not None:
+        yield f"data.max_patches: {data.max_patches} limits packed rows, packing is none; set packing."
+
+
+def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
+    rows = train.micro_batch_size * data_parallel
+    micro_batches, rest = divmod(train.global_batch_size, rows)
+    if rest:
+        start = f"{micro_batches * rows} or {(micro_batches + 1) * rows}" if micro_batches else f"{rows}"
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not divisible by micro_batch_size "
+            f"{train.micro_batch_size} × {data_parallel} data-parallel ranks = {rows}; use {start}."
+        )
+    elif parallel.vpp > 1 and micro_batches % parallel.pp:
+        enough = -(-micro_batches // parallel.pp) * parallel.pp * rows
+        yield (
+            f"train: {micro_batches} micro batches per step is not a multiple of pp {parallel.pp}, as vpp "
+            f"{parallel.vpp} needs; use global_batch_size {enough}."
+        )

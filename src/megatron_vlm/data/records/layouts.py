@@ -1,0 +1,171 @@
+"""The turns of a record in any layout, and those with a rejected answer if it is a preference record.
+
+    question, answer            one exchange; also called prompt or instruction (query or input is appended
+                                after a newline) and response, completion or output; history: earlier pairs
+    caption                     the reply to an image
+    texts: [{user, assistant}]  exchanges
+    texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
+
+    prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
+                                       conversations; question and instruction are prompts, too;
+                                       whole conversations may also stand beside what they begin with
+    conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
+    messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
+    messages, rejected_messages        ms-swift: two conversations
+
+The prompt and the answers of a preference record are text, a turn, or a list of turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vlm.data.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.records.columns import (
+    CHOSEN,
+    MEDIA,
+    PROMPTS,
+    QUERIES,
+    REJECTED,
+    REJECTED_REPLY,
+    REJECTED_TURNS,
+    REJECTIONS,
+    REPLIES,
+)
+from megatron_vlm.data.turns import DOCUMENT, TURNS, sole
+
+DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
+
+
+def named_turns(record: dict) -> str | None:
+    """The name under which the record has its turns. Raises BadSample for two that differ."""
+    for name in ("chosen_images", "rejected_images"):
+        if record.get(name):
+            raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
+    sole(record, REJECTIONS, "bad_preference")
+    alone = record.get("conversation")  # often a text beside the turns; else it may be the turns
+    are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
+    return sole(record, TURNS, same=_same_turns) or ("conversation" if are_turns else None)
+
+
+def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
+    """The turns, with the chosen answer if there are two; and the turns with the rejected one, or None.
+
+    `name` is where the record has turns. Raises BadSample if it has none in any layout.
+    """
+    turns = record[name] if name else None
+    prompt = turns if isinstance(turns, list) else None
+    chosen, rejected, reply = (record.get(each) for each in (CHOSEN, REJECTED, REJECTED_REPLY))
+    if prompt and rejected is None and sole(record, REJECTIONS):
+        sole(record, (CHOSEN, name), "bad_preference", same=_same_turns)
+    if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
+        prompt = prompt or _prompt(record)
+        turns = _answered(prompt, chosen)
+        if rejected is not None:
+            return turns, _answered(prompt, rejected)
+    turns = turns or _plain_turns(record)
+    if reply is not None and isinstance(turns, list):
+        return turns, turns[:-1] + _turns(reply, "assistant")
+    return turns, record.get(REJECTED_TURNS)
+
+
+def _same_turns(one: Any, other: Any) -> bool:
+    """Whether two lists of turns are one conversation, in two forms."""
+    try:
+        return cook_chatml_sample(one) == cook_chatml_sample(other)
+    except BadSample:
+        return False
+
+
+def _prompt(record: dict) -> list:
+    prompt, query = (record.get(sole(record, names, "bad_preference")) for names in (PROMPTS, QUERIES))
+    if isinstance(prompt, str) and isinstance(query, str):
+        prompt = f"{prompt}\n{query}"
+    return [] if prompt is None else _turns(prompt, "user")
+
+
+def _answered(prompt: list, answer: Any) -> list:
+    """The conversation; an answer that begins with a question is a whole one, and has the prompt in it."""
+    turns = _turns(answer, "assistant")
+    whole = any(_role(turn) in ("system", "user", "human") for turn in turns[:1])
+    whole = whole and any(_role(turn) != "system" for turn in prompt)
+    return turns if whole else prompt + turns
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+
+
+def _turns(given: Any, role: str) -> list:
+    """Text becomes a turn of `role`; turns stay as they are, for `cook_chatml_sample` to judge."""
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if isinstance(given, dict):
+        return [given]
+    if not isinstance(given, list):
+        raise BadSample(
+            "bad_preference", f"an answer or a prompt is {type(given).__name__}, no text or turns"
+        )
+    return given
+
+
+# -- records without a list of turns
+
+
+def _plain_turns(record: dict) -> list[dict]:
+    """The turns. Raises BadSample if the record has none in any of these layouts."""
+    if isinstance(record.get("texts"), list):
+        texts = record["texts"]
+        if texts and all(isinstance(text, dict) for text in texts):
+            return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
+        return _document(texts, record.get("images"))
+    if "caption" in record:
+        if not any(record.get(name) for name in MEDIA["image"]):
+            raise BadSample("missing_media", "a caption without an image")
+        return _exchange("", record["caption"])
+    prompt, query, reply = (_first(record, names) for names in (PROMPTS, QUERIES, REPLIES))
+    if prompt is None or reply is None:
+        raise BadSample(
+            "bad_conversation", f"no turns: none of {list(TURNS)} among {sorted(map(str, record))}"
+        )
+    if query:
+        if not (isinstance(prompt, str) and isinstance(query, str)):
+            raise BadSample("bad_conversation", "prompt and query are not both text")
+        prompt = f"{prompt}\n{query}"
+    pairs = record.get("history") or []
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
+        raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
+    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(*pair)]
+
+
+def _first(record: dict, names: tuple[str, ...]) -> Any:
+    empty = next((name for name in names if record.get(name) is not None), None)
+    return record.get(sole(record, names) or empty)
+
+
+def _exchange(prompt: Any, reply: Any) -> list[dict]:
+    for name, text in (("prompt", prompt), ("reply", reply)):
+        if not isinstance(text, str):
+            raise BadSample("bad_conversation", f"the {name} is {type(text).__name__}, not text")
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+
+
+def _document(texts: list, images: Any) -> list[dict]:
+    """One turn of role `document`: at each index the image, then the text; None stands for no image or text.
+
+    All text is trained, in the order given, without chat template.
+    """
+    images = [None] * len(texts) if images is None else images
+    if not isinstance(images, list) or len(images) != len(texts):
+        count = len(images) if isinstance(images, list) else type(images).__name__
+        raise BadSample("bad_conversation", f"a document of {len(texts)} texts and {count} images; give None")
+    if not all(isinstance(text, str | None) for text in texts):
+        raise BadSample("bad_conversation", "a document's texts are text or None")
+    parts: list[dict] = []
+    for text, image in zip(texts, images, strict=True):
+        if image is not None:
+            parts.append({"type": "image"})
+        if text:
+            after_text = parts and parts[-1]["type"] == "text"
+            parts.append({"type": "text", "text": DOCUMENT_SEPARATOR * bool(after_text) + text})
+    return [{"role": DOCUMENT, "content": parts}]
