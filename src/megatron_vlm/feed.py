@@ -107,8 +107,8 @@ class Feed:
         return micro_batches
 
     def _started(self, do: Callable[[], Any]) -> Callable[[], Any]:
-        """What waits for the result of `do`. All reading is the reader's: there the death of a data worker is
-        an error like others; torch would let it interrupt the main thread, in the middle of a step."""
+        """Starts `do`; returns a function that waits for its result. All reading is the reader's: there a
+        data worker's death is an error like others; torch would let it interrupt a step of the main thread."""
         return do if self._reader is None else self._reader.apply_async(do).get
 
     def _pauses_after(self, step: int) -> bool:
@@ -126,7 +126,7 @@ class Feed:
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
     def words(self) -> Iterator[str]:
-        """What a user should know of the data before the first step."""
+        """Lines that a user should know about the data before the first step."""
         if self._data and self._data.why_hf_processor:
             yield (
                 "data: the Hugging Face processor encodes every sample, slower: "
@@ -154,7 +154,7 @@ class Feed:
         return self._data and self._data.train_loader.state_dict()
 
     def dropped_everywhere(self) -> int:
-        """What all ranks dropped on the way to the last step since the run began, as the first rank knows."""
+        """The number of samples that all ranks dropped up to the last step, as the first rank knows."""
         return self._dropped_before.total() + self._dropped
 
     def dropped_by_reason(self) -> dict[str, int]:

@@ -202,7 +202,7 @@ def _fitted_mapping(value: Any, hint: Any) -> dict[str, Any]:
 
 
 def _from_yaml(value: Any, brackets: str) -> Any:
-    """What a text says, written with these brackets or without; any other value as it is."""
+    """Reads a text, written with these brackets or without, as YAML; returns other values as they are."""
     if not isinstance(value, str):
         return value
     return _plain_yaml(value if value.startswith(brackets[0]) else f"{brackets[0]}{value}{brackets[1]}")
@@ -245,7 +245,7 @@ def _keeping(value: Any, rule: Any) -> Any:
 
 
 def in_words(hint: Any) -> str:
-    """What a hint asks for: its text if it is `Annotated` with one, else its type."""
+    """Describes the value that a hint asks for: its text if it is `Annotated` with one, else its type."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Annotated:
         texts = [rule for rule in inner[1:] if isinstance(rule, str)]

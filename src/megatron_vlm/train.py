@@ -110,7 +110,7 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
 def opening_words(
     config: RunConfig, source: Source, feed: Feed, resumed: checkpoint.CheckpointState | None
 ) -> Iterator[str]:
-    """What a user should know before the first step."""
+    """Lines that a user should know before the first step."""
     if resumed:
         yield from resumed.words()
         if config.data.restart:

@@ -30,7 +30,7 @@ NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys 
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
-    """What keeps each of the paths from being read; remote paths are not checked."""
+    """Messages about paths that cannot be read; remote paths are not checked."""
     for path in paths_of(paths):
         if re.search(r"[*#,]", path) and "://" not in path and not Path(path).expanduser().exists():
             yield (
@@ -42,7 +42,7 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
-    """What keeps a local path from being read as a `data.dataset_type`."""
+    """Messages about a local path that cannot be read as a `data.dataset_type`."""
     path, shown = Path(name).expanduser(), f"{key}: {printable(name)}"
     if data.dataset_type == "energon":
         yield from _energon_problems(path, shown)
@@ -85,7 +85,7 @@ def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterato
 def source_problems(
     name: str, image_root: str | Path | None, columns: dict[str, str], is_hf: bool
 ) -> Iterator[str]:
-    """What keeps `prepare` from reading a local path."""
+    """Messages about a local path that `prepare` cannot read."""
     path, shown = Path(name), f"prepare: source {printable(name)}"
     if path.exists():
         yield from _rows_problems(path, shown, image_root, columns, "--image-root ")
@@ -96,7 +96,7 @@ def source_problems(
 def _rows_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
-    """What keeps the rows from being read; `setting` is how the media folder is given."""
+    """Messages about rows that cannot be read; `setting` is how the media folder is given."""
     if media_dir is not None and not Path(media_dir).expanduser().is_dir():
         yield f"{shown}: {setting}{printable(media_dir)} is not a folder; give the one paths start from."
     elif is_prepared(path):

@@ -32,7 +32,7 @@ ADAPTER, RUN = "an adapter without its base model", "a run folder"
 
 
 def kind_of(path: Path) -> str | None:
-    """What a folder holds, in words; None if this package does not know it."""
+    """Says in words what a folder holds; None if this package does not know it."""
     if is_prepared(path):
         return "a prepared Energon dataset"
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
@@ -81,7 +81,7 @@ def read_json(file: Path) -> Any:
 def checkpoint_problems(
     hf_path: str, load_weights: bool = True, needs_processor: bool = True
 ) -> Iterator[str]:
-    """What keeps a Hugging Face folder, or a hub name in the cache, from being trained."""
+    """Messages about a Hugging Face folder, or a hub name in the cache, that cannot be trained."""
     path, shown = Path(hf_path).expanduser(), f"model.hf_path: {printable(hf_path)}"
     problems = list(folder_problems("model.hf_path", hf_path, refuse))
     yield from problems
@@ -97,8 +97,8 @@ def checkpoint_problems(
 
 
 def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
-    """What keeps a folder, or a hub name in the cache, from being the checkpoint that a setting asks for;
-    `refuse` raises ConfigError if its config.json does."""
+    """Messages about a folder, or a hub name in the cache, that is no checkpoint for a setting.
+    `refuse` raises ConfigError if its config.json does not fit."""
     path, shown = Path(given).expanduser(), f"{setting}: {printable(given)}"
     if not path.exists():
         if not is_hub_name(given) or "://" in given:
@@ -130,7 +130,7 @@ def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> 
 
 
 def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[str]:
-    """What keeps the weights of a folder from being read; `otherwise` says how to do without them."""
+    """Messages about weights that cannot be read; `otherwise` says how to do without them."""
     shown = f"{setting}: {printable(path)}"
     if not has_weights(path):
         why = f"no weights; add {WEIGHT_FILE}"
@@ -178,7 +178,7 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
 
 
 def start_problems(start: str) -> Iterator[str]:
-    """What keeps a folder from being the adapter to train on."""
+    """Messages about a folder that is no adapter to train on."""
     path, shown = Path(start), f"adapter.start: {printable(start)}"
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
@@ -200,7 +200,7 @@ def is_run(path: Path) -> bool:
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:
-    """What keeps a folder from being read as that of a run."""
+    """Messages about a folder that cannot be read as a run's."""
     shown = printable(run_dir)
     above = next((each for each in run_dir.absolute().parents[:2] if kind_of(each) == RUN), None)
     if not run_dir.exists():
@@ -215,7 +215,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
 
 
 def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
-    """What keeps a run from being written there."""
+    """Messages about a folder into which no run can be written."""
     path, shown = Path(run_dir).expanduser(), f"run_dir: {printable(run_dir)}"
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
     if not there.is_dir():

@@ -1,4 +1,4 @@
-"""What can be wrong with the settings of adapters before a model is there to look its modules up in."""
+"""Rules for the settings of adapters that need no model to look its modules up in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vlm.messages import printable
 
 
 def adapter_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with `config.adapter`, as messages for the user."""
+    """Messages for the user about what is wrong with `config.adapter`."""
     adapter, default = config.adapter, dict(all_settings(AdapterConfig()))
     given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
     if adapter.start is not None:
