@@ -46,7 +46,7 @@ class Commands(TyperGroup):
 
 
 def _no_flag(flag: str, command: str | None, alike: Sequence[str] | None) -> str | None:
-    """What is wrong with a flag that the command does not have; None if it has some `alike`."""
+    """A message about a flag that the command does not have; None if it has some `alike`."""
     name = flag.lstrip("-").replace("-", "_")
     ends = {key.rpartition(".")[2]: key for key, _ in all_settings(RunConfig())}
     key = name if name in SETTING_OF_ARGUMENT or name in ends.values() else ends.get(name)
@@ -120,6 +120,6 @@ def torchrun(
 
 
 def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
-    """What the ranks have written into torchrun's folder of the last attempt."""
+    """The contents that the ranks have written into torchrun's folder of the last attempt."""
     attempts = sorted(Path(folder).glob("*/attempt_*"))
     return ranks.read_all(attempts[-1], nproc) if attempts else {}

@@ -38,7 +38,7 @@ _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_nam
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user can choose about images and the projector, where a class leaves it open."""
+    """The choices about images and the projector that a class leaves to the user."""
 
     min_image_tokens: int | None = None
     max_image_tokens: int | None = None
@@ -75,7 +75,7 @@ def composed_config(
     dtype: str,
     choices: Choices,
 ) -> PreTrainedConfig:
-    """The config of the whole, whose parts all run in `dtype`; `changes` are those of the text config."""
+    """The config of the whole, whose parts all run in `dtype`; `changes` belong to the text config."""
     vision, text = part_config(tower), part_config(language)
     if hasattr(vision, "vision_use_head"):
         vision.vision_use_head = False
@@ -109,7 +109,7 @@ def _own_images(tower: Part) -> Any:
 
 
 def _colours(tower: Part) -> dict[str, Any]:
-    """What the tower's image processor says of COLOURS."""
+    """The values of COLOURS in the tower's image processor."""
     theirs = _own_images(tower)
     return {key: value for key in COLOURS if (value := getattr(theirs, key, None)) is not None}
 

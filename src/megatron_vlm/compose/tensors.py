@@ -43,7 +43,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the present rows of a matrix are like: mean and standard deviation of each column."""
+    """Describes the present rows of a matrix by mean and standard deviation of each column."""
 
     mean_D: Tensor
     deviation_D: Tensor
@@ -179,8 +179,8 @@ class Writer:
         return mean if self._new_rows == "mean" else mean + rows.deviation_D * self._normal(name, mean.shape)
 
     def _started(self, name: str) -> Tensor:
-        """A tensor of the projector: norms and biases as always, and linears that keep the scale of what they
-        get, but for the last one, which brings it to that of the language model's embedding."""
+        """A tensor of the projector: norms and biases as always, linears that keep the scale of their input,
+        but for the last one, which brings it to the scale of the language model's embedding."""
         shape = self.stored[name].shape
         if len(shape) == 1:
             return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
@@ -194,7 +194,7 @@ class Writer:
 
 
 def rows_of(copied: Copied) -> Rows:
-    """What a matrix's rows are like; reads a few at a time."""
+    """Measures the rows of a matrix; reads a few at a time."""
     matrix = copied.source.slices(copied.key)
     count, width = matrix.get_shape()
     total_D, squares_D = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
@@ -212,6 +212,6 @@ def _parts(matrix, count: int) -> Iterator[Tensor]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json spells it."""
+    """The name of a dtype as config.json spells it."""
     assert dtype in DTYPE_NAMES
     return str(dtype).removeprefix("torch.")

@@ -65,7 +65,7 @@ class RowReader:
         self._visual_kinds, self._visual_tokens = visual_kinds, visual_tokens
 
     def __call__(self, batch: Batch) -> Row:
-        """What the page shows of a batch's only row."""
+        """The row of the page that shows a batch's only row."""
         (row,) = self.rows(batch)
         return row
 
@@ -165,8 +165,8 @@ def _colours_first(raw: Tensor) -> Tensor:
 
 
 def _unpatched(patches_PF: Tensor, grid: list[int], image_processor: Any) -> Tensor:
-    """Images (T, C, H, W) from patches in merged squares, the order of Qwen2-VL's image processor; or in
-    rows, that of LFM2-VL's."""
+    """Images (T, C, H, W) from patches: in merged squares, as Qwen2-VL's image processor orders them, or in
+    rows, as LFM2-VL's does."""
     merge = getattr(image_processor, "merge_size", 1)
     patch = getattr(image_processor, "patch_size", None) or image_processor.encoder_patch_size
     times, height, width = grid[0], grid[1] // merge, grid[2] // merge
