@@ -129,27 +129,27 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
     return model
 
 
-def named_for_peft(settings: dict[str, Any], hf_config: Any, family: Any) -> dict[str, Any]:
+def named_for_peft(settings: dict[str, Any], description: Any) -> dict[str, Any]:
     """The settings with whole names of modules, where peft would take ends of names for experts.
 
     It replaces a regex, too, by the last parts of the names that it fits.
     """
-    if not family.peft_experts:
+    if not description.peft_experts:
         return settings
     wanted = AdapterConfig(**settings)
     if settings["target_modules"] == "all-linear":
-        modules = hf_modules(hf_config)
-        wanted.exclude_modules = [name for name in family.peft_experts[:3] if fitting([name], modules)]
-    targets = find_targets(wanted, hf_config, family.weight_map(hf_config))
+        modules = hf_modules(description.hf_config)
+        wanted.exclude_modules = [name for name in description.peft_experts[:3] if fitting([name], modules)]
+    targets = find_targets(wanted, description)
     return settings | {"target_modules": [target.module for target in targets if not target.experts]}
 
 
-def modules_to_save(hf_config: Any, family: Any) -> list[str]:
+def modules_to_save(description: Any) -> list[str]:
     """Some of tower, projector and language model, also such as tensor parallelism cuts."""
     names = ["multi_modal_projector", "visual.merger", "layers.1.self_attn", "language_model.norm"]
-    names += [] if family.has_experts else ["layers.0.mlp"]
-    names += [] if hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]
-    modules = hf_modules(hf_config)
+    names += [] if description.has_experts else ["layers.0.mlp"]
+    names += [] if description.hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    modules = hf_modules(description.hf_config)
     return [name for name in names if any(module.endswith(name) for module in modules)]
 
 
@@ -158,21 +158,20 @@ def cases(_: str, path: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str,
     `parity.case_for` has HF's; the adapters are beside the checkpoint."""
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
 
-    hf_config, processor = AutoConfig.from_pretrained(path), AutoProcessor.from_pretrained(path)
-    family = family_for(hf_config)
+    processor, description = AutoProcessor.from_pretrained(path), describe(AutoConfig.from_pretrained(path))
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for adapter, settings in (ADAPTERS | (OF_EXPERTS if family.has_experts else {})).items():
+    for adapter, settings in (ADAPTERS | (OF_EXPERTS if description.has_experts else {})).items():
         if wanted and adapter not in wanted:
             continue
         if adapter == WITH_MODULES:
-            settings = settings | {"modules_to_save": modules_to_save(hf_config, family)}
-        model = peft_model(path, named_for_peft(settings, hf_config, family))
+            settings = settings | {"modules_to_save": modules_to_save(description)}
+        model = peft_model(path, named_for_peft(settings, description))
         model.save_pretrained(path.parent / adapter)
         for name in (*INPUTS, *PACKED):
             rows = parity.INPUTS.get(name) or parity.PACKED[name]
-            hf, batch, single = parity.encode(processor, family, hf_config, rows)
+            hf, batch, single = parity.encode(processor, description, rows)
             model.zero_grad()
             output = model(**hf, use_cache=False)
             output.loss.backward()

@@ -59,19 +59,20 @@ class Company:
 
         self.policy = policy_cells.policy_of(path, ParallelConfig(), 10**6)
         source = self.policy.source
-        self.family, self.processor = source.family, source.processor
-        self.kinds = source.family.visual_kinds(source.hf_config)
+        self.description, self.processor = source.description, source.processor
+        self.kinds = source.description.visual_kinds
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
         self.seen = dict.fromkeys(COUNTED, 0) | {"log_probs": 0.0, "gradient": 0.0}
         rng = np.random.default_rng(1)
-        media = ["i", "ii"] + ["v"] * parity.takes_videos(self.family)
+        media = ["i", "ii"] + ["v"] * parity.takes_videos(self.description)
         talks = [parity.encode_row(self.processor, parity.conversation(rng, kind)) for kind in media]
         self.media = [self._medium(outputs) for outputs in talks]
-        every = np.arange(source.hf_config.get_text_config().vocab_size)
+        every = np.arange(source.description.text.vocab_size)
         self.texts = every[np.asarray(self.kinds(every)) == 0].tolist()
         added = {*self.processor.tokenizer.all_special_ids, *self.processor.tokenizer.added_tokens_decoder}
         self.special = sorted(added & set(self.texts))
-        named = [value for key, value in vars(source.hf_config).items() if key.endswith("_token_id")]
+        hf_config = source.description.hf_config
+        named = [value for key, value in vars(hf_config).items() if key.endswith("_token_id")]
         self.markers = [token for token in self.texts if token in named]
 
     def _medium(self, outputs: dict) -> tuple[list[int], dict]:
@@ -137,7 +138,7 @@ class Company:
         """(T, V) log-probabilities of the document alone; None if Transformers cannot take it."""
         ids = sample["input_ids"][None]
         types = torch.tensor(self.processor.create_mm_token_type_ids(ids.tolist()))
-        name = "token_type_ids" if self.family.model_type == "gemma3" else "mm_token_type_ids"
+        name = "token_type_ids" if self.description.model_type == "gemma3" else "mm_token_type_ids"
         given = {"attention_mask": torch.ones_like(ids), name: types, "use_cache": False}
         try:
             with torch.no_grad():

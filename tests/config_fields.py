@@ -1,4 +1,4 @@
-"""What this Transformers' config classes have and its models ask for, and what `family_for` says of each.
+"""What this Transformers' config classes have and its models ask for, and what `describe` says of each.
 
 Run as a program by `test_configs.py`, under the oldest and the newest version, with one folder a family.
 """
@@ -15,7 +15,7 @@ import parity
 import torch
 import transformers
 
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.family_parts.keys import NAMES, section_for
 
 asked: dict[int, set[str]] = {}  # of configs, by identity
@@ -45,15 +45,15 @@ def unrefused(folder: str) -> list[str]:
     found = []
     for number, name in enumerate(NAMES):
         whole = transformers.AutoConfig.from_pretrained(folder)
-        family = family_for(whole)
+        description = describe(whole)
         section = _section(whole, name)
-        for key in section_for(family.sections[number], section.model_type).fixed(section):
+        for key in section_for(description.sections[number], section.model_type).fixed(section):
             whole = transformers.AutoConfig.from_pretrained(folder)
             section = _section(whole, name)
             setattr(section, key, another(getattr(section, key)))
             path = f"{name}.{key}" if name else key
             try:
-                family_for(whole)
+                describe(whole)
             except ValueError as error:
                 if f"  {path} is " in str(error):
                     continue
@@ -68,10 +68,10 @@ def _section(whole: Any, name: str) -> Any:
 def names_asked(folder: str) -> list[list[str]]:
     """By section: what Transformers asks its configs for while it loads, runs and differentiates a model."""
     hf_config = transformers.AutoConfig.from_pretrained(folder)
-    family = family_for(hf_config)
+    description = describe(hf_config)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    rows = [row for row in ("t", "it", "vt") if "v" not in row or parity.takes_videos(family)]
-    inputs = [parity.encode(processor, family, hf_config, [row])[0] for row in rows]
+    rows = [row for row in ("t", "it", "vt") if "v" not in row or parity.takes_videos(description)]
+    inputs = [parity.encode(processor, description, [row])[0] for row in rows]
     transformers.PretrainedConfig.__repr__ = object.__repr__  # a log's; it asks for every key there is
     asked.clear()
     transformers.PretrainedConfig.__getattribute__ = listen

@@ -53,14 +53,14 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
     for a model that has left its starting weights. Those are at `path`, and the others beside it."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.weights import hub_name
     from tiny.checkpoints import build_tiny_checkpoint
 
     moved = build_tiny_checkpoint(family, Path(path).with_name("moved"), seed=5)
     config, processor = AutoConfig.from_pretrained(path), AutoProcessor.from_pretrained(path)
-    parts = family_for(config)
-    single, packed = _batches(processor, parts, config)
+    description = describe(config)
+    single, packed = _batches(processor, description)
     models = [
         AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32) for each in (path, moved)
     ]
@@ -75,10 +75,10 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            ready = parts.of_processor(config)(without_padding(inputs))
-            seen = {key: value for key, value in ready.items() if key in parts.visual_keys}
+            ready = description.of_processor(without_padding(inputs))
+            seen = {key: value for key, value in ready.items() if key in description.visual_keys}
             visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
-            inputs["position_ids"] = parts.position_ids(config)(ids, visual).unsqueeze(-2)
+            inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)
             labels = batch["labels"][0][mine]
             scores.append([_score(model, inputs, labels) for model in models])
         (chosen_start, chosen), (rejected_start, rejected) = scores
@@ -87,7 +87,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
         margins.append(margin.item())
     loss = total / len(single)
     loss.backward()
-    grads = {hub_name(name, parts.renames): param.grad for name, param in models[1].named_parameters()}
+    grads = {hub_name(name, description.renames): param.grad for name, param in models[1].named_parameters()}
     found = {"moved": str(moved), "single": single, "packed": packed, "loss": loss.item()}
     return found | {"margins": margins, "grads": grads}
 
@@ -129,7 +129,7 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
     return log_p[trained].gather(1, labels[trained, None]).double().sum()
 
 
-def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[dict]]:
+def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
     from megatron_vlm.data.chatml import ChatMLSample
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -137,7 +137,7 @@ def _batches(processor: Any, parts: Any, config: Any) -> tuple[list[dict], list[
     from megatron_vlm.data.preferences.pairs import with_pairs
     from megatron_vlm.data.records.normalise import normalise
 
-    needs = parts.data_needs(config)
+    needs = description.data_needs
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
     run.train.objective = "dpo"
     samples = [

@@ -118,7 +118,7 @@ class _Tried:
         return {"name": cell.name, "keys": list(cell.change)} | self.verdict(cell)
 
     def verdict(self, cell: Cell) -> dict:
-        from megatron_vlm.models.families import family_for
+        from megatron_vlm.models.families import describe
 
         kind = (cell.rows, cell.same_weights)
         if kind not in self.logits and cell.change:
@@ -128,7 +128,7 @@ class _Tried:
         if isinstance(hf_config, Exception):
             return {"verdict": "refused", "why": repr(hf_config)}  # by its class, so by us: `hf.as_hf_config`
         try:
-            family_for(hf_config)
+            describe(hf_config)
         except ValueError as error:
             return {"verdict": "refused", "why": str(error)}
         try:

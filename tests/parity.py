@@ -245,7 +245,7 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
 
 
 def encode(
-    processor: Any, family: Any, hf_config: Any, rows: list[str], talk: Callable = conversation
+    processor: Any, description: Any, rows: list[str], talk: Callable = conversation
 ) -> tuple[dict, dict, list[dict]]:
     """(the HF model's arguments, our batch, our batch row by row) of the same conversations, right padded.
 
@@ -256,13 +256,13 @@ def encode(
     for parts, out in zip(rows, outputs, strict=True):
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
-    made = [family.of_processor(hf_config)(without_padding(out)) for out in outputs]
+    made = [description.of_processor(without_padding(out)) for out in outputs]
     visual = [
-        GenericVisualInputs.from_mapping({key: out[key] for key in family.visual_keys if key in out})
+        GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
         for out in made
     ]
-    positions = family.position_ids(hf_config)
-    position_ids = [positions(out["input_ids"][0], v) for out, v in zip(outputs, visual, strict=True)]
+    both = zip(outputs, visual, strict=True)
+    position_ids = [description.position_ids(out["input_ids"][0], v) for out, v in both]
     joined = GenericVisualInputs.cat(visual)
     hf = {key: _stack([out[key][0] for out in outputs]) for key in outputs[0] if key in TEXT_KEYS}
     hf |= _padded(outputs) or (joined.as_model_kwargs() if joined else {})
@@ -356,14 +356,13 @@ class Reference:
     def __init__(self, path: Path | str, processor: Any = None, model: torch.nn.Module | None = None):
         from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-        from megatron_vlm.models.families import family_for
+        from megatron_vlm.models.families import describe
 
-        self.hf_config = AutoConfig.from_pretrained(path)
-        self.family = family_for(self.hf_config)
+        self.description = describe(AutoConfig.from_pretrained(path))
         self.processor = processor or AutoProcessor.from_pretrained(path)
         if model is None:
             model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-        if self.family.has_experts:  # grouped products of experts take widths of 16 bytes alone
+        if self.description.has_experts:  # grouped products of experts take widths of 16 bytes alone
             model.set_experts_implementation("eager")
         self.model = model
 
@@ -372,7 +371,7 @@ class Reference:
         The trained tokens have `weights` in turn; without any they all count alike."""
         from megatron_vlm.models.weights import hub_name
 
-        hf, batch, single = encode(self.processor, self.family, self.hf_config, rows)
+        hf, batch, single = encode(self.processor, self.description, rows)
         self.model.zero_grad(set_to_none=True)  # earlier cases keep theirs
         output = self.model(**hf, use_cache=False)
         loss = output.loss
@@ -391,7 +390,7 @@ class Reference:
             "rows": single,
             "logits": output.logits.detach(),
             "loss": loss.item(),
-            "grads": {hub_name(name, self.family.renames): param.grad for name, param in named},
+            "grads": {hub_name(name, self.description.renames): param.grad for name, param in named},
         }
 
 
@@ -429,8 +428,8 @@ class Model:
         from transformers import AutoConfig
 
         from megatron_vlm.models.adapters import load_adapters
-        from megatron_vlm.models.families import family_for
-        from megatron_vlm.models.vlm import build_model
+        from megatron_vlm.models.families import describe
+        from megatron_vlm.models.opened import build_model
         from megatron_vlm.models.weights import import_hf
         from megatron_vlm.parallel import setup
         from megatron_vlm.training import gradients
@@ -438,11 +437,10 @@ class Model:
         self.run = run = RunConfig(parallel=layout)
         run.model = ModelConfig(**{"dtype": "fp32", **model})
         run.adapter.start = adapter
-        hf_config = AutoConfig.from_pretrained(path)
-        self.family = family_for(hf_config)
-        self.rules = self.family.weights(hf_config)
-        self.chunks = build_model(run, self.family, hf_config, setup.device())
-        import_hf(self.chunks, path, self.family.weight_map(hf_config))
+        description = describe(AutoConfig.from_pretrained(path))
+        self.rules = description.rules
+        self.chunks = build_model(run, description, setup.device())
+        import_hf(self.chunks, path, description.weight_map)
         if run.adapter.used:
             load_adapters(self.chunks, Path(path), run.adapter.start)
         self.step_loss = None if per_token_loss else mean_of_means

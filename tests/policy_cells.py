@@ -35,12 +35,12 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
     """What the processor makes of texts with 0, 1 and 3 images, and a video; advantages for every token."""
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
 
-    parts, processor = family_for(AutoConfig.from_pretrained(path)), AutoProcessor.from_pretrained(path)
+    description, processor = describe(AutoConfig.from_pretrained(path)), AutoProcessor.from_pretrained(path)
     numbers = np.random.default_rng(3)
     samples = []
-    for row in (*ROWS, *(["vt"] if parity.takes_videos(parts) else [])):
+    for row in (*ROWS, *(["vt"] if parity.takes_videos(description) else [])):
         found = parity.encode_row(processor, parity.conversation(numbers, row))
         ids = found["input_ids"][0]
         sample = {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
@@ -54,19 +54,19 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     the wanted ones, and by layer the experts of each token: those of its `routes` if it has any."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.weights import hub_name
 
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
+    description = describe(hf_config)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    positions, found, total = family.position_ids(hf_config), {"log_probs": [], "entropies": []}, 0.0
+    positions, found, total = description.position_ids, {"log_probs": [], "entropies": []}, 0.0
     given, found["experts"] = with_given_experts(model)
     for sample in samples:
         given["routes"] = sample.get("routes")
         found["experts"].append({})
-        ids, ready = sample["input_ids"], family.of_processor(hf_config)(without_padding(sample))
-        seen = {key: ready[key] for key in family.visual_keys if key in ready}
+        ids, ready = sample["input_ids"], description.of_processor(without_padding(sample))
+        seen = {key: ready[key] for key in description.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}
         visual = {key: sample[key] for key in sample if key not in (*text, *OURS)}
@@ -79,7 +79,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
         found["log_probs"].append(mine.detach() * wanted)
         found["entropies"].append(entropy.detach() * wanted)
     (total / 5).backward()
-    grads = {hub_name(name, family.renames): param.grad for name, param in model.named_parameters()}
+    grads = {hub_name(name, description.renames): param.grad for name, param in model.named_parameters()}
     return found | {"loss": total.item() / 5, "grads": grads}
 
 

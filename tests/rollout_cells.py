@@ -88,7 +88,7 @@ def cut(policy, prompts: list) -> list[tuple]:
     from megatron_vlm.rl.rollouts import Answered, samples_of
 
     ids = prompts[1].inputs["input_ids"]
-    kinds = torch.as_tensor(policy.source.family.visual_kinds(policy.source.hf_config)(ids))
+    kinds = torch.as_tensor(policy.source.description.visual_kinds(ids))
     placeholder = ids[kinds != 0][0].item()
     answered = [
         Answered([5, 6, placeholder, 7], [-1.0, -2.0, -3.0, -4.0], True),
@@ -107,7 +107,7 @@ def learnt(policy, prompt) -> dict[str, Any]:
     from megatron_vlm.rl import losses
     from megatron_vlm.rl.rollouts import OwnEngine, own_share
 
-    half = policy.source.hf_config.get_text_config().vocab_size // 2
+    half = policy.source.description.text.vocab_size // 2
     engine, rewards_of, ratios = OwnEngine(32, 1), [], []
 
     def grpo(log_probs, _, fields):

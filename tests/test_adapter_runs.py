@@ -175,7 +175,7 @@ def written_case(family: str, folder: Path) -> tuple[Path, Path]:
     """(checkpoint, file of a case) of a family, in `folder`."""
     path, file = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "case.pt"
     source = open_source(path)
-    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
     torch.save({"hf": hf, "batch": batch, "rows": rows}, file)
     return path, file
 
@@ -312,7 +312,7 @@ def source(parts):
 )
 def test_a_name_that_fits_nothing_is_refused_with_what_was_meant(source, settings, said):
     with pytest.raises(ConfigError, match=said):
-        named = AdapterConfig(**{"r": 4} | settings), source.hf_config, source.weight_map
+        named = AdapterConfig(**{"r": 4} | settings), source.description
         find_targets(*named), find_whole(*named)
 
 
@@ -333,7 +333,7 @@ def test_a_pattern_that_never_ends_is_refused_by_name(source, monkeypatch, setti
     with pytest.raises(
         ConfigError, match=r"the pattern .*\(\?:\.\|.* was not done with .* after 0.1 s; write it"
     ):
-        find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+        find_targets(AdapterConfig(r=4, **settings), source.description)
     assert time.process_time() - began < 10
 
 
@@ -359,13 +359,14 @@ def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings
     theirs = adapter_parity.peft_model(parts[0], {"r": 4} | settings)
     theirs.save_pretrained(tmp_path)
     adapter = settled(AdapterConfig(start=str(tmp_path)))
-    ours = find_targets(adapter, source.hf_config, source.weight_map)
+    ours = find_targets(adapter, source.description)
     found = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
     assert found.keys() == {f"base_model.model.{target.module}" for target in ours}
     assert 0 < len(ours) < 12
     assert {m.scaling["default"] for m in found.values()} == {target.scale for target in ours}
     written = LoraConfig(**_config_for_peft(adapter, [], "base"))
-    again = [name for name in hf_modules(source.hf_config) if check_target_module_exists(written, name)]
+    names = hf_modules(source.description.hf_config)
+    again = [name for name in names if check_target_module_exists(written, name)]
     assert again == [target.module for target in ours]
 
 
@@ -381,11 +382,11 @@ def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
     def modules(**settings):
-        targets = find_targets(AdapterConfig(r=4, **settings), source.hf_config, source.weight_map)
+        targets = find_targets(AdapterConfig(r=4, **settings), source.description)
         return {target.module for target in targets}
 
     language = {name for name in modules(target_modules="all-linear") if "language_model" in name}
-    assert modules() == language and len(language) == 7 * source.hf_config.text_config.num_hidden_layers
+    assert modules() == language and len(language) == 7 * source.description.text.num_hidden_layers
     both = modules(target_modules=["q_proj"])
     assert any("vision_tower" in name for name in both) and any("language_model" in name for name in both)
     assert modules(target_modules=["q_proj"], exclude_modules=r".*vision_tower.*") == both & language

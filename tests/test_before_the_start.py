@@ -25,7 +25,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.overrides import apply_overrides
 
@@ -219,13 +219,13 @@ def test_transformers_draws_no_weight_that_files_lack(checkpoint, change, messag
 def test_what_config_json_says_of_a_layout_is_what_the_family_says(name):
     file = CONFIGS / f"{name}.json"
     hf_config = load_config(file)
-    family = family_for(hf_config).architecture(hf_config)
+    architecture = describe(hf_config).architecture
     stated = sizes_in(json.loads(file.read_text()))
-    assert {key: family[key] for key in stated} == stated
+    assert {key: architecture[key] for key in stated} == stated
     for tp in (1, 2, 3, 4, 5, 7, 8, 16, 32):
         for more in ({}, {"ep": 3}, {"pp": 200}):
             parallel = ParallelConfig(tp=tp, **more)
-            assert not misfit(parallel, stated) or misfit(parallel, family)
+            assert not misfit(parallel, stated) or misfit(parallel, architecture)
 
 
 def test_a_layout_that_does_not_divide_the_model_is_refused_before_the_ranks_start(checkpoint):

@@ -45,8 +45,8 @@ def started(run: RunConfig, path: str):
     """(chunks, optimizer, scheduler, HF names of each parameter) in the layout that is set up."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf, parameters_by_part
     from megatron_vlm.models.weights.by_part import _trained_parameters
     from megatron_vlm.parallel import setup
@@ -55,11 +55,11 @@ def started(run: RunConfig, path: str):
 
     setup.reset_layout(run.parallel, seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, path, family.weight_map(hf_config))
-    ddp, rules = data_parallel(chunks, run), family.weight_map(hf_config).rules
-    own = parameters_by_part(ddp, run.optimizer.by_part, family.groups, rules)
+    description = describe(hf_config)
+    chunks = build_model(run, description, setup.device())
+    import_hf(chunks, path, description.weight_map)
+    ddp, rules = data_parallel(chunks, run), description.weight_map.rules
+    own = parameters_by_part(ddp, run.optimizer.by_part, description.groups, rules)
     return ddp, *build_optimizer(ddp, run, own=own), list(_trained_parameters(ddp, rules))
 
 

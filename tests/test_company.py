@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs, document_spans
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.positions import IMAGE, TEXT, VIDEO
 from megatron_vlm.models.stream import StreamLayout
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -62,7 +62,7 @@ def test_a_video_that_is_not_closed_ends_with_its_document(checkpoint):
     )
     mask = torch.tensor([[1, 1, 2, 2, 3, 3, 3, 3], [1, 1, 2, 2, 2, 0, 0, 0]], dtype=torch.int32)
     batch = {"input_ids": ids, "attention_mask": mask}
-    layout = StreamLayout(batch, family_for(config).visual_kinds(config), False, 1)
+    layout = StreamLayout(batch, describe(config).visual_kinds, False, 1)
     first = [TEXT, TEXT, IMAGE, IMAGE, TEXT, VIDEO, TEXT, IMAGE]
     assert layout.kinds.tolist() == [*first, TEXT, TEXT, TEXT, VIDEO, TEXT]
 
@@ -70,7 +70,7 @@ def test_a_video_that_is_not_closed_ends_with_its_document(checkpoint):
 def test_features_of_an_image_fill_no_placeholders_of_a_video(checkpoint):
     """Nor could they in Transformers; in a packed row they would get those of another document."""
     config = AutoConfig.from_pretrained(checkpoint("qwen2_vl"))
-    misfit = family_for(config).data_needs(config).misfit
+    misfit = describe(config).data_needs.misfit
     vision = config.vision_config
     pixels = torch.zeros(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
     image = GenericVisualInputs(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]]))

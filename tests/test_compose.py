@@ -43,7 +43,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
-from megatron_vlm.models.families import load
+from megatron_vlm.models.families import describe
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
@@ -238,9 +238,9 @@ def test_documents_keep_the_order_of_texts_and_images(composed, name):
     found = normalise(Columns()(record))[0]
     files = [png(image) for image in images]
     sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=found, imgs=files)
-    family = load(hf_config.model_type)
+    description = describe(hf_config)
     data = DataConfig(seq_length=512)
-    encoded = HFEncoderVLMTaskEncoder(processor, data, family.data_needs(hf_config)).encode_sample(sample)
+    encoded = HFEncoderVLMTaskEncoder(processor, data, description.data_needs).encode_sample(sample)
 
     text = "".join(part if isinstance(part, str) else processor.image_token for part in parts)
     text = (text + processor.tokenizer.eos_token).replace("One.Two.", "One.\n\nTwo.")
@@ -260,7 +260,7 @@ def test_documents_keep_the_order_of_texts_and_images(composed, name):
     light = [item.pixel_values.float().amax() for item in visual.items()]
     assert len(light) == len(images) and light == sorted(set(light))
     counts = [int((one["input_ids"] == hf_config.image_token_id).sum()) for one in alone]
-    assert family.visual_tokens(hf_config, visual) == counts
+    assert description.visual_tokens(visual) == counts
 
 
 def png(image: Image.Image) -> bytes:

@@ -19,7 +19,7 @@ from megatron_vlm.data.drops import DropReport, TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import join_documents
 from megatron_vlm.data.encode.truncation import first_images
-from megatron_vlm.models.families import load
+from megatron_vlm.models.families import describe
 from tiny.checkpoints import build_tiny_checkpoint
 
 
@@ -117,11 +117,11 @@ def test_position_ids_come_from_the_given_function(processor):
 def grid_encoder(request, tmp_path_factory):
     """The encoder of a family whose images have grids and whose positions have three axes."""
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
-    family, hf_config = load(request.param), AutoConfig.from_pretrained(path)
+    description = describe(AutoConfig.from_pretrained(path))
     return HFEncoderVLMTaskEncoder(
         AutoProcessor.from_pretrained(path),
         DataConfig(seq_length=256),
-        family.data_needs(hf_config),
+        description.data_needs,
     )
 
 

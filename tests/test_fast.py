@@ -207,7 +207,7 @@ def processor(request):
 
 
 def known_as(family, processor):
-    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {})))
+    needs = load(family)(TINY_FAMILIES[family].config(processor, {}, TOWERS.get(family, {}))).data_needs
     processor.needs = replace(needs, position_ids=count_up)
     return processor
 
@@ -523,17 +523,17 @@ def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
 
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
-    processor, hf_config = AutoProcessor.from_pretrained(path), AutoConfig.from_pretrained(path)
-    processor, parts = known_as(family, processor), load(family)
+    processor = known_as(family, AutoProcessor.from_pretrained(path))
+    description = load(family)(AutoConfig.from_pretrained(path))
     run = RunConfig(model=ModelConfig(dtype="bf16"))
-    [model] = build_model(run, parts, hf_config, setup.device(), processor)
-    import_hf([model], path, parts.weight_map(hf_config))
+    [model] = build_model(run, description, setup.device(), processor)
+    import_hf([model], path, description.weight_map)
     found = []
-    for encoder in encoders(processor, parts.data_needs(hf_config)):
+    for encoder in encoders(processor, description.data_needs):
         given = [sample for sample in samples() if int(sample.__key__) % 8 in (1, 6)]
         given += list(video_samples(processor))[-1:]
         batch = encoder.encode_batch(encoder.batch([encoder.encode_sample(sample) for sample in given]))

@@ -28,19 +28,19 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     """By case, what StepWork counts of a batch, and what a step does, with attention as it must be."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.step_work import StepWork
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.work.step_work import StepWork
     from megatron_vlm.parallel import setup
     from megatron_vlm.rl.preferences import objective_of
     from megatron_vlm.training import gradients
 
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family, found = family_for(hf_config), {}
+    description, found = describe(hf_config), {}
     for name, (freeze, recompute, batch) in torch.load(cases, weights_only=False).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
-        chunks = build_model(run, family, hf_config, setup.device())
+        chunks = build_model(run, description, setup.device())
         ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
         run.train.objective = "dpo" if again else "tokens"
         step_loss, _ = objective_of(run, ddp)
@@ -52,7 +52,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
             done += (1 + again + 2 * trained_share(chunks[0].vision)) * tower_attention(
                 chunks[0].vision, batch
             )
-        work = StepWork(run, family, hf_config).of(batch)
+        work = StepWork(run, description).of(batch)
         if "language_model" in freeze:
             done -= 2 * work.tokens * router_weights(chunks[0])  # Megatron has no frozen router
         found[name] = [work.flops, done, work.tokens, work.places, work.images]
@@ -111,8 +111,8 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     """By layout, the figures of a step of 2 seconds."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import evaluate, gradients, step
@@ -120,15 +120,15 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
 
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family, found = family_for(hf_config), {}
+    description, found = describe(hf_config), {}
     rows = torch.load(cases, weights_only=False)
     for name, (layout, recompute) in LAYOUTS.items():
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32", recompute=recompute))
-        chunks = build_model(run, family, hf_config, setup.device())
-        import_hf(chunks, path, family.weight_map(hf_config))
+        chunks = build_model(run, description, setup.device())
+        import_hf(chunks, path, description.weight_map)
         ddp = gradients.data_parallel(chunks, run)
-        figures = StepFigures(run, family, hf_config, ddp, SOURCES)
+        figures = StepFigures(run, description, ddp, SOURCES)
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
         left = iter(mine)
         take = lambda count, left=left: list(islice(left, count))  # noqa: E731
@@ -156,12 +156,10 @@ KEYS = ["a-1", "a-b-000000001", "a-2", "c.jsonl-000000003"]
 def encoded(path: Path, rows: list[str]) -> dict:
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
 
     hf_config = AutoConfig.from_pretrained(path)
-    _, padded, single = parity.encode(
-        AutoProcessor.from_pretrained(path), family_for(hf_config), hf_config, rows
-    )
+    _, padded, single = parity.encode(AutoProcessor.from_pretrained(path), describe(hf_config), rows)
     return {"padded": padded, "packed": parity.pack(single)}
 
 
@@ -196,16 +194,14 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
     """The figures of a step in every layout, and those that they must be."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.step_work import StepWork
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.work.step_work import StepWork
 
     folder = tmp_path_factory.mktemp("figures")
     path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model")
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    hf, _, rows = parity.encode(
-        AutoProcessor.from_pretrained(path), family, hf_config, ["t", "it", "t", "ititit"]
-    )
+    description = describe(hf_config)
+    hf, _, rows = parity.encode(AutoProcessor.from_pretrained(path), description, ["t", "it", "t", "ititit"])
     for row, key, weight in zip(rows, KEYS, [1.0, 0.5, 3.0, 1.0], strict=True):
         row["__key__"] = [[key]]
         row["loss_mask"] *= weight
@@ -219,7 +215,7 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
         [layer.flatten().bincount(minlength=hf_config.text_config.num_experts) for layer in chosen]
     )
     balance = tokens.amax(1) / tokens.double().mean(1)
-    work = StepWork(RunConfig(), family, hf_config)
+    work = StepWork(RunConfig(), description)
     expected = {
         "tflops_per_device": sum(work.of(row).flops for row in rows) / 4e12,
         "tokens_per_second_per_device": real.sum().item() / 4,

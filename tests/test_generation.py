@@ -42,22 +42,22 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
     """The answers in every named layout, and how far their log-probabilities are from a forward pass."""
     from megatron_vlm.generation.cache import bytes_per_row
     from megatron_vlm.generation.generate import generate
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
     prompts = torch.load(prompts_file, weights_only=False)
     hf_config = load_config(Path(path))
-    family = family_for(hf_config)
+    description = describe(hf_config)
     found = {}
     for name in names:
         layout = parity.LAYOUTS[name][1]
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32"))
-        chunks = build_model(run, family, hf_config, setup.device())
-        import_hf(chunks, Path(path), family.weight_map(hf_config))
+        chunks = build_model(run, description, setup.device())
+        import_hf(chunks, Path(path), description.weight_map)
         longest = max(len(prompt["input_ids"]) for prompt in prompts) + SAMPLED_TOKENS - 1
         sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "answers": ANSWERS, "seed": 5}
         # several waves, and the answers to a prompt in two of them
@@ -75,18 +75,18 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
 def calls_per_token(path: str, file: str) -> dict[str, float]:
     """How many functions of Python and C are called for a further token, by ours and by Transformers'."""
     from megatron_vlm.generation.generate import generate
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_model
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
     inputs, prompt = torch.load(file, weights_only=False)
     hf_config = load_config(Path(path))
-    family, run = family_for(hf_config), RunConfig(model=ModelConfig(dtype="fp32"))
-    chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, Path(path), family.weight_map(hf_config))
+    description, run = describe(hf_config), RunConfig(model=ModelConfig(dtype="fp32"))
+    chunks = build_model(run, description, setup.device())
+    import_hf(chunks, Path(path), description.weight_map)
     model = load_model(Path(path), torch.float32).eval()
     model.generation_config.eos_token_id = None
     runs = {
@@ -163,11 +163,11 @@ def with_answer(prompt: Prompt, tokens: torch.Tensor) -> Prompt:
 
 def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
     """What the processor makes of each prompt, and our prompts."""
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_processor
 
     hf_config, processor = load_config(path), load_processor(path)
-    needs, rng = family_for(hf_config).data_needs(hf_config), np.random.default_rng(3)
+    needs, rng = describe(hf_config).data_needs, np.random.default_rng(3)
     kinds = (*PROMPTS, "vt") if needs.videos else PROMPTS
     encoded = [parity.encode_row(processor, parity.conversation(rng, parts)[:1]) for parts in kinds]
     prompts = []

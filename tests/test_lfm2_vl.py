@@ -18,7 +18,7 @@ from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.naflex import without_padding
-from megatron_vlm.models.families.lfm2_vl import FAMILY
+from megatron_vlm.models.families.lfm2_vl import Lfm2VL
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -59,12 +59,12 @@ def outputs(tiny) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def vision(tiny):
     torch.manual_seed(0)
-    return FAMILY.build_vision(AutoConfig.from_pretrained(tiny))
+    return Lfm2VL(AutoConfig.from_pretrained(tiny)).build_vision()
 
 
 def visual_of(outputs: dict[str, torch.Tensor]) -> GenericVisualInputs:
     found = without_padding(outputs)
-    return GenericVisualInputs(**{key: found[key] for key in FAMILY.visual_keys})
+    return GenericVisualInputs(**{key: found[key] for key in Lfm2VL.visual_keys})
 
 
 def test_the_tower_computes_no_padding(outputs, vision):
@@ -126,12 +126,12 @@ def test_images_in_tiles_equal_transformers(cutting):
 
 
 def test_samples_with_tiles_are_encoded_by_the_processor_and_not_packed(cutting):
-    processor, needs = AutoProcessor.from_pretrained(cutting), DataNeeds(FAMILY.visual_keys)
+    processor, needs = AutoProcessor.from_pretrained(cutting), DataNeeds(Lfm2VL.visual_keys)
     data = DataConfig(seq_length=512)
     encoder = HFEncoderVLMTaskEncoder(processor, data, needs)
     assert "do_image_splitting = True" in encoder.documents.why_hf_processor
     encoded = encoder.encode_sample(sample([(200, 190), (30, 30)]))
-    tokens = FAMILY.visual_tokens(AutoConfig.from_pretrained(cutting), encoded.visual_inputs)
+    tokens = Lfm2VL(AutoConfig.from_pretrained(cutting)).visual_tokens(encoded.visual_inputs)
     assert tokens == [4, 4, 4, 4, 4, 4]  # four tiles, all of the image, the other image
     assert int((encoded.input_ids == processor.image_token_id).sum()) == sum(tokens)
     text = processor.tokenizer.decode(encoded.input_ids)

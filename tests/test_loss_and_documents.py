@@ -36,8 +36,8 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     """The gradients of the third step over all rows, as many micro batches as rows."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import gradients, step
@@ -47,9 +47,9 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     run.model.dtype, run.optimizer.lr = "fp32", 1e-3
     setup.init_distributed(run.parallel, seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
-    chunks = build_model(run, family, hf_config, setup.device())
-    import_hf(chunks, path, family.weight_map(hf_config))
+    description = describe(hf_config)
+    chunks = build_model(run, description, setup.device())
+    import_hf(chunks, path, description.weight_map)
     chunks[0].requires_grad_(True)  # also of layers that no feature depends on
     ddp = gradients.data_parallel(chunks, run)
     rank, ranks = setup.data_parallel_place()
@@ -63,8 +63,8 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
 def in_one_process(path: str, cases: str) -> dict:
     from transformers import AutoConfig
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.gradients import data_parallel
@@ -72,12 +72,12 @@ def in_one_process(path: str, cases: str) -> dict:
     setup.init_distributed(ParallelConfig(), seed=1)
     case = torch.load(cases, weights_only=False)
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_for(hf_config)
+    description = describe(hf_config)
 
     def model(**settings):
         run = RunConfig(model=ModelConfig(dtype="fp32", **settings))
-        chunks = build_model(run, family, hf_config, setup.device())
-        import_hf(chunks, path, family.weight_map(hf_config))
+        chunks = build_model(run, description, setup.device())
+        import_hf(chunks, path, description.weight_map)
         return data_parallel(chunks, run)
 
     rows = case["rows"]

@@ -15,8 +15,8 @@ from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.families.mistral3 import FAMILY
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.families.mistral3 import Mistral3
 from megatron_vlm.models.pixels import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -45,7 +45,7 @@ def encoded(tiny):
         imgs=[jpeg(size) for size in SIZES],
     )
     return HFEncoderVLMTaskEncoder(
-        AutoProcessor.from_pretrained(tiny), DataConfig(seq_length=256), DataNeeds(FAMILY.visual_keys)
+        AutoProcessor.from_pretrained(tiny), DataConfig(seq_length=256), DataNeeds(Mistral3.visual_keys)
     ).encode_sample(sample)
 
 
@@ -59,7 +59,7 @@ def jpeg(size: tuple[int, int]) -> bytes:
 
 def test_queries_grow_with_the_position_in_their_document(hf_config):
     position_ids = torch.tensor([[0, 63, 64, 191, 192, 0, 70]])
-    queries, keys = FAMILY.rotary(hf_config)(position_ids)[0]
+    queries, keys = Mistral3(hf_config).rotary()(position_ids)[0]
     once, twice, thrice = (1 + 0.1 * math.log(n) for n in (2, 3, 4))
     expected = torch.tensor([1, 1, once, twice, thrice, 1, once])
     torch.testing.assert_close(queries, keys * expected[:, None, None, None])
@@ -69,7 +69,7 @@ def test_rotary_tables_are_those_of_transformers(tiny, hf_config):
     position_ids = torch.arange(1000)[None]
     model = AutoModelForImageTextToText.from_pretrained(tiny).model.language_model
     expected = model.rotary_emb(torch.zeros(1), position_ids)
-    keys = FAMILY.rotary(hf_config)(position_ids)[0, -1, :, :, :, 0].transpose(1, 2)
+    keys = Mistral3(hf_config).rotary()(position_ids)[0, -1, :, :, :, 0].transpose(1, 2)
     assert model.rotary_emb.attention_scaling != 1
     for ours, theirs in zip(keys, expected, strict=True):
         assert torch.equal(torch.cat((ours, ours), dim=-1), theirs)  # two channels turn by one angle
@@ -91,7 +91,7 @@ def test_the_reply_is_trained(encoded, tiny):
 
 def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, tiny, hf_config):
     torch.manual_seed(0)
-    vision = FAMILY.build_vision(hf_config)
+    vision = Mistral3(hf_config).build_vision()
     normalize = PixelNormalizer(AutoProcessor.from_pretrained(tiny))
     both = GenericVisualInputs(**normalize(encoded.visual_inputs.as_model_kwargs(), torch.float32))
     alone = [
@@ -108,12 +108,12 @@ def test_features_do_not_depend_on_the_padding_or_on_other_images(encoded, tiny,
 
 
 def dtypes_in_bf16(path: str) -> list[torch.dtype]:
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
     config = AutoConfig.from_pretrained(path)
-    [model] = build_model(RunConfig(model=ModelConfig(dtype="bf16")), FAMILY, config, setup.device())
+    [model] = build_model(RunConfig(model=ModelConfig(dtype="bf16")), Mistral3(config), setup.device())
     tower = model.vision.vision_tower
     return [next(tower.parameters()).dtype, tower.patch_positional_embedding.inv_freq.dtype]
 
@@ -126,4 +126,4 @@ def test_another_text_model_is_refused_by_name():
     other = AutoConfig.for_model("mistral3", text_config={"model_type": "llama"})
     supported = 'text_config.model_type is "llama"; supported: "ministral3" or "mistral"'
     with pytest.raises(ValueError, match=supported):
-        family_for(other)
+        describe(other)

@@ -47,15 +47,15 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     """Weights (tokens, experts), 0 where not chosen, by Transformers and by us, in the first MoE layer."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     setup.reset_layout(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     run = RunConfig()
     run.model.dtype = dtype
-    model = build_model(run, family_for(hf_config), hf_config, setup.device())[0]
+    model = build_model(run, describe(hf_config), setup.device())[0]
     ours = model.language_model.decoder.layers[2].mlp.router
     hf_model = AutoModelForImageTextToText.from_pretrained(path, dtype=ours.weight.dtype)
     theirs = hf_model.model.language_model.layers[2].mlp.gate
@@ -158,22 +158,22 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
     from transformers import AutoConfig
 
     from megatron_vlm.models import weights
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint, gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    family, case = family_for(hf_config), torch.load(cases, weights_only=False)
+    description, case = describe(hf_config), torch.load(cases, weights_only=False)
 
     def start(layout: ParallelConfig):
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout)
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
-        chunks = build_model(run, family, hf_config, setup.device())
-        weights.import_hf(chunks, path, family.weight_map(hf_config))
+        chunks = build_model(run, description, setup.device())
+        weights.import_hf(chunks, path, description.weight_map)
         ddp = gradients.data_parallel(chunks, run)
         return ddp, *build_optimizer(ddp, run)
 
@@ -192,7 +192,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         found[name] = losses(state, layout)
     biases = [
         (name, tensor)
-        for name, tensor in weights.hf_tensors([state[0][0].module], family.weights(hf_config))
+        for name, tensor in weights.hf_tensors([state[0][0].module], description.rules)
         if name.endswith("e_score_correction_bias")
     ]
     return found | {"biases": dict(biases)}

@@ -26,7 +26,7 @@ ONE_AND_TWO = [[(56, 56)], [(56, 56), (56, 56)]]
 def parts(request, tmp_path_factory):
     """Processor and needs of a family."""
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
-    needs = load(request.param).data_needs(AutoConfig.from_pretrained(path))
+    needs = load(request.param)(AutoConfig.from_pretrained(path)).data_needs
     return AutoProcessor.from_pretrained(path), needs
 
 

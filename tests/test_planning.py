@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
-from megatron_vlm.models import costs
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
+from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.recipes import load_recipe
@@ -66,7 +66,7 @@ def test_tiles_are_spread_over_ranks_and_other_images_stay_whole(name, of_an_ima
     """Four ranks, and 1.6 images in a row; one of InternVL has five tiles."""
     run = load_recipe(name)(train_data_path="none", tp=4)
     hf_config = load_config(CONFIGS / f"{name}.json")
-    image = costs.image_cost(run, family_for(hf_config), hf_config)
+    image = costs.image_cost(run, describe(hf_config))
     assert costs.images_per_row(run, image) == pytest.approx(1.6, abs=0.03)
     assert costs.images_per_tower(run, image) == pytest.approx(of_an_image)
 

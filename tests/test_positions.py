@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import parity
@@ -18,7 +17,7 @@ from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from tiny.checkpoints import build_tiny_checkpoint
 
 IMG, VID = 8, 9
-KINDS = kinds_by_token(SimpleNamespace(image_token_id=IMG, video_token_id=VID))
+KINDS = partial(kinds_by_token, image=IMG, video=VID)
 by_frame = partial(mrope_positions, kinds=KINDS, merge_size=2)
 by_second = partial(mrope_positions, kinds=KINDS, merge_size=2, tokens_per_second=2)
 
@@ -132,6 +131,6 @@ def test_equal_to_transformers_where_it_is_right(model_type, parts, tmp_path):
     known = {"input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
     expected, _ = model.model.get_rope_index(**{key: outputs[key] for key in known & outputs.keys()})
     visual = {key: outputs[key] for key in load(model_type).visual_keys if key in outputs}
-    positions = load(model_type).position_ids(model.config)
+    positions = load(model_type)(model.config).position_ids
     ours = positions(outputs["input_ids"][0], GenericVisualInputs.from_mapping(visual))
     assert ours.tolist() == expected[:, 0].tolist()

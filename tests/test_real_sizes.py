@@ -88,22 +88,22 @@ def count(recipe: str, config: str, untied: bool) -> dict:
 def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] | None:
     import torch
 
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
     from megatron_vlm.parallel import setup
 
     def parameters(weight: torch.Tensor) -> torch.Tensor | None:
         return weight if isinstance(weight, torch.nn.Parameter) else None
 
-    family = family_for(hf_config)
-    rules, total, held = family.weights(hf_config), 0, 0
+    description = describe(hf_config)
+    rules, total, held = description.rules, 0, 0
     with setup.pretended(run.parallel, processes, rank):
         ps = setup.parallel_state
         if ps.get_data_parallel_rank() or ps.get_tensor_model_parallel_rank():
             return None  # as large as the first
         with torch.device("meta"):
-            chunks = build_model(run, family, hf_config, torch.device("meta"))
+            chunks = build_model(run, description, torch.device("meta"))
         stage = ps.get_pipeline_model_parallel_rank()
         for chunk in chunks:
             for name, param in named_global_weights(chunk, parameters):

@@ -242,9 +242,9 @@ def test_a_name_that_is_nowhere(hub):
 def test_numbers_that_megatron_takes_for_no_number_are_refused(model_type, change):
     from transformers import CONFIG_MAPPING
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
 
     config = CONFIG_MAPPING[model_type].from_dict({"model_type": model_type, "text_config": change})
     [(key, value)] = change.items()
     with pytest.raises(ValueError, match=f"text_config.{key} is {value}; supported: "):
-        family_for(config)
+        describe(config)

@@ -55,7 +55,7 @@ def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorM
 def outcome(way: str, processor: ProcessorMixin, config: PretrainedConfig, given: ChatMLSample):
     """The encoded sample; or the reason why it was dropped, with its detail."""
     kind, fast = WAYS[way]
-    needs = load(config.model_type).data_needs(config)
+    needs = load(config.model_type)(config).data_needs
     encoder = kind(processor, DataConfig(seq_length=100_000), needs, fast=fast)
     try:
         return (

@@ -83,8 +83,8 @@ def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tup
 
 def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.config import derived
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
     from megatron_vlm.planning.rehearsal import example_batch
     from megatron_vlm.planning.tensor_memory import TensorMemory
@@ -93,14 +93,14 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.training.optimizer import build_optimizer
     from megatron_vlm.training.step import train_step
 
-    family, device = family_for(hf_config), setup.device()
+    description, device = describe(hf_config), setup.device()
     with TensorMemory() as memory:
-        model = data_parallel(build_model(run, family, hf_config, device), run)
+        model = data_parallel(build_model(run, description, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
         step_loss, _ = objective_of(run, model)
         held, peaks = memory.alive, []
-        batches = [example_batch(run, family, hf_config, device)] * derived(run, 2)["micro_batches_per_step"]
+        batches = [example_batch(run, description, device)] * derived(run, 2)["micro_batches_per_step"]
         for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
             train_step(model, optimizer, scheduler, batches, step_loss=step_loss)

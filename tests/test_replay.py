@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_vlm.cli import app
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.measures import replay_page, training_data
 from megatron_vlm.recipes import load_recipe
@@ -48,8 +48,8 @@ def run_data(config, rank=0, world_size=1):
     from transformers import AutoConfig, AutoProcessor
 
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
-    family, processor = family_for(hf_config), AutoProcessor.from_pretrained(config.model.hf_path)
-    return RunData(config, processor, family.data_needs(hf_config), rank, world_size)
+    description, processor = describe(hf_config), AutoProcessor.from_pretrained(config.model.hf_path)
+    return RunData(config, processor, description.data_needs, rank, world_size)
 
 
 def content(batch):

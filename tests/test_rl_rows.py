@@ -89,8 +89,9 @@ def test_samples_are_a_list(samples):
 def test_pixels_that_are_no_numbers_are_refused(tiny_gemma3, value):
     """They would give log-probabilities that are none, without a word."""
     source = open_source(tiny_gemma3)
-    side, image = source.hf_config.vision_config.image_size, source.hf_config.image_token_id
-    ids = torch.full((source.hf_config.mm_tokens_per_image + 1,), image)
+    hf_config = source.description.hf_config
+    side, image = hf_config.vision_config.image_size, hf_config.image_token_id
+    ids = torch.full((hf_config.mm_tokens_per_image + 1,), image)
     pixels = torch.zeros(1, 3, side, side)
     ids[0] = 5
     document = documents_of([{"input_ids": ids, "pixel_values": pixels}], source.needs)

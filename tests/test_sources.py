@@ -730,7 +730,7 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     record = Columns()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
     talk, images, _ = read_record(record, tmp_path)
     sample = ChatMLSample(__key__="document", __restore_key__=(), conversation=talk, imgs=images)
-    needs = load(family).data_needs(AutoConfig.from_pretrained(path))
+    needs = load(family)(AutoConfig.from_pretrained(path)).data_needs
     encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ
     trained = encoded.labels[encoded.labels != -100]

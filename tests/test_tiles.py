@@ -19,7 +19,7 @@ from megatron_vlm.data.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, decode_video
-from megatron_vlm.models.families import family_for, load
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.pixels import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -33,16 +33,16 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def encoder_of(folder: Path, packing: bool = False, seq_length: int = LENGTH, fast: bool = True, **options):
-    needs = load(folder.name).data_needs(AutoConfig.from_pretrained(folder))
+    needs = describe(AutoConfig.from_pretrained(folder)).data_needs
     kind = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
     data = DataConfig(seq_length=seq_length, video_fps=2.0, **options)
     return kind(AutoProcessor.from_pretrained(folder), data, needs, fast=fast)
 
 
 def visual_of(folder: Path, outputs: dict) -> dict[str, torch.Tensor]:
-    family, hf_config = load(folder.name), AutoConfig.from_pretrained(folder)
-    made = family.of_processor(hf_config)(outputs)
-    return {key: made[key] for key in family.visual_keys if key in made}
+    description = describe(AutoConfig.from_pretrained(folder))
+    made = description.of_processor(outputs)
+    return {key: made[key] for key in description.visual_keys if key in made}
 
 
 def check_visual(encoder, encoded, expected: dict[str, torch.Tensor]) -> None:
@@ -130,7 +130,7 @@ def test_videos_of_different_lengths_in_one_sample_are_counted_if_the_processor_
     hf_config = AutoConfig.from_pretrained(folder)
     encoded = encoder_of(folder).encode_sample(given)
     placed = sum(int((encoded.input_ids == token).sum()) for token in tokens_of(hf_config))
-    assert placed == sum(load(folder.name).visual_tokens(hf_config, encoded.visual_inputs))
+    assert placed == sum(describe(hf_config).visual_tokens(encoded.visual_inputs))
 
 
 def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
@@ -148,14 +148,14 @@ def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
     )
     whole = encoder_of(folder).encode_sample(given)
     encoder, kept = encoder_of(folder), set()
-    count = load(folder.name).visual_tokens
     hf_config = AutoConfig.from_pretrained(folder)
+    count = describe(hf_config).visual_tokens
     for length in range(4, len(whole.input_ids) + 1, 5):
         encoder = encoder_of(folder, seq_length=length, over_length="truncate", packing=True)
         cut = encoder.postencode_sample(encoder.preencode_sample(given))
         assert cut.input_ids.equal(whole.input_ids[: len(cut.input_ids)]) and len(cut.input_ids) <= length
         placed = sum(int((cut.input_ids == token).sum()) for token in tokens_of(hf_config))
-        features = 0 if cut.visual_inputs is None else sum(count(hf_config, cut.visual_inputs))
+        features = 0 if cut.visual_inputs is None else sum(count(cut.visual_inputs))
         assert placed == features
         kept.add(features)
     assert len(kept) == 4  # nothing, the first video, and the image, and the second video
@@ -170,6 +170,6 @@ def test_a_ratio_for_which_transformers_shuffles_no_pixels_is_refused(patches, r
     """Three patches are three thirds, but not to its division of floats."""
     tower = {"image_size": [14 * patches] * 2, "patch_size": [14, 14]}
     text = {"model_type": "qwen3"}
-    family_for(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=1.0))
+    describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=1.0))
     with pytest.raises(ValueError, match=r"downsample_ratio is 0\.\d+; supported: 1 / n for a power of 2"):
-        family_for(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=ratio))
+        describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=ratio))

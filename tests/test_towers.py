@@ -11,11 +11,12 @@ from transformers import AutoConfig
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.families import family_for, load
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vision_parallel import balanced_shares
-from megatron_vlm.models.vlm import build_model, recompute_layers
+from megatron_vlm.models.vlm import recompute_layers
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes.published import SIZES
 from tiny.checkpoints import build_tiny_checkpoint
@@ -26,29 +27,27 @@ REAL = {family: sizes[0].name for family, sizes in SIZES.items()}
 
 
 @pytest.fixture(scope="module", params=list(REAL))
-def family_and_config(request):
-    return load(request.param), AutoConfig.from_pretrained(CONFIGS / f"{REAL[request.param]}.json")
+def description(request):
+    return describe(AutoConfig.from_pretrained(CONFIGS / f"{REAL[request.param]}.json"))
 
 
-def test_towers_put_everything_on_their_device_but_what_the_host_reads(family_and_config):
+def test_towers_put_everything_on_their_device_but_what_the_host_reads(description):
     """The meta device stands for a GPU: an operation on tensors of two devices fails on either."""
-    family, hf_config = family_and_config
-    image = GenericVisualInputs(**family.blank_image(hf_config, 64**2))
+    image = GenericVisualInputs(**description.blank_image(64**2))
     with torch.device("meta"):
-        vision = family.build_vision(hf_config)
+        vision = description.build_vision()
     two = GenericVisualInputs.cat([image, image]).to("meta")
     features = vision(**two.as_model_kwargs())
     assert features.device.type == "meta"
-    assert features.shape[-2] == sum(family.visual_tokens(hf_config, two))
+    assert features.shape[-2] == sum(description.visual_tokens(two))
 
 
-def test_a_frozen_tower_is_not_run_again(family_and_config):
+def test_a_frozen_tower_is_not_run_again(description):
     """Its features need no gradient, so nothing is kept for a backward pass, also with recomputation."""
-    family, hf_config = family_and_config
     with torch.device("meta"):
-        vision = family.build_vision(hf_config).requires_grad_(False).train()
+        vision = description.build_vision().requires_grad_(False).train()
     recompute_layers(vision)
-    image = GenericVisualInputs(**family.blank_image(hf_config, 64**2)).to("meta")
+    image = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
     assert not vision(**image.as_model_kwargs()).requires_grad
 
 
@@ -90,10 +89,10 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
     """To the bit; but where Transformers masks all pairs of patches, or where all of the tower runs for each
     image, sums have other parts."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
-    family, calls = load(name), []
+    description, calls = describe(hf_config), []
     torch.manual_seed(0)
-    vision = family.build_vision(hf_config)
-    blank = [GenericVisualInputs(**family.blank_image(hf_config, side**2)) for side in (28, 84, 56)]
+    vision = description.build_vision()
+    blank = [GenericVisualInputs(**description.blank_image(side**2)) for side in (28, 84, 56)]
     visual = GenericVisualInputs.cat(blank).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
     forward = tower_attention.KERNELS["documents"].forward
     monkeypatch.setitem(
@@ -122,13 +121,13 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
 def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_path):
     """Nothing can be read from a meta tensor: whatever the host asked of the device would raise."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
-    family, run = family_for(hf_config), RunConfig()
+    description, run = describe(hf_config), RunConfig()
     run.model.recompute = recompute
-    visual = GenericVisualInputs(**family.blank_image(hf_config, 64**2)).to("meta")
-    tokens = sum(family.visual_tokens(hf_config, visual)) + 8
+    visual = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
+    tokens = sum(description.visual_tokens(visual)) + 8
     with setup.pretended(run.parallel, 1):
         with torch.device("meta"):
-            (model,) = build_model(run, family, hf_config, torch.device("meta"))
+            (model,) = build_model(run, description, torch.device("meta"))
         axes = (3,) if model.language_model.rotary.axes is not None else ()
         ids_BS = torch.full((1, tokens), hf_config.image_token_id)
         ids_BS[:, -8:] = 0

@@ -41,23 +41,23 @@ def answers_of_megatron(family: str, source: str, folders: list[str], picture: s
     from megatron_vlm.data.generation_prompt import encode_prompt
     from megatron_vlm.generation.generate import generate
     from megatron_vlm.models import weights
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
-    parts, hf_config = load(family), AutoConfig.from_pretrained(source)
+    description = load(family)(AutoConfig.from_pretrained(source))
     content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
     answers = []
     for name, folder in zip(layouts_of(family), folders, strict=True):
         setup.reset_layout(LAYOUTS[name], seed=1)
         run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
-        chunks = build_model(run, parts, hf_config, setup.device())
-        weights.import_hf(chunks, source, parts.weight_map(hf_config))
-        weights.export_hf(chunks, folder, source, parts.weight_map(hf_config))
+        chunks = build_model(run, description, setup.device())
+        weights.import_hf(chunks, source, description.weight_map)
+        weights.export_hf(chunks, folder, source, description.weight_map)
         prompt = encode_prompt(
             AutoProcessor.from_pretrained(source),
             [{"role": "user", "content": content}],
             [Path(picture).read_bytes()],
-            parts.data_needs(hf_config),
+            description.data_needs,
         )
         [[answer]] = generate(chunks, [prompt], hf_generate.NEW_TOKENS)
         answers.append(answer.tokens)

@@ -270,10 +270,9 @@ def arguments(family):
 
 
 def arguments_of(name, path):
-    parts = load(name)
     return {
         "processor": AutoProcessor.from_pretrained(path),
-        "needs": parts.data_needs(AutoConfig.from_pretrained(path)),
+        "needs": load(name)(AutoConfig.from_pretrained(path)).data_needs,
     }
 
 

@@ -69,7 +69,7 @@ def gradients(
 
 def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
-    hf, batch, rows = parity.encode(source.processor, source.family, source.hf_config, ["it", "t"])
+    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
     assert len(rows) == MICRO_BATCHES
     torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
     for rank in run_distributed(2, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):

@@ -90,7 +90,7 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     """(layout, source, output) one after the other: import, export."""
     from megatron_vlm.models import weights
     from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     if not torch.distributed.is_initialized():
@@ -98,11 +98,10 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     for name, source, output in jobs:
         layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
         setup.reset_layout(layout, seed=1)
-        opened = open_source(source)
-        hf_config, family = opened.hf_config, opened.family
+        description = open_source(source).description
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
-        chunks = build_model(run, family, hf_config, setup.device())
-        weight_map = family.weight_map(hf_config)
+        chunks = build_model(run, description, setup.device())
+        weight_map = description.weight_map
         weights.import_hf(chunks, source, weight_map)
         weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
 
@@ -356,7 +355,7 @@ def test_tied_is_what_transformers_makes_of_flag_and_weights(sources, kind):
 
     model = loaded_by_transformers(sources[kind])
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == TIED[kind]
-    assert open_source(sources[kind]).hf_config.tie_word_embeddings == TIED[kind]
+    assert open_source(sources[kind]).description.hf_config.tie_word_embeddings == TIED[kind]
     assert look_at(sources[kind])[0].tie_word_embeddings == TIED[kind]
 
 
@@ -504,20 +503,20 @@ def refusals(sources: list[str]) -> list[str]:
     from transformers import AutoConfig
 
     from megatron_vlm.models import weights
-    from megatron_vlm.models.families import family_for
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
     messages = []
     for source in sources:
         hf_config = AutoConfig.from_pretrained(source)
-        family = family_for(hf_config)
-        chunks = build_model(RunConfig(), family, hf_config, setup.device())
+        description = describe(hf_config)
+        chunks = build_model(RunConfig(), description, setup.device())
         for weight in chunks[0].parameters():
             weight.data.fill_(7)
         with pytest.raises(ValueError) as refused:
-            weights.import_hf(chunks, source, family.weight_map(hf_config))
+            weights.import_hf(chunks, source, description.weight_map)
         untouched = all((weight == 7).all() for weight in chunks[0].parameters())
         assert untouched == (spoil.__name__ not in source)  # nothing else is read before it is refused
         messages.append(str(refused.value))

@@ -211,7 +211,7 @@ def megatron_vlm(family: str, processor: ProcessorMixin, codec: str) -> Work:
 
 
 def encoder_of(family: str, processor: ProcessorMixin, fast: bool = True) -> HFEncoderVLMTaskEncoder:
-    needs = load(family).data_needs(TINY_FAMILIES[family].config(processor, {}, {}))
+    needs = load(family)(TINY_FAMILIES[family].config(processor, {}, {})).data_needs
     return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=100_000), needs, fast=fast)
 
 

@@ -31,9 +31,9 @@ from megatron_vlm.batch import GenericVisualInputs, Prompt  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
 from megatron_vlm.generation.generate import generate  # noqa: E402
 from megatron_vlm.generation.rows import batch_of  # noqa: E402
-from megatron_vlm.models.families import family_for  # noqa: E402
+from megatron_vlm.models.families import describe  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
-from megatron_vlm.models.vlm import build_model  # noqa: E402
+from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
 from megatron_vlm.training.logits import logits_of  # noqa: E402
@@ -66,12 +66,12 @@ def main() -> None:
 
 def measure(path: Path, tokens: int, rounds: int) -> tuple[float, float, float]:
     hf_config, processor = load_config(path), load_processor(path)
-    family, rng = family_for(hf_config), np.random.default_rng(0)
+    description, rng = describe(hf_config), np.random.default_rng(0)
     encoded = [parity.encode_row(processor, parity.conversation(rng, parts)[:1]) for parts in PROMPTS]
-    needs = family.data_needs(hf_config)
+    needs = description.data_needs
     prompts = [prompt_of(outputs, needs) for outputs in encoded]
-    chunks = build_model(RunConfig(model=ModelConfig(dtype="fp32")), family, hf_config, setup.device())
-    import_hf(chunks, path, family.weight_map(hf_config))
+    chunks = build_model(RunConfig(model=ModelConfig(dtype="fp32")), description, setup.device())
+    import_hf(chunks, path, description.weight_map)
     model = load_model(path, torch.float32)
     model.generation_config.eos_token_id = None  # all answers have all tokens
     inputs = left_padded(encoded, processor.tokenizer.pad_token_id)

@@ -36,10 +36,10 @@ from PIL import Image  # noqa: E402
 
 from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
-from megatron_vlm.models.families import family_for  # noqa: E402
+from megatron_vlm.models.families import describe  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
 from megatron_vlm.models.language_model import DTYPES  # noqa: E402
-from megatron_vlm.models.vlm import build_model  # noqa: E402
+from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
 from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
@@ -85,11 +85,11 @@ def conversation(rng: np.random.Generator, words: int) -> list[dict]:
 
 def batches(path: Path, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
     """The arguments of Transformers, and ours, padded and packed."""
-    family = family_for(hf_config)
+    description = describe(hf_config)
     rng = np.random.default_rng(0)
     made = iter([conversation(rng, words) for words in REPLY_WORDS])
     rows = ["it"] * len(REPLY_WORDS)
-    hf, padded, single = parity.encode(load_processor(path), family, hf_config, rows, lambda *_: next(made))
+    hf, padded, single = parity.encode(load_processor(path), description, rows, lambda *_: next(made))
     lengths = [int((row["attention_mask"] > 0).sum()) for row in single]
     names = ("input_ids", "labels", "loss_mask", "position_ids")
     packed: dict[str, Any] = {
@@ -125,9 +125,9 @@ def built(path: Path, config: RunConfig) -> tuple[list, Any, Any]:
     """Our model from the checkpoint, its optimizer and schedule."""
     setup.reset_layout(ParallelConfig(), seed=1)
     hf_config = load_config(path)
-    family = family_for(hf_config)
-    chunks = build_model(config, family, hf_config, setup.device(), load_processor(path))
-    import_hf(chunks, path, family.weight_map(hf_config))
+    description = describe(hf_config)
+    chunks = build_model(config, description, setup.device(), load_processor(path))
+    import_hf(chunks, path, description.weight_map)
     ddp = gradients.data_parallel(chunks, config)
     return ddp, *build_optimizer(ddp, config)
 
@@ -165,7 +165,7 @@ def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
     seconds = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
-            "family": family_for(hf_config).model_type,
+            "family": describe(hf_config).model_type,
             "mode": mode,
             "recompute": recompute,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",

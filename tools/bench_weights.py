@@ -185,16 +185,16 @@ def empty_model(run, folder: Path):
     """(chunks, where their weights come from). The weights are allocated but no memory is touched yet."""
     import torch
 
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.models.vlm import build_model
+    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
     hf_config = load_config(folder)
-    family = family_for(hf_config)
+    description = describe(hf_config)
     with torch.device("meta"):
-        chunks = build_model(run, family, hf_config, torch.device("meta"))
-    return [chunk.to_empty(device=setup.device()) for chunk in chunks], family.weight_map(hf_config)
+        chunks = build_model(run, description, torch.device("meta"))
+    return [chunk.to_empty(device=setup.device()) for chunk in chunks], description.weight_map
 
 
 # --- the table -------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING
 
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import FAMILIES, load
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
@@ -61,7 +61,7 @@ def page() -> str:
     return "\n".join([*parts, *(_family(load(model_type)) for model_type in sorted(FAMILIES))])
 
 
-def _family(family: Family) -> str:
+def _family(family: type[Description]) -> str:
     sections = zip(NAMES, family.sections, strict=True)
     written = [_section(name, section) for name, choices in sections for section in choices]
     return f"## {family.model_type}\n" + "".join(written)

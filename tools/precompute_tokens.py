@@ -31,7 +31,7 @@ def main(
     from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
     from megatron_vlm.data.preferences.pairs import with_pairs
     from megatron_vlm.data.run_data import train_encoder
-    from megatron_vlm.models.families import family_for
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_processor
 
     run = compose(recipe, config, settings or ())
@@ -43,7 +43,7 @@ def main(
     number, _, parts = part.partition("/")
     path = run.model.hf_path
     hf_config = load_config(path)
-    needs = family_for(hf_config).data_needs(hf_config)
+    needs = describe(hf_config).data_needs
     encoder = with_pairs(train_encoder(data, load_processor(path), needs), run)
     rows = HFProvider(data).train_rows(encoder)
     place = {"rank": int(number) - 1, "world_size": int(parts)}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from tables import ROOT, markdown, replaced
 
@@ -49,9 +49,8 @@ def outcome(config: dict[str, Any]) -> str:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(config), encoding="utf-8")
         try:
-            hf_config = load_config(folder)
-            family = family_for(hf_config)
-            family.architecture(hf_config), family.weights(hf_config)
+            description = describe(load_config(folder))
+            assert description.architecture and description.rules
         except ValueError as refused:
             return " ".join(str(refused).removeprefix(f"checkpoint {folder}: ").split())
     return TRAINS

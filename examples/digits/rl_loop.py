@@ -141,7 +141,7 @@ def answer(policy: Policy, sample: Sample) -> str:
 
 def accuracy(policy: Policy, prompts: Sequence[RolloutPrompt], questions: list[dict]) -> float:
     """The share of questions that greedy answers get right."""
-    stop = stop_tokens(policy.source.folder, policy.source.hf_config)
+    stop = stop_tokens(policy.source.folder, policy.source.description.hf_config)
     found = generate(policy.chunks, [prompt.inputs for prompt in prompts], MAX_NEW_TOKENS, stop=stop)
     decode = policy.source.processor.tokenizer.decode
     said = [without_thoughts(decode(one.reply, skip_special_tokens=True)) for [one] in found]

@@ -63,7 +63,7 @@ class Feed:
 
     def _open(self, source: Source) -> None:
         place = setup.data_parallel_place()
-        self._unknown = vocabulary_words(source.processor, source.hf_config.get_text_config().vocab_size)
+        self._unknown = vocabulary_words(source.processor, source.description.text.vocab_size)
         data = self._data = RunData(self._config, source.processor, source.needs, *place)
         watchdog.also(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):

@@ -12,10 +12,10 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.adapters import load_adapters, words_of_start
+from megatron_vlm.models.adapters import words_of_start
 from megatron_vlm.models.hf import Source, open_source
-from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import import_hf, parameters_by_part
+from megatron_vlm.models.opened import open_model
+from megatron_vlm.models.weights import parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.preferences import objective_of
 from megatron_vlm.run_folder.adapter_start import begun
@@ -45,11 +45,12 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     milestones = feed.milestones
     model = starting_model(config, source)
     step_loss, logged = objective_of(config, model)
-    own = parameters_by_part(model, config.optimizer.by_part, source.family.groups, source.weight_map.rules)
+    described = source.description
+    own = parameters_by_part(model, config.optimizer.by_part, described.groups, described.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, own)
     watchdog.beat(f"loading the last checkpoint of {config.run_dir}", files=True)
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
-    figures = StepFigures(config, source.family, source.hf_config, model, feed.sources, logged)
+    figures = StepFigures(config, described, model, feed.sources, logged)
     watchdog.beat("finding the place in the data")
     feed.resume(resumed)
     first = saved.step + 1
@@ -96,14 +97,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
-    watchdog.beat("building the model")
-    chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
     resumes = checkpoint.exists(config.run_dir) and config.train.objective == "tokens"  # dpo needs the start
-    if config.model.load_weights and (config.adapter.used or not resumes):
-        watchdog.beat(f"importing {source.folder}", files=True)
-        import_hf(chunks, source.folder, source.weight_map)
-    if config.adapter.used:
-        load_adapters(chunks, source.folder, None if resumes else config.adapter.start, config.run_dir)
+    chunks = open_model(config, source, resumes, run_dir=config.run_dir)
     return data_parallel(chunks, config)
 
 

@@ -10,10 +10,11 @@ from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
-from megatron_vlm.models.adapters import load_adapters, merge, save_adapters
+from megatron_vlm.models.adapters import merge, save_adapters
 from megatron_vlm.models.hf import Source, open_source
-from megatron_vlm.models.vlm import VLMModel, build_model
-from megatron_vlm.models.weights import export_hf, import_hf
+from megatron_vlm.models.opened import open_model
+from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.models.weights import export_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
@@ -44,11 +45,7 @@ def open_run(config: RunConfig) -> TrainedModel:
     config = begun(config)
     setup.init_distributed(config.parallel, config.train.seed)
     source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied if is_run else None)
-    chunks = build_model(config, source.family, source.hf_config, setup.device())
-    if config.adapter.used or not is_run:
-        import_hf(chunks, source.folder, source.weight_map)
-    if config.adapter.used:
-        load_adapters(chunks, source.folder, None)
+    chunks = open_model(config, source, resumes=is_run, raw_pixels=False)
     if is_run:
         checkpoint.load_latest(config.run_dir, chunks)
     return TrainedModel(chunks, source)
@@ -61,10 +58,7 @@ def import_run(config: RunConfig) -> None:
     if checkpoint.exists(config.run_dir):
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     source = open_source(config.model.hf_path)
-    chunks = build_model(config, source.family, source.hf_config, setup.device())
-    import_hf(chunks, source.folder, source.weight_map)
-    if config.adapter.used:
-        load_adapters(chunks, source.folder, config.adapter.start, config.run_dir)
+    chunks = open_model(config, source, raw_pixels=False, run_dir=config.run_dir)
     model = data_parallel(chunks, config)
     checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
     if setup.is_first_rank():  # as in training: export and other commands read it
@@ -121,7 +115,7 @@ def answers(
         encode_prompt(processor, messages, files, needs)
         for messages, files in zip(conversations, images, strict=True)
     ]
-    stop = stop_tokens(run.source.folder, run.source.hf_config)
+    stop = stop_tokens(run.source.folder, run.source.description.hf_config)
     found = generate(run.chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
     decode = partial(processor.tokenizer.decode, skip_special_tokens=True)

@@ -16,7 +16,7 @@ from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.messages import printable
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.weights import HFCheckpoint
@@ -74,7 +74,7 @@ def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list
     if {checked.run_dir, source.run_dir} != {MISSING}:
         return []
     folders = [resolve(each.model.hf_path) for each in (checked, source)]
-    renames = family_for(load_config(folders[1])).renames
+    renames = describe(load_config(folders[1])).renames
     mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
     for key in theirs.files.keys() & mine.files.keys():

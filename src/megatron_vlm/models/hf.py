@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, reading
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.weights.ties import settle_ties
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
 from megatron_vlm.weight_files import description_problems, has_weights
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from megatron_vlm.batch import DataNeeds
-    from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.description import Description
     from megatron_vlm.models.weights import WeightMap
 
 
@@ -33,8 +33,7 @@ class Source:
     """A checkpoint that can be trained, and what its config.json and its weights say about the model."""
 
     folder: Path
-    hf_config: Any
-    family: Family
+    description: Description
 
     @cached_property
     def processor(self) -> ProcessorMixin:
@@ -43,26 +42,24 @@ class Source:
 
     @property
     def needs(self) -> DataNeeds:
-        return self.family.data_needs(self.hf_config)
+        return self.description.data_needs
 
     @property
     def weight_map(self) -> WeightMap:
-        return self.family.weight_map(self.hf_config)
+        return self.description.weight_map
 
 
 @reading("path")
 def open_source(path: str | Path, tied: bool | None = None) -> Source:
     """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
-    `hf_config.tie_word_embeddings` is what `models.weights.ties` found, or `tied` if a run has settled it.
+    Its output layer is the embedding if `models.weights.ties` says so, or `tied` if a run has settled it.
     Raises ConfigError, ValueError or FileNotFoundError. A collective if processes have joined.
     """
-    hf_config = load_config(path)
-    family = family_for(hf_config)
+    description = describe(load_config(path))
     folder = resolve(path)
-    source = Source(folder, hf_config, family)
-    settle_ties(hf_config, source.weight_map, folder, tied)
-    return source
+    description.hf_config.tie_word_embeddings = are_tied(description.weight_map, folder, tied)
+    return Source(folder, description)
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -86,9 +83,9 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
 def look_at(path: str | Path) -> tuple[Any, str | None]:
     """(config, what was assumed about the weights), without fetching any weights; for `plan`."""
     hf_config = load_config(path)
-    family = family_for(hf_config)
+    description = describe(hf_config)
     if Path(path).is_dir() and has_weights(Path(path)):
-        settle_ties(hf_config, family.weight_map(hf_config), Path(path))
+        hf_config.tie_word_embeddings = are_tied(description.weight_map, Path(path))
     elif hf_config.tie_word_embeddings:
         return hf_config, (
             "Assumed, as the weights were not read: the output layer is the embedding, which config.json "

@@ -6,7 +6,6 @@ Called by data workers on CPU, one document at a time, so that the model needs n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,8 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 Kinds = Callable[[Any], Any]
 
 
-def kinds_by_token(hf_config: Any) -> Kinds:
-    """The kinds function of families whose image and video placeholders are tokens of their own."""
-    return partial(_kinds, image=hf_config.image_token_id, video=getattr(hf_config, "video_token_id", None))
-
-
-def _kinds(input_ids: Any, image: int, video: int | None) -> Any:
+def kinds_by_token(input_ids: Any, image: int, video: int | None) -> Any:
+    """The kinds of tokens where placeholders of images and of videos are tokens of their own."""
     kinds = (input_ids == image) * IMAGE
     return kinds if video is None else kinds + (input_ids == video) * VIDEO
 

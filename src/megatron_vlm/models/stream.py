@@ -7,14 +7,15 @@ host from the batch, which is still there, so that no rank ever waits for its de
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans, is_raw
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
@@ -86,7 +87,7 @@ class StreamLayout:
     """How the rows of `batch`, which is on the host, become a stream on `ranks` context-parallel ranks.
 
     `kinds` says which tokens stand for visual features; with `bidirectional_images`, each run of them in a
-    document is a block whose tokens all see each other, see `Family`.
+    document is a block whose tokens all see each other, see `Description`.
     """
 
     def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool | str, ranks: int):
@@ -169,3 +170,32 @@ def _blocks(lengths: list[int], visual: np.ndarray) -> list[tuple[int, int, int]
         blocks += [(document, *edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
         first += length
     return blocks
+
+
+def misfit(
+    kinds: Kinds,
+    visual_tokens: Callable[[GenericVisualInputs], list[int]],
+    input_ids_T: Any,
+    visual: GenericVisualInputs | None,
+) -> str | None:
+    """Why the model cannot take a document; None if it can. Its tower refuses the media, or they have other
+    numbers of features than placeholders, as where config.json and the processor are not of one model.
+
+    Images and videos are counted apart: a packed row has the features of all images before those of videos.
+    """
+    tensors = visual.as_model_kwargs() if visual else {}
+    for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
+        if name in tensors and not (
+            is_raw(tensors[name]) or tensors[name].sum(dtype=torch.float64).isfinite()
+        ):
+            return f"{name} hold numbers that are not finite"
+    alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
+    try:
+        counts = visual_tokens(alike) if visual else []
+    except ValueError as error:
+        return str(error)
+    kinds_T, images = kinds(input_ids_T), len(counts) - alike.videos
+    for kind, name, features in ((IMAGE, "images", counts[:images]), (VIDEO, "videos", counts[images:])):
+        if (placeholders := int((kinds_T == kind).sum())) != sum(features):
+            return f"{placeholders} placeholders for {sum(features)} features of its {name}"
+    return None

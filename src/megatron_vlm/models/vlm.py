@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
-from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import Adapters, add_adapters, find_targets, find_whole, settled
-from megatron_vlm.models.costs import image_cost, stage_costs
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.adapters import Adapters
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
-from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig, language_model_config
-from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
+from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
 from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
@@ -37,8 +33,7 @@ class VLMModel(MegatronModule):
     def __init__(
         self,
         megatron_config: LanguageModelConfig,
-        family: Family,
-        hf_config: Any,
+        description: Description,
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
@@ -49,23 +44,22 @@ class VLMModel(MegatronModule):
         self.adapters: Adapters | None = None
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules read it
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
-        self.visual_kinds = family.visual_kinds(hf_config)
-        self.misfit = family.data_needs(hf_config).misfit  # see `DataNeeds`
-        self.bidirectional_images = family.bidirectional_images
+        self.visual_kinds = description.visual_kinds
+        self.misfit = description.data_needs.misfit
+        self.bidirectional_images = description.bidirectional_images
         if pre_process:
-            self.vision = family.build_vision(hf_config)
+            self.vision = description.build_vision()
             if megatron_config.recompute_granularity == "full":
                 recompute_layers(self.vision)
             self.pixels = PixelNormalizer(processor)
-            self._blank_image = GenericVisualInputs(**family.blank_image(hf_config, 0))
-            self._visual_tokens = partial(family.visual_tokens, hf_config)
+            self._blank_image = GenericVisualInputs(**description.blank_image(0))
+            self._visual_tokens = description.visual_tokens
             for param in self.vision.parameters():
                 # buffers such as rotary frequencies keep their dtype
                 param.data = param.data.to(megatron_config.params_dtype)
                 param.average_gradients_across_tp_domain = True  # keeps the tower's TP replicas in step
-        self.language_model = LanguageModel(
-            megatron_config, family.rotary(hf_config), pre_process, post_process, vp_stage
-        )
+        rotary = description.rotary()
+        self.language_model = LanguageModel(megatron_config, rotary, pre_process, post_process, vp_stage)
 
     def layout(self, batch: Batch) -> StreamLayout:
         """How the rows of `batch`, which is on the host, become a stream."""
@@ -109,7 +103,7 @@ class VLMModel(MegatronModule):
         return bool(adapted) or any(param.requires_grad for param in self.vision.parameters())
 
     def _features(self, stream: Stream, held: int) -> tuple[Tensor, Tensor]:
-        """The visual features of this rank's `held` tokens, see `Family.build_vision`, and their rows."""
+        """The features (see `Description.build_vision`) of this rank's `held` tokens, and their rows."""
         visual = GenericVisualInputs(**stream.visual_inputs.normalized_for_model())
         counts, placeholders = self._visual_tokens(visual), len(stream.feature_rows)
         if sum(counts) != placeholders:
@@ -165,49 +159,3 @@ def recompute_layers(vision: torch.nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
             module.disable_input_require_grads()  # a frozen tower would be run again for nothing
-
-
-def build_model(
-    config: RunConfig,
-    family: Family,
-    hf_config: Any,
-    device: torch.device,
-    processor: Any | None = None,
-) -> list[VLMModel]:
-    """This rank's model chunks (several with virtual pipeline stages), frozen or with adapters as said.
-
-    Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
-    """
-    architecture = family.architecture(hf_config)
-    costs = architecture["num_layers"], 0.0, 0.0
-    if config.parallel.pp > 1:
-        costs = stage_costs(config, architecture, image_cost(config, family, hf_config))
-    megatron_config = language_model_config(config, architecture, costs)
-    if device.type == "cuda":
-        check_kernels(megatron_config, device)
-    vpp = config.parallel.vpp
-    chunks = []
-    for stage in range(vpp):
-        vp_stage = stage if vpp > 1 else None
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(VLMModel(megatron_config, family, hf_config, first, last, vp_stage, processor))
-    adapter, adapts = settled(config.adapter), ()
-    if adapter.r:
-        names = hf_config, family.weight_map(hf_config)
-        adapts = find_targets(adapter, *names), find_whole(adapter, *names)
-    for chunk in chunks:
-        freeze(chunk, family, config.model.freeze)
-        chunk.to(device)
-        if adapts:
-            add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
-        if device.type == "cuda" and chunk.pre_process:
-            check_towers(chunk.vision, device, megatron_config.params_dtype)
-    return chunks
-
-
-def freeze(model: VLMModel, family: Family, groups: list[str]) -> None:
-    """Turns off the gradients of all parameters in the named groups."""
-    prefixes = tuple(prefix for group in groups for prefix in family.groups[group])
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.requires_grad and not name.startswith(prefixes))

@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from math import prod
-from typing import Any
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
 
 ATTENTION, FEED_FORWARD, EXPERTS = "self_attention", "mlp", "experts"
 _LAYER = re.compile(rf"language_model\.decoder\.layers\.(\d+)\.({ATTENTION}|{FEED_FORWARD})?")
 FIRST, LAST = -1, -2  # what comes before the layers, and after them
 
 
-def saved_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[int | None]:
+def saved_sizes(config: RunConfig, description: Description) -> Counter[int | None]:
     """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: those of
     tower and projector."""
     sizes: Counter[int | None] = Counter()
     adapter = settled(config.adapter)
-    for weight, saved in find_whole(adapter, hf_config, family.weight_map(hf_config)).items():
+    for weight, saved in find_whole(adapter, description).items():
         layer = _LAYER.match(weight)
         place = LAST if weight.startswith("language_model.") else None
         place = FIRST if ".embedding." in weight and place == LAST else place
@@ -30,14 +29,12 @@ def saved_sizes(config: RunConfig, family: Family, hf_config: Any) -> Counter[in
     return sizes
 
 
-def adapter_sizes(
-    config: RunConfig, family: Family, hf_config: Any
-) -> Counter[tuple[int | None, str | None]]:
+def adapter_sizes(config: RunConfig, description: Description) -> Counter[tuple[int | None, str | None]]:
     """Numbers of parameters on one rank, by layer of the language model and part of it (ATTENTION,
     FEED_FORWARD, EXPERTS: the routed ones); (None, None): those of tower and projector."""
     sizes: Counter[tuple[int | None, str | None]] = Counter()
     adapter = settled(config.adapter)
-    targets = find_targets(adapter, hf_config, family.weight_map(hf_config)) if adapter.r else []
+    targets = find_targets(adapter, description) if adapter.r else []
     for target in targets:
         cut = [target.width, target.out]  # of A, of B
         axis = target.rule.operation.axis

@@ -15,11 +15,10 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.models import costs
 from megatron_vlm.models.adapters import settled
 from megatron_vlm.models.attention_sizes import heads_of
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
@@ -28,6 +27,7 @@ from megatron_vlm.models.language_model import (
     layer_spec,
 )
 from megatron_vlm.models.layers.deepstack import extras_before
+from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup
 from megatron_vlm.planning.adapters import (
     ATTENTION,
@@ -128,17 +128,17 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
     Raises ConfigError or ValueError that says what to change if the layout does not divide GPUs or model.
     """
     validate(config, gpus)
-    family = family_for(hf_config)
-    architecture = family.architecture(hf_config)
+    description = describe(hf_config)
+    architecture = description.architecture
     known = known or Known()
-    image = known.image = known.image or costs.image_cost(config, family, hf_config)
+    image = known.image = known.image or costs.image_cost(config, description)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     stage_costs = costs.stage_costs(config, architecture, image)
     megatron_config = language_model_config(loaded, architecture, stage_costs)
     split = config.parallel.tp, config.parallel.ep
     if split not in known.held:
         with setup.pretended(config.parallel, gpus), torch.device("meta"):
-            known.held[split] = _Held(config, megatron_config, family, hf_config)
+            known.held[split] = _Held(config, megatron_config, description)
     held = known.held[split]
     stages = tuple(
         _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
@@ -167,9 +167,7 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: Known | None 
 class _Held:
     """Parameters of the model's pieces on one rank, from modules built on the meta device."""
 
-    def __init__(
-        self, config: RunConfig, megatron_config: LanguageModelConfig, family: Family, hf_config: Any
-    ):
+    def __init__(self, config: RunConfig, megatron_config: LanguageModelConfig, description: Description):
         self._trained = trained = "language_model" not in config.frozen
         self._config = megatron_config
         spec = megatron_config.own_layer_spec or layer_spec
@@ -188,10 +186,10 @@ class _Held:
         )
         self._words = Parameters(words, 0, words * trained, 0)
         self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
-        self._adapters = adapter_sizes(config, family, hf_config)
-        self._saved = saved_sizes(config, family, hf_config)
+        self._adapters = adapter_sizes(config, description)
+        self._saved = saved_sizes(config, description)
         self._drops = settled(config.adapter).lora_dropout > 0
-        self.vision = _count_vision(family, hf_config, config.frozen)
+        self.vision = _count_vision(description, config.frozen)
         self.vision += self._adapters_of(None)
 
     def _kind(self, layer: int) -> tuple:
@@ -232,9 +230,9 @@ def _count(module: torch.nn.Module, trained: bool) -> Parameters:
     return Parameters(dense, experts, dense * trained, experts * trained)
 
 
-def _count_vision(family: Family, hf_config: Any, frozen: list[str]) -> Parameters:
-    prefixes = tuple(prefix for group in frozen for prefix in family.groups[group])
-    sizes = {f"vision.{n}": p.numel() for n, p in family.build_vision(hf_config).named_parameters()}
+def _count_vision(description: Description, frozen: list[str]) -> Parameters:
+    prefixes = tuple(prefix for group in frozen for prefix in description.groups[group])
+    sizes = {f"vision.{n}": p.numel() for n, p in description.build_vision().named_parameters()}
     trained = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
     return Parameters(sum(sizes.values()), 0, trained, 0)
 

@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import ConfigError, RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.models import costs
-from megatron_vlm.models.families import family_for
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import DTYPES
-from megatron_vlm.models.vlm import build_model
+from megatron_vlm.models.opened import build_model
+from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.planning.recorder import META, Collective, Recorder, Seen, Work, shapes_only
 from megatron_vlm.rl.preferences import objective_of
@@ -99,16 +99,16 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
     if torch.cuda.is_available():
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
-    config, family = _as_on_a_gpu(config), family_for(hf_config)
+    config, description = _as_on_a_gpu(config), describe(hf_config)
     with (
         setup.pretended(config.parallel, gpus, rank),
         cpu.standing_in(META),
         shapes_only(),
-        Recorder(_routed(config, family.architecture(hf_config))) as recorder,
+        Recorder(_routed(config, description.architecture)) as recorder,
     ):
         setup.seed_all(config.train.seed)
         with META:
-            chunks = build_model(config, family, hf_config, META)
+            chunks = build_model(config, description, META)
         model = data_parallel(chunks, config)
         optimizer, scheduler = build_optimizer(model, config)
         optimizer.step()  # makes its state
@@ -119,7 +119,7 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
         reference = recorder.alive - held
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        batches = [example_batch(config, family, hf_config, META)] * _enough(config, count, stage)
+        batches = [example_batch(config, description, META)] * _enough(config, count, stage)
         micro_batch, once = Seen(), Seen()
         recorder.seen, recorder.peak = micro_batch, recorder.alive
         step_loss = _then_counting(step_loss, recorder, once)
@@ -185,17 +185,18 @@ def _gradients(model: list[torch.nn.Module]) -> int:
 # --- a micro batch ---------------------------------------------------------------------------------------
 
 
-def example_batch(config: RunConfig, family: Family, hf_config: Any, device: torch.device) -> Batch:
+def example_batch(config: RunConfig, description: Description, device: torch.device) -> Batch:
     """Full rows of one document each, with images, as `rehearse` says; pixels on `device` and ready."""
     rows, length = config.train.micro_batch_size, config.data.seq_length
-    images, counts = _images(config, family, hf_config)
-    ids_T = torch.full((length,), _text_token(hf_config), dtype=torch.int64)
+    images, counts = _images(config, description)
+    image_token = description.hf_config.image_token_id
+    ids_T = torch.full((length,), _text_token(description.hf_config), dtype=torch.int64)
     start = 1
     for count in counts:  # one after the other, a token of text between them
-        ids_T[start : start + count] = hf_config.image_token_id
+        ids_T[start : start + count] = image_token
         start += count + 1
-    positions = family.position_ids(hf_config)(ids_T, GenericVisualInputs.cat(images))
-    labels_T = torch.where(ids_T == hf_config.image_token_id, IGNORE_INDEX, ids_T)
+    positions = description.position_ids(ids_T, GenericVisualInputs.cat(images))
+    labels_T = torch.where(ids_T == image_token, IGNORE_INDEX, ids_T)
     documents_T = torch.ones(length, dtype=torch.int32)
     if config.train.objective == "dpo":
         documents_T[length // 2 :] = 2
@@ -222,7 +223,7 @@ def _text_token(hf_config: Any) -> int:
     return next(token for token in itertools.count() if token not in special)
 
 
-def _images(config: RunConfig, family: Family, hf_config: Any) -> tuple[list[GenericVisualInputs], list[int]]:
+def _images(config: RunConfig, description: Description) -> tuple[list[GenericVisualInputs], list[int]]:
     """Images that fill `data.visual_share` of a row, as far as whole ones do, and their numbers of tokens.
 
     All have `data.max_pixels` but the last, which is as large as the rest allows.
@@ -230,8 +231,8 @@ def _images(config: RunConfig, family: Family, hf_config: Any) -> tuple[list[Gen
     pixels = config.data.max_pixels or costs.DEFAULT_IMAGE
 
     def image(pixels: float) -> tuple[GenericVisualInputs, int]:
-        visual = GenericVisualInputs(**family.blank_image(hf_config, int(pixels)))
-        return visual, sum(family.visual_tokens(hf_config, visual))
+        visual = GenericVisualInputs(**description.blank_image(int(pixels)))
+        return visual, sum(description.visual_tokens(visual))
 
     whole, tokens = image(pixels)
     room = config.data.seq_length - 1  # of which each image takes one token more than it has

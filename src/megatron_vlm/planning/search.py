@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models.attention_sizes import all_heads
-from megatron_vlm.models.families import family_for
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
@@ -72,7 +72,7 @@ def representatives(plan: Plan) -> list[int]:
 
 
 def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
-    experts = SIZES if family_for(hf_config).has_experts else (1,)
+    experts = SIZES if describe(hf_config).has_experts else (1,)
     sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
         fits = tp <= gpu.per_node and gpus % (tp * pp * cp) == 0 and gpus % (pp * ep) == 0
@@ -84,7 +84,7 @@ def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator
 
 def planned_seconds(plan: Plan, hf_config: Any, gpu: Gpu) -> float:
     """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
-    parallel, architecture = plan.config.parallel, family_for(hf_config).architecture(hf_config)
+    parallel, architecture = plan.config.parallel, describe(hf_config).architecture
     busiest = max(plan.stages, key=lambda stage: stage.flops)
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
     value, again = DTYPES[plan.config.model.dtype].itemsize, plan.config.model.recompute == "full"

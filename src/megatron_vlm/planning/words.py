@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from megatron_vlm.config import RunConfig, derived, fewest_processes
-from megatron_vlm.models import costs
+from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, Known, Plan, make_plan
 

@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,8 +80,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         config = apply_overrides(config, alone)
         source = open_source(config.model.hf_path)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
-        kinds = source.family.visual_kinds(source.hf_config)
-        read = RowReader(source.processor, kinds, partial(source.family.visual_tokens, source.hf_config))
+        described = source.description
+        read = RowReader(source.processor, described.visual_kinds, described.visual_tokens)
         try:
             yield data, read
         finally:

@@ -52,7 +52,7 @@ class Row:
 class RowReader:
     """Batches → what the page shows of their rows.
 
-    `visual_kinds` and `visual_tokens` are the family's (`models.families.base.Family`) for its HF config.
+    `visual_kinds` and `visual_tokens` are of the checkpoint's `Description`.
     """
 
     def __init__(

@@ -92,10 +92,10 @@ class HttpEngine:
 
     def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
         source, reading = policy.source, threading.Lock()  # JSON may take 30 times its size
-        stop = stop_tokens(source.folder, source.hf_config)
+        stop = stop_tokens(source.folder, source.description.hf_config)
         size, kinds = (
-            source.hf_config.get_text_config().vocab_size,
-            source.family.visual_kinds(source.hf_config),
+            source.description.text.vocab_size,
+            source.description.visual_kinds,
         )
 
         def text_of(tokens: list[int]) -> list[int]:

@@ -148,7 +148,7 @@ def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: Data
 def check_tokens(documents: list[Document], source: Source) -> None:
     """Raises ValueError for a sample that holds padding or tokens that the model does not have, or whose
     placeholders are not as many as the features of its images and videos."""
-    size, kinds = source.hf_config.get_text_config().vocab_size, source.family.visual_kinds(source.hf_config)
+    size, kinds = source.description.text.vocab_size, source.description.visual_kinds
     needs = source.needs
     for document in documents:
         place, ids = f"sample {document.number}:", document.input_ids

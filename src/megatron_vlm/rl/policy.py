@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
-from megatron_vlm.models.adapters import adapter_tensors, load_adapters, with_adapters
+from megatron_vlm.models.adapters import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
+from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.schedule import in_evaluation, run_schedule
 from megatron_vlm.models.stream import Stream, check_positions
-from megatron_vlm.models.vlm import build_model
-from megatron_vlm.models.weights import from_every_stage, hf_weights, import_hf, parameters_by_part
+from megatron_vlm.models.weights import from_every_stage, hf_weights, parameters_by_part
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
@@ -70,9 +70,8 @@ class Policy:
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
-        own = parameters_by_part(
-            chunks, config.optimizer.by_part, source.family.groups, source.weight_map.rules
-        )
+        described = source.description
+        own = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
         self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
         self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
         self.memory = Memory(chunks, self.optimizer)
@@ -86,10 +85,7 @@ class Policy:
         """
         config = _joined(config, max_tokens)
         source = open_source(config.model.hf_path)
-        chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
-        import_hf(chunks, source.folder, source.weight_map)
-        if config.adapter.used:
-            load_adapters(chunks, source.folder, config.adapter.start)
+        chunks = open_model(config, source)
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
     @classmethod
@@ -97,10 +93,7 @@ class Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
         config = setup.on_first_rank(begun, _joined(config, max_tokens))  # whose disk may be ahead
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
-        chunks = build_model(config, source.family, source.hf_config, setup.device(), source.processor)
-        if config.adapter.used:
-            import_hf(chunks, source.folder, source.weight_map)
-            load_adapters(chunks, source.folder, None)
+        chunks = open_model(config, source, resumes=True)
         if checkpoint.load_latest(config.run_dir, chunks) is None:
             raise FileNotFoundError(
                 f"{config.run_dir}: no complete checkpoint in this run folder; train it, or use from_hf."
@@ -236,7 +229,7 @@ class Policy:
         result has `text` for tokens before any image or video, `after image` for the others, over this rank's
         samples: what an engine prepares or places differently shows in the second alone.
         """
-        needs, kinds = self.source.needs, self.source.family.visual_kinds(self.source.hf_config)
+        needs, kinds = self.source.needs, self.source.description.visual_kinds
         scores, documents = self.logprobs(samples, temperature).log_probs, documents_of(samples, needs)
         if len(rollout) != len(documents):
             raise ValueError(
@@ -279,7 +272,7 @@ class Policy:
             error = problem
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
         missing = -(-most_rows(given, error) // pp) * pp - len(rows)
-        return rows + [blank(needs, self.source.family.visual_kinds(self.source.hf_config))] * missing
+        return rows + [blank(needs, self.source.description.visual_kinds)] * missing
 
 
 def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -96,7 +96,7 @@ class OwnEngine:
             top_p=self.top_p,
             answers=self.answers,
             seed=self.seed,
-            stop=stop_tokens(policy.source.folder, policy.source.hf_config),
+            stop=stop_tokens(policy.source.folder, policy.source.description.hf_config),
             cache_bytes=self.cache_bytes,
         )
         self.seed += 1
@@ -115,7 +115,7 @@ def samples_of(
     An answer is cut before the first placeholder of an image that it holds: there is no image for it. Without
     any token left, none of the sample is trained.
     """
-    kinds = policy.source.family.visual_kinds(policy.source.hf_config)
+    kinds = policy.source.description.visual_kinds
     samples = []
     for number, (prompt, answers) in enumerate(zip(prompts, answered, strict=True)):
         given, visual = prompt.inputs["input_ids"], prompt.inputs["visual_inputs"]

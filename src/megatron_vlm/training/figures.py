@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
-from megatron_vlm.models.step_work import StepWork, Work
+from megatron_vlm.models.work.step_work import StepWork, Work
 from megatron_vlm.parallel import setup
 
 # Operations per second in bf16 on tensor cores without sparsity, from NVIDIA's data sheets. The first line of
@@ -55,21 +55,20 @@ class StepFigures:
     def __init__(
         self,
         config: RunConfig,
-        family: Any,
-        hf_config: Any,
+        description: Description,
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
         logged: Sequence[str] = (),
     ):
-        self._work = StepWork(config, family, hf_config) if counts_data() else None
+        self._work = StepWork(config, description) if counts_data() else None
         self._by_source = BySource(sources, logged)
         self._done = Work(0, 0, 0, 0)
         self._sums: list[float] = []
         on_gpu = setup.device().type == "cuda"
         name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
         self._peak = peak_flops(name)
-        experts = family.architecture(hf_config).get("num_moe_experts", 0)
-        layers = family.architecture(hf_config)["num_layers"] if experts else 0
+        experts = description.architecture.get("num_moe_experts", 0)
+        layers = description.architecture["num_layers"] if experts else 0
         self._expert_tokens = torch.zeros(layers, experts, dtype=torch.int64, device=setup.device())
         for router in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(router, Router):

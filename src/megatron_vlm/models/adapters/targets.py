@@ -17,6 +17,7 @@ from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.adapters.saved import Saved, find_saved, outside_saved
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
 
 ALL_LINEAR = "all-linear"
@@ -40,12 +41,12 @@ class Target:
     stored: str = ""  # where peft stores it, if that is not `module`
 
 
-def find_targets(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> list[Target]:
+def find_targets(adapter: AdapterConfig, description: Description) -> list[Target]:
     """The linears that `adapter` names, in the model's order, then the experts; peft finds the same.
 
     Raises ConfigError for a name or pattern that fits nothing, or a module that cannot have an adapter.
     """
-    built = hf_modules(hf_config)
+    built, weight_map = hf_modules(description.hf_config), description.weight_map
     modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
     linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
     linears = outside_saved(adapter.modules_to_save, linears)
@@ -125,9 +126,10 @@ def _check_ranks(ranks: list[int], sizes: list[tuple[int, int]]) -> None:
         )
 
 
-def find_whole(adapter: AdapterConfig, hf_config: Any, weight_map: WeightMap) -> dict[str, Saved]:
+def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Saved]:
     """By parameter, what is trained whole next to adapters, see `find_saved`."""
-    return find_saved(adapter.modules_to_save, hf_modules(hf_config), weight_map)
+    modules = hf_modules(description.hf_config)
+    return find_saved(adapter.modules_to_save, modules, description.weight_map)
 
 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:

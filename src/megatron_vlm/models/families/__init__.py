@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_vlm.supported import SUPPORTED, unsupported
 
 if TYPE_CHECKING:
-    from megatron_vlm.models.families.base import Family
+    from megatron_vlm.models.description import Description
 
 FAMILIES = tuple(SUPPORTED)  # each a module of this package
 
 
-def family_for(hf_config: Any) -> Family:
-    """The family of an HF config. Every path to a model starts here.
+def describe(hf_config: Any) -> Description:
+    """The description of a checkpoint with this HF config. Every path to a model starts here.
 
     Raises ValueError for a model type that the package does not know, and for keys whose values the family
     does not support, see `keys.check`.
@@ -25,8 +25,9 @@ def family_for(hf_config: Any) -> Family:
 
     family = load(hf_config.model_type)
     check(family.model_type, family.sections, hf_config)
-    return family
+    return family(hf_config)
 
 
-def load(model_type: str) -> Family:
+def load(model_type: str) -> type[Description]:
+    """The class whose objects describe checkpoints of this type."""
     return import_module(f"{__name__}.{model_type}").FAMILY

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llama, llava_keys, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule
@@ -49,38 +47,12 @@ SECTIONS = keys.sections(
 )
 
 
-def architecture(hf_config: Any) -> dict:
-    text = hf_config.text_config
-    return llama.architecture(hf_config, activation="hidden_activation") | {
-        "softmax_scale": text.query_pre_attn_scalar**-0.5,
-        **llama.attention_bias(text),
-        "layernorm_zero_centered_gamma": True,
-        "qk_layernorm": True,
-        "norm_after_sublayer": True,
-        "embedding_scale": text.hidden_size**0.5,
-        "layer_windows": llama.layer_windows(text),
-        "layer_rotary": tuple(_kinds(text).index(kind) for kind in text.layer_types),
-    }
-
-
-def _kinds(text: Any) -> list[str]:
-    """The kinds of layers; each has a rotary rule of its own."""
-    return sorted(set(text.layer_types))
-
-
-def rotary(hf_config: Any) -> Rotary:
-    text = hf_config.text_config
-    return Rotary([inverse_frequencies(text, kind) for kind in _kinds(text)])
-
-
 class Gemma3Vision(nn.Module):
     """The HF tower and projector: pixel_values (N, 3, H, W) -> features (N * mm_tokens_per_image, D)."""
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            hf_config.vision_config, attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = Gemma3MultiModalProjector(hf_config)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -89,45 +61,61 @@ class Gemma3Vision(nn.Module):
         return self.multi_modal_projector(hidden_NPE).flatten(0, 1)
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black image of the only size that the tower takes."""
-    side = hf_config.vision_config.image_size
-    return {"pixel_values": torch.zeros(1, hf_config.vision_config.num_channels, side, side)}
+class Gemma3(llava_keys.SideBySide):
+    model_type = "gemma3"
+    sections = SECTIONS
+    bidirectional_images = True
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        return llama.architecture(text, self.tied, activation="hidden_activation") | {
+            "softmax_scale": text.query_pre_attn_scalar**-0.5,
+            **llama.attention_bias(text),
+            "layernorm_zero_centered_gamma": True,
+            "qk_layernorm": True,
+            "norm_after_sublayer": True,
+            "embedding_scale": text.hidden_size**0.5,
+            "layer_windows": llama.layer_windows(text),
+            "layer_rotary": tuple(self.layer_kinds.index(kind) for kind in text.layer_types),
+        }
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kinds of layers; each has a rotary rule of its own."""
+        return sorted(set(self.text.layer_types))
+
+    def rotary(self) -> Rotary:
+        return Rotary([inverse_frequencies(self.text, kind) for kind in self.layer_kinds])
+
+    def build_vision(self) -> nn.Module:
+        return Gemma3Vision(self.hf_config)
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black image of the only size that the tower takes."""
+        side = self.vision.image_size
+        return {"pixel_values": torch.zeros(1, self.vision.num_channels, side, side)}
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        towers.refuse_other_sizes(visual.pixel_values, self.vision)
+        return [self.hf_config.mm_tokens_per_image] * len(visual.pixel_values)
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return len(visual.pixel_values) * (self.vision.image_size // self.vision.patch_size) ** 4
+
+    @property
+    def rules(self) -> list[Rule]:
+        biases = {"qkv_bias": self.text.attention_bias, "proj_bias": self.text.attention_bias}
+        after = {
+            "self_attn_bda.norm": "post_attention_layernorm",
+            "mlp_bda.norm": "post_feedforward_layernorm",
+        }
+        return [
+            *self.outer_rules(),
+            *llama.attention_rules(self.text, llava_keys.LAYER, **biases, qk_norm=True),
+            *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
+            *llama.norm_rules(llava_keys.LAYER, after),
+        ]
 
 
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
-    return [hf_config.mm_tokens_per_image] * len(visual.pixel_values)
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    vision = hf_config.vision_config
-    return len(visual.pixel_values) * (vision.image_size // vision.patch_size) ** 4
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    text = hf_config.text_config
-    biases = {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias}
-    after = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
-    return [
-        *llava_keys.outer_rules(hf_config),
-        *llama.attention_rules(text, llava_keys.LAYER, **biases, qk_norm=True),
-        *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
-        *llama.norm_rules(llava_keys.LAYER, after),
-    ]
-
-
-FAMILY = Family(
-    model_type="gemma3",
-    sections=SECTIONS,
-    visual_keys=("pixel_values",),
-    architecture=architecture,
-    rotary=rotary,
-    build_vision=Gemma3Vision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    weights=weights,
-    renames=llava_keys.RENAMES,
-    bidirectional_images=True,
-)
+FAMILY = Gemma3

@@ -6,26 +6,25 @@ Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.attention_sizes import Heads
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import gemma4_layers, keys, llama, moe_rules, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
-from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
+from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Rule, Whole
 
 FULL = "full_attention"
+MODEL = "model.language_model."
+LAYER = MODEL + "layers.*."
 
 
 def _chosen(count: Any, text: Any) -> bool:
@@ -106,56 +105,6 @@ def _of_kind(text: Any, kind: str) -> Any:
     return found
 
 
-def _heads(text: Any) -> tuple[Heads, ...]:
-    """Of each layer."""
-    kinds = {}
-    for kind in set(text.layer_types):
-        own = _of_kind(text, kind)
-        values = not (text.attention_k_eq_v and kind == FULL)
-        kinds[kind] = Heads(own.head_dim, own.num_key_value_heads, values)
-    return tuple(kinds[kind] for kind in text.layer_types)
-
-
-def architecture(hf_config: Any) -> dict:
-    text = hf_config.text_config
-    of_first = _of_kind(text, text.layer_types[0])
-    whole = SimpleNamespace(text_config=of_first, tie_word_embeddings=hf_config.tie_word_embeddings)
-    return llama.architecture(whole, activation="hidden_activation") | {
-        "softmax_scale": 1.0,
-        **llama.attention_bias(text),
-        "qk_layernorm": True,
-        "wide_norms": True,
-        "norm_after_sublayer": True,
-        "embedding_scale": text.hidden_size**0.5,
-        "logit_softcap": text.final_logit_softcapping,
-        "layer_windows": llama.layer_windows(text),
-        "layer_rotary": tuple(_kinds(text).index(kind) for kind in text.layer_types),
-        "layer_heads": _heads(text),
-        "own_layer_spec": gemma4_layers.layer_spec,
-        **(_experts(text) if text.enable_moe_block else {}),
-    }
-
-
-def _experts(text: Any) -> dict:
-    return {
-        "num_moe_experts": text.num_experts,
-        "moe_layer_freq": [1] * text.num_hidden_layers,
-        "moe_ffn_hidden_size": text.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": text.intermediate_size,
-        "moe_router_topk": text.top_k_experts,
-    }
-
-
-def _kinds(text: Any) -> list[str]:
-    """The kinds of layers; each has a rotary rule of its own."""
-    return sorted(set(text.layer_types))
-
-
-def rotary(hf_config: Any) -> Rotary:
-    text = hf_config.text_config
-    return Rotary([inverse_frequencies(_of_kind(text, kind), kind) for kind in _kinds(text)])
-
-
 class Gemma4Vision(nn.Module):
     """The HF tower and projector; all images run as one sequence in which each image sees only itself.
 
@@ -164,13 +113,8 @@ class Gemma4Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config),
-            attn_implementation="sdpa",
-            dtype=torch.float32,  # not that of config.json: `standardize` has buffers, which stay as they are
-            trust_remote_code=False,
-        )
-        self.vision_tower = use_segments(tower)
+        # not in the dtype of config.json: `standardize` has buffers, which stay as they are
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config, dtype=torch.float32))
         self.embed_vision = Gemma4MultimodalEmbedder(hf_config.vision_config, hf_config.text_config)
         self.pooled = hf_config.vision_config.pooling_kernel_size
 
@@ -206,78 +150,143 @@ def _positions(rows: int, columns: int) -> Tensor:
         return torch.stack((numbers % columns, numbers // columns), dim=-1)
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black square of whole pooled patches."""
-    vision = hf_config.vision_config
-    pooled = vision.pooling_kernel_size
-    side = pooled * max(1, round(pixels**0.5 / (vision.patch_size * pooled)))
-    return {
-        "pixel_values": torch.zeros(side**2, 3 * vision.patch_size**2),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
+class Gemma4(Description):
+    model_type = "gemma4"
+    sections = SECTIONS
+    visual_keys = ("pixel_values", "image_grid_thw")
+    groups = {
+        "tower": ("vision.vision_tower.",),
+        "projector": ("vision.embed_vision.",),
+        "language_model": ("language_model.",),
     }
+    has_experts = True
+    bidirectional_images = "windows"
+    peft_experts = ("router.proj",)
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        of_first = _of_kind(text, text.layer_types[0])
+        return llama.architecture(of_first, self.tied, activation="hidden_activation") | {
+            "softmax_scale": 1.0,
+            **llama.attention_bias(text),
+            "qk_layernorm": True,
+            "wide_norms": True,
+            "norm_after_sublayer": True,
+            "embedding_scale": text.hidden_size**0.5,
+            "logit_softcap": text.final_logit_softcapping,
+            "layer_windows": llama.layer_windows(text),
+            "layer_rotary": tuple(self.layer_kinds.index(kind) for kind in text.layer_types),
+            "layer_heads": self.layer_heads,
+            "own_layer_spec": gemma4_layers.layer_spec,
+            **(_experts(text) if text.enable_moe_block else {}),
+        }
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kinds of layers; each has a rotary rule of its own."""
+        return sorted(set(self.text.layer_types))
+
+    @property
+    def layer_heads(self) -> tuple[Heads, ...]:
+        """The heads of each layer."""
+        text, kinds = self.text, {}
+        for kind in self.layer_kinds:
+            own = _of_kind(text, kind)
+            values = not (text.attention_k_eq_v and kind == FULL)
+            kinds[kind] = Heads(own.head_dim, own.num_key_value_heads, values)
+        return tuple(kinds[kind] for kind in text.layer_types)
+
+    def rotary(self) -> Rotary:
+        return Rotary([inverse_frequencies(_of_kind(self.text, kind), kind) for kind in self.layer_kinds])
+
+    def build_vision(self) -> nn.Module:
+        return Gemma4Vision(self.hf_config)
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black square of whole pooled patches."""
+        pooled, patch = self.vision.pooling_kernel_size, self.vision.patch_size
+        side = pooled * max(1, round(pixels**0.5 / (patch * pooled)))
+        return {
+            "pixel_values": torch.zeros(side**2, 3 * patch**2),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        vision = self.vision
+        towers.refuse_other_patches(visual.pixel_values, 3 * vision.patch_size**2)
+        if (most := int(visual.image_grid_thw.max())) > vision.position_embedding_size:
+            places = vision.position_embedding_size
+            raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
+        return (visual.image_grid_thw.prod(-1) // vision.pooling_kernel_size**2).tolist()
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return int((visual.image_grid_thw.prod(-1) ** 2).sum())
+
+    def visual_kinds(self, input_ids: Any) -> Any:
+        """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with
+        one is refused, where Transformers embeds padding."""
+        config = self.hf_config
+        others = (input_ids == config.video_token_id) | (input_ids == config.audio_token_id)
+        return (input_ids == config.image_token_id) * IMAGE + others * VIDEO
+
+    @property
+    def rules(self) -> list[Rule]:
+        parts = ("vision_tower.**", "embed_vision.**")
+        after = {
+            "self_attn_bda.norm": "post_attention_layernorm",
+            "mlp_bda.norm": "post_feedforward_layernorm",
+        }
+        dense = llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
+        return [
+            *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
+            *llama.outer_rules(self.text.vocab_size, self.tied, MODEL),
+            *self._attention_rules(),
+            *(_expert_rules(self.text) if self.text.enable_moe_block else dense),
+            *llama.norm_rules(LAYER, after),
+            llama.layer_rule(LAYER, "mlp_bda.layer_scalar", ("layer_scalar",), Whole()),
+        ]
+
+    def _attention_rules(self) -> list[Rule]:
+        text = self.text
+        norms = {"input_layernorm": "input_layernorm"}
+        norms |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+        rules = llama.norm_rules(LAYER, norms)
+        kinds = {"weight": Cut(1), "bias": Whole()} if text.attention_bias else {"weight": Cut(1)}
+        for kind, cut in kinds.items():
+            proj = f"self_attention.linear_proj.{kind}"
+            rules.append(llama.layer_rule(LAYER, proj, (f"self_attn.o_proj.{kind}",), cut))
+            for layer, heads in enumerate(self.layer_heads):
+                ours = llama.LAYER.replace("*", str(layer)) + f"self_attention.linear_qkv.{kind}"
+                theirs = LAYER.replace("*", str(layer)) + "self_attn."
+                hf_keys = tuple(f"{theirs}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
+                operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
+                rules.append(Rule(ours, hf_keys, operation))
+        return rules
+
+    @staticmethod
+    def portable_config(config: dict) -> dict:
+        """The config with heads of full attention as published checkpoints and versions up to 5.12 say it."""
+        config = towers.portable_config(config)
+        text = dict(config["text_config"])
+        layers = text.pop("per_layer_config", None)
+        if layers is None:
+            return config
+        own = layers.get(str(text["layer_types"].index(FULL)), {})
+        text["global_head_dim"] = own.get("head_dim", text["head_dim"])
+        if "num_key_value_heads" in own:
+            text["num_global_key_value_heads"] = own["num_key_value_heads"]
+        return config | {"text_config": text}
 
 
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    vision = hf_config.vision_config
-    towers.refuse_other_patches(visual.pixel_values, 3 * vision.patch_size**2)
-    if (most := int(visual.image_grid_thw.max())) > vision.position_embedding_size:
-        places = vision.position_embedding_size
-        raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
-    return (visual.image_grid_thw.prod(-1) // vision.pooling_kernel_size**2).tolist()
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    return int((visual.image_grid_thw.prod(-1) ** 2).sum())
-
-
-def visual_kinds(hf_config: Any) -> Kinds:
-    """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with one
-    is refused, where Transformers embeds padding."""
-    ids = hf_config.image_token_id, hf_config.video_token_id, hf_config.audio_token_id
-    return partial(_kinds_of_tokens, *ids)
-
-
-def _kinds_of_tokens(image: int, video: int, audio: int, input_ids: Any) -> Any:
-    return (input_ids == image) * IMAGE + ((input_ids == video) | (input_ids == audio)) * VIDEO
-
-
-MODEL = "model.language_model."
-LAYER = MODEL + "layers.*."
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    text, parts = hf_config.text_config, ("vision_tower.**", "embed_vision.**")
-    after = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
-    return [
-        *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
-        *llama.outer_rules(hf_config, MODEL),
-        *_attention_rules(text),
-        *(_expert_rules if text.enable_moe_block else _dense_rules)(text),
-        *llama.norm_rules(LAYER, after),
-        llama.layer_rule(LAYER, "mlp_bda.layer_scalar", ("layer_scalar",), Whole()),
-    ]
-
-
-def _attention_rules(text: Any) -> list[Rule]:
-    norms = {"input_layernorm": "input_layernorm"}
-    norms |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
-    rules = llama.norm_rules(LAYER, norms)
-    for kind, cut in (
-        (("weight", Cut(1)), ("bias", Whole())) if text.attention_bias else (("weight", Cut(1)),)
-    ):
-        ours, proj = f"self_attention.linear_qkv.{kind}", f"self_attention.linear_proj.{kind}"
-        rules.append(llama.layer_rule(LAYER, proj, (f"self_attn.o_proj.{kind}",), cut))
-        for layer, heads in enumerate(_heads(text)):
-            number = str(layer)
-            theirs = (f"{LAYER}self_attn.{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
-            names = (llama.LAYER + ours).replace("*", number), tuple(x.replace("*", number) for x in theirs)
-            operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
-            rules.append(Rule(*names, operation))
-    return rules
-
-
-def _dense_rules(text: Any) -> list[Rule]:
-    return llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
+def _experts(text: Any) -> dict:
+    return {
+        "num_moe_experts": text.num_experts,
+        "moe_layer_freq": [1] * text.num_hidden_layers,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": text.intermediate_size,
+        "moe_router_topk": text.top_k_experts,
+    }
 
 
 def _expert_rules(text: Any) -> list[Rule]:
@@ -308,39 +317,4 @@ def _expert_rules(text: Any) -> list[Rule]:
     ]
 
 
-def portable_config(config: dict) -> dict:
-    """The config with heads of full attention as published checkpoints and versions up to 5.12 say it."""
-    config = towers.portable_config(config)
-    text = dict(config["text_config"])
-    layers = text.pop("per_layer_config", None)
-    if layers is None:
-        return config
-    own = layers.get(str(text["layer_types"].index(FULL)), {})
-    text["global_head_dim"] = own.get("head_dim", text["head_dim"])
-    if "num_key_value_heads" in own:
-        text["num_global_key_value_heads"] = own["num_key_value_heads"]
-    return config | {"text_config": text}
-
-
-FAMILY = Family(
-    model_type="gemma4",
-    sections=SECTIONS,
-    visual_keys=("pixel_values", "image_grid_thw"),
-    architecture=architecture,
-    rotary=rotary,
-    build_vision=Gemma4Vision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    weights=weights,
-    groups={
-        "tower": ("vision.vision_tower.",),
-        "projector": ("vision.embed_vision.",),
-        "language_model": ("language_model.",),
-    },
-    has_experts=True,
-    bidirectional_images="windows",
-    visual_kinds=visual_kinds,
-    portable_config=portable_config,
-    peft_experts=("router.proj",),
-)
+FAMILY = Gemma4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.models.families.base import Family
-from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules, patch_towers
+from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules
 from megatron_vlm.models.weights import Rule, Whole
 
 
@@ -43,24 +42,48 @@ SECTIONS = glm4v.sections(
 )
 
 
-def architecture(hf_config: Any) -> dict:
-    text = hf_config.text_config
-    return llama.architecture(hf_config) | {
-        "add_qkv_bias": text.attention_bias,
-        "num_moe_experts": text.n_routed_experts,
-        "moe_layer_freq": [
-            int(layer >= text.first_k_dense_replace) for layer in range(text.num_hidden_layers)
-        ],
-        "moe_ffn_hidden_size": text.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": text.moe_intermediate_size * text.n_shared_experts,
-        "moe_router_topk": text.num_experts_per_tok,
-        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": moe_rules.balance(text),
-        **_group_limit(text),
-    }
+class Glm4vMoe(glm4v.GlmFamily):
+    model_type = "glm4v_moe"
+    sections = SECTIONS
+    has_experts = True
+    peft_experts = ("gate_proj", "up_proj", "down_proj", "gate")
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        return llama.architecture(text, self.tied) | {
+            "add_qkv_bias": text.attention_bias,
+            "num_moe_experts": text.n_routed_experts,
+            "moe_layer_freq": [
+                int(layer >= text.first_k_dense_replace) for layer in range(text.num_hidden_layers)
+            ],
+            "moe_ffn_hidden_size": text.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": text.moe_intermediate_size * text.n_shared_experts,
+            "moe_router_topk": text.num_experts_per_tok,
+            "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "moe_aux_loss_coeff": moe_rules.balance(text),
+            **_group_limit(text),
+        }
+
+    @property
+    def rules(self) -> list[Rule]:
+        text, layer = self.text, glm4v.LAYER
+        return [
+            *self.outer_rules(),
+            *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
+            *llama.mlp_rules(layer),
+            *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
+            *moe_rules.shared_rules(layer),
+            llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
+        ]
+
+    @property
+    def ignored_keys(self) -> dict[str, str]:
+        after_the_last = f"{glm4v.HF_MODEL}layers.{self.text.num_hidden_layers}."
+        return {after_the_last + "**": "multi-token prediction, which Transformers leaves out too"}
 
 
 def _group_limit(text: Any) -> dict:
@@ -69,42 +92,4 @@ def _group_limit(text: Any) -> dict:
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
 
 
-def weights(hf_config: Any) -> list[Rule]:
-    text = hf_config.text_config
-    layer = glm4v.HF_MODEL + "layers.*."
-    return [
-        glm4v.VISION_RULE,
-        *llama.outer_rules(hf_config, glm4v.HF_MODEL),
-        *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
-        *llama.mlp_rules(layer),
-        *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
-        *moe_rules.shared_rules(layer),
-        llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
-    ]
-
-
-def ignored_keys(hf_config: Any) -> dict[str, str]:
-    """The keys of the layer after the last, with the reason why they are not imported."""
-    layer = f"{glm4v.HF_MODEL}layers.{hf_config.text_config.num_hidden_layers}."
-    return {layer + "**": "multi-token prediction, which Transformers leaves out too"}
-
-
-FAMILY = Family(
-    model_type="glm4v_moe",
-    sections=SECTIONS,
-    visual_keys=patch_towers.VISUAL_KEYS,
-    architecture=architecture,
-    rotary=glm4v.MROPE.rotary,
-    build_vision=glm4v.Glm4vVision,
-    blank_image=patch_towers.blank_image,
-    visual_tokens=patch_towers.visual_tokens,
-    tower_pairs=patch_towers.tower_pairs,
-    weights=weights,
-    ignored_keys=ignored_keys,
-    groups=glm4v.GROUPS,
-    has_experts=True,
-    images_or_videos=True,
-    peft_experts=("gate_proj", "up_proj", "down_proj", "gate"),
-    position_ids=glm4v.position_ids,
-    visual_kinds=glm4v.visual_kinds,
-)
+FAMILY = Glm4vMoe

@@ -5,16 +5,13 @@ The processor cuts an image into tiles and adds a thumbnail; a tile is an item o
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
@@ -25,7 +22,7 @@ def _square(size: Any, vision: Any) -> bool:
 
 def _shuffles(ratio: Any, hf_config: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    merged, patches = round(1 / ratio) if ratio else 0, _patches_a_side(hf_config)
+    merged, patches = round(1 / ratio) if ratio else 0, _patches_a_side(hf_config.vision_config)
     # as Transformers asks; a third is rounded, and never a whole part
     return merged > 0 and patches % ratio == 0 and ratio * merged == 1 and patches % merged == 0
 
@@ -62,8 +59,7 @@ SECTIONS = keys.sections(
 )
 
 
-def _patches_a_side(hf_config: Any) -> int:
-    vision = hf_config.vision_config
+def _patches_a_side(vision: Any) -> int:
     return vision.image_size[0] // vision.patch_size[0]
 
 
@@ -72,13 +68,10 @@ class InternVLVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = InternVLMultiModalProjector(hf_config)
         self.feature_layer, self.ratio = hf_config.vision_feature_layer, hf_config.downsample_ratio
-        self.side = _patches_a_side(hf_config)
-        towers.train_what_is_used(self, blank_image(hf_config, 0))
+        self.side = _patches_a_side(hf_config.vision_config)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         pixels = pixel_values.to(self.multi_modal_projector.linear_1.weight.dtype)
@@ -90,34 +83,32 @@ class InternVLVision(nn.Module):
         return self.multi_modal_projector(shuffled.flatten(1, 2)).flatten(0, 1)
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """Black tiles of the only size that the tower takes, as many as have about that area."""
-    vision = hf_config.vision_config
-    side = vision.image_size[0]
-    return {"pixel_values": torch.zeros(max(1, round(pixels / side**2)), vision.num_channels, side, side)}
+class InternVL(llava_keys.LikeLlava):
+    model_type = "internvl"
+    sections = SECTIONS
+    frames_as_images = True
+
+    @property
+    def patches_a_side(self) -> int:
+        return _patches_a_side(self.vision)
+
+    def build_vision(self) -> nn.Module:
+        return towers.train_what_is_used(InternVLVision(self.hf_config), self.blank_image(0))
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """Black tiles of the only size that the tower takes, as many as have about that area."""
+        side = self.vision.image_size[0]
+        tiles = max(1, round(pixels / side**2))
+        return {"pixel_values": torch.zeros(tiles, self.vision.num_channels, side, side)}
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of features of each tile."""
+        towers.refuse_other_sizes(visual.pixel_values, self.vision)
+        features_a_side = round(self.patches_a_side * self.hf_config.downsample_ratio)
+        return [features_a_side**2] * len(visual.pixel_values)
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return len(visual.pixel_values) * (self.patches_a_side**2 + 1) ** 2
 
 
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Those of each tile."""
-    towers.refuse_other_sizes(visual.pixel_values, hf_config.vision_config)
-    return [round(_patches_a_side(hf_config) * hf_config.downsample_ratio) ** 2] * len(visual.pixel_values)
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    return len(visual.pixel_values) * (_patches_a_side(hf_config) ** 2 + 1) ** 2
-
-
-FAMILY = Family(
-    model_type="internvl",
-    sections=SECTIONS,
-    visual_keys=("pixel_values",),
-    frames_as_images=True,
-    architecture=texts.architecture,
-    rotary=texts.rotary,
-    build_vision=InternVLVision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    weights=llava_keys.rules,
-    renames=llava_keys.RENAMES,
-)
+FAMILY = InternVL

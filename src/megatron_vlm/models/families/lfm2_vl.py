@@ -6,21 +6,20 @@ Mistral, Qwen2 or Qwen3.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModel
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.weights import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
+
+MODEL = "model.language_model."
 
 SECTIONS = keys.sections(
     keys.Section(
@@ -49,11 +48,7 @@ class Siglip2Vision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = use_segments(
-            AutoModel.from_config(
-                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-            )
-        )
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config))
         self.multi_modal_projector = Lfm2VlMultiModalProjector(hf_config)
         self.factor = hf_config.downsample_factor
 
@@ -90,49 +85,45 @@ class Siglip2Vision(nn.Module):
         return encoder(hidden_PE[None], pad(patches_N.cumsum(0), (1, 0))).last_hidden_state[0]
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black square of whole merged patches."""
-    vision, factor = hf_config.vision_config, hf_config.downsample_factor
-    side = factor * max(1, round(pixels**0.5 / (vision.patch_size * factor)))
-    return {
-        "pixel_values": torch.zeros(side**2, vision.num_channels * vision.patch_size**2),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-    }
+class Lfm2VL(texts.HoldsTexts):
+    model_type = "lfm2_vl"
+    sections = SECTIONS
+    visual_keys = ("pixel_values", "image_grid_thw")
+    renames = ((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),)
+
+    def build_vision(self) -> nn.Module:
+        return Siglip2Vision(self.hf_config)
+
+    @property
+    def patch_width(self) -> int:
+        """How many numbers a patch has."""
+        return self.vision.num_channels * self.vision.patch_size**2
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black square of whole merged patches."""
+        factor = self.hf_config.downsample_factor
+        side = factor * max(1, round(pixels**0.5 / (self.vision.patch_size * factor)))
+        return {
+            "pixel_values": torch.zeros(side**2, self.patch_width),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of merged patches of each item."""
+        towers.refuse_other_patches(visual.pixel_values, self.patch_width)
+        return (visual.image_grid_thw.prod(-1) // self.hf_config.downsample_factor**2).tolist()
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return int((visual.image_grid_thw.prod(-1) ** 2).sum())
+
+    @property
+    def rules(self) -> list[Rule]:
+        parts = ("vision_tower.**", "multi_modal_projector.**")
+        return [
+            *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
+            *llama.outer_rules(self.text.vocab_size, self.tied, MODEL),
+            *self.layer_rules(MODEL + "layers.*."),
+        ]
 
 
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """The number of merged patches of each item."""
-    vision = hf_config.vision_config
-    towers.refuse_other_patches(visual.pixel_values, vision.num_channels * vision.patch_size**2)
-    return (visual.image_grid_thw.prod(-1) // hf_config.downsample_factor**2).tolist()
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    return int((visual.image_grid_thw.prod(-1) ** 2).sum())
-
-
-MODEL = "model.language_model."
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    parts = ("vision_tower.**", "multi_modal_projector.**")
-    return [
-        *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
-        *llama.outer_rules(hf_config, MODEL),
-        *texts.layer_rules(hf_config, MODEL + "layers.*."),
-    ]
-
-
-FAMILY = Family(
-    model_type="lfm2_vl",
-    sections=SECTIONS,
-    visual_keys=("pixel_values", "image_grid_thw"),
-    architecture=texts.architecture,
-    rotary=texts.rotary,
-    build_vision=Siglip2Vision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    weights=weights,
-    renames=((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),),
-)
+FAMILY = Lfm2VL

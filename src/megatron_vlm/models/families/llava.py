@@ -5,16 +5,13 @@ The tower is CLIP's or SigLIP's, for images of one size, or Pixtral's, for image
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.supported import SUPPORTED
@@ -62,15 +59,12 @@ class LlavaVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
-        self.vision_tower = use_segments(tower) if _any_size(hf_config) else tower
+        tower = towers.hf_tower(hf_config.vision_config)
+        self.vision_tower = use_segments(tower) if hf_config.vision_config.model_type == PIXTRAL else tower
         self.multi_modal_projector = LlavaMultiModalProjector(hf_config)
         layers = hf_config.vision_feature_layer
         self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
         self.first = int(hf_config.vision_feature_select_strategy == "default")
-        towers.train_what_is_used(self, blank_image(hf_config, 0))
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         more = {}
@@ -82,50 +76,43 @@ class LlavaVision(nn.Module):
         return self.multi_modal_projector(chosen_NPE).flatten(0, 1)
 
 
-def _any_size(hf_config: Any) -> bool:
-    return hf_config.vision_config.model_type == PIXTRAL
+class Llava(llava_keys.LikeLlava):
+    model_type = "llava"
+    sections = SECTIONS
+    visual_keys = ("pixel_values", "image_sizes")
+    portable_config = staticmethod(towers.portable_config)
+
+    @property
+    def any_size(self) -> bool:
+        return self.vision.model_type == PIXTRAL
+
+    @property
+    def tower_tokens(self) -> int:
+        """Patches of an image of the tower's size, and CLIP's class token."""
+        return (self.vision.image_size // self.vision.patch_size) ** 2 + (self.vision.model_type == CLIP)
+
+    def build_vision(self) -> nn.Module:
+        return towers.train_what_is_used(LlavaVision(self.hf_config), self.blank_image(0))
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        vision = self.vision
+        if self.any_size:
+            return towers.blank_of_any_size(vision, vision.patch_size, pixels)
+        return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
+        vision = self.vision
+        if self.any_size:
+            return (visual.image_sizes // vision.patch_size).prod(-1).tolist()
+        towers.refuse_other_sizes(visual.pixel_values, vision, exactly=vision.model_type == CLIP)
+        tokens = self.tower_tokens - (self.hf_config.vision_feature_select_strategy == "default")
+        return [tokens] * len(visual.pixel_values)
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        if self.any_size:
+            return towers.pixtral_pairs(self.vision, visual)
+        return len(visual.pixel_values) * self.tower_tokens**2
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    vision = hf_config.vision_config
-    if _any_size(hf_config):
-        return towers.blank_of_any_size(vision, vision.patch_size, pixels)
-    return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
-
-
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Patches; CLIP's tower has a class token as well, and "default" leaves out the first state."""
-    if _any_size(hf_config):
-        return (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1).tolist()
-    vision = hf_config.vision_config
-    towers.refuse_other_sizes(visual.pixel_values, vision, exactly=vision.model_type == CLIP)
-    tokens = _tower_tokens(hf_config) - (hf_config.vision_feature_select_strategy == "default")
-    return [tokens] * len(visual.pixel_values)
-
-
-def _tower_tokens(hf_config: Any) -> int:
-    """Patches of an image of the tower's size, and CLIP's class token."""
-    vision = hf_config.vision_config
-    return (vision.image_size // vision.patch_size) ** 2 + (vision.model_type == CLIP)
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    if _any_size(hf_config):
-        return towers.pixtral_pairs(hf_config, visual)
-    return len(visual.pixel_values) * _tower_tokens(hf_config) ** 2
-
-
-FAMILY = Family(
-    model_type="llava",
-    sections=SECTIONS,
-    visual_keys=("pixel_values", "image_sizes"),
-    architecture=texts.architecture,
-    rotary=texts.rotary,
-    build_vision=LlavaVision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    weights=llava_keys.rules,
-    renames=llava_keys.RENAMES,
-    portable_config=towers.portable_config,
-)
+FAMILY = Llava

@@ -6,14 +6,12 @@ end of each row of features. An image among others is one tile. So is a frame, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from functools import partial
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionModel,
     LlavaOnevisionMultiModalProjector,
@@ -21,7 +19,6 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 )
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
 from megatron_vlm.models.weights import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
@@ -70,15 +67,12 @@ class OneVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = AutoModel.from_config(
-            deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-        )
+        self.vision_tower = towers.hf_tower(hf_config.vision_config)
         self.multi_modal_projector = LlavaOnevisionMultiModalProjector(hf_config)
         self.image_newline = nn.Parameter(torch.zeros(hf_config.text_config.hidden_size))
         self.config = hf_config  # Transformers' functions for features read it, and nothing else of a model
         layers = hf_config.vision_feature_layer
         self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
-        towers.train_what_is_used(self, blank_image(hf_config, 0))
 
     def forward(
         self,
@@ -115,112 +109,95 @@ def packed(
     return features
 
 
-def _side(hf_config: Any) -> int:
-    """Patches of a side of a tile."""
-    vision = hf_config.vision_config
-    return vision.image_size // vision.patch_size
-
-
-def tiles_of(hf_config: Any, size: list[int], alone: bool) -> int:
-    """How many tiles an image of (height, width) has, which is its conversation's only one or not."""
-    side, pinpoints = hf_config.vision_config.image_size, hf_config.image_grid_pinpoints
-    return image_size_to_num_patches(list(size), pinpoints, side) if alone else 1
-
-
-def without_padding(hf_config: Any, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A processor's outputs for one conversation with the tiles and frames that there are one after another.
-
-    The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
-    conversation; pixel_values_videos (N, frames, 3, H, W).
-    """
-    outputs = dict(outputs)
-    conversations = outputs.pop("batch_num_images", None)
-    pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
-    if pixels is not None and pixels.dim() == 5:
-        counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
-        alone = [count == 1 for count in counts for _ in range(count)]
-        sizes = outputs["image_sizes"].tolist()
-        tiles = [tiles_of(hf_config, *each) for each in zip(sizes, alone, strict=True)]
-        outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
-        outputs["image_tiles"] = torch.tensor(tiles)
-    if videos is not None and videos.dim() == 5:
-        outputs["pixel_values_videos"] = videos.flatten(0, 1)
-        outputs["video_frames"] = torch.full((len(videos),), videos.shape[1])
-    return outputs
-
-
-def of_processor(hf_config: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    return partial(without_padding, hf_config)
-
-
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black square, in tiles if it has an area."""
-    vision, side = hf_config.vision_config, max(1, round(pixels**0.5))
-    tiles = tiles_of(hf_config, [side, side], alone=pixels > 0)
-    return {
-        "pixel_values": torch.zeros(tiles, vision.num_channels, vision.image_size, vision.image_size),
-        # the host reads them, also while a model is built on the meta device
-        "image_sizes": torch.tensor([[side, side]], device="cpu"),
-        "image_tiles": torch.tensor([tiles], device="cpu"),
-    }
-
-
-class _Shape:
-    """Stands for the tower where only the number of features is asked for."""
-
-    def __init__(self, hf_config: Any):
-        self.config = hf_config
-
-
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """Those of each image, then of each video."""
-    side, counts = _side(hf_config), []
-    for pixels in (visual.pixel_values, visual.pixel_values_videos):
-        if pixels is not None:
-            towers.refuse_other_sizes(pixels, hf_config.vision_config)
-    if visual.image_tiles is not None:
-        tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
-        newline = torch.empty(1, device="meta")
-        try:
-            counts = [len(each) for each in packed(_Shape(hf_config), tiles, visual.image_sizes, newline)]
-        except (ArithmeticError, RuntimeError) as error:  # resized to none, or tiles of other canvases
-            sizes = ", ".join(f"{width} x {height}" for height, width in visual.image_sizes.tolist())
-            raise ValueError(f"images of {sizes} pixels, whose tiles give no features: {error}") from error
-    frames = [] if visual.video_frames is None else visual.video_frames.tolist()
-    return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
-
-
-def tower_units(hf_config: Any, visual: GenericVisualInputs) -> int:
-    """Tiles and frames: features are fewer than patches where they are pooled or cut off."""
-    held = (visual.pixel_values, visual.pixel_values_videos)
-    return sum(len(pixels) for pixels in held if pixels is not None)
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    return tower_units(hf_config, visual) * _side(hf_config) ** 4
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    return [Rule("vision.image_newline", ("image_newline",), Whole()), *llava_keys.rules(hf_config)]
-
-
-FAMILY = Family(
-    model_type="llava_onevision",
-    sections=SECTIONS,
-    visual_keys=("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames"),
-    architecture=texts.architecture,
-    rotary=texts.rotary,
-    build_vision=OneVision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=tower_pairs,
-    tower_units=tower_units,
-    weights=weights,
-    renames=(*llava_keys.RENAMES, (r"^model\.image_newline$", "image_newline")),
-    groups={
+class LlavaOnevision(llava_keys.LikeLlava):
+    model_type = "llava_onevision"
+    sections = SECTIONS
+    visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
+    renames = (*llava_keys.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
+    groups = {
         "tower": ("vision.vision_tower.",),
         "projector": ("vision.multi_modal_projector.", "vision.image_newline"),
         "language_model": ("language_model.",),
-    },
-    of_processor=of_processor,
-)
+    }
+
+    @property
+    def patches_a_side(self) -> int:
+        """How many patches a side of a tile has."""
+        return self.vision.image_size // self.vision.patch_size
+
+    def tiles_of(self, size: list[int], alone: bool) -> int:
+        """How many tiles an image of (height, width) has, which is its conversation's only one or not."""
+        pinpoints = self.hf_config.image_grid_pinpoints
+        return image_size_to_num_patches(list(size), pinpoints, self.vision.image_size) if alone else 1
+
+    def of_processor(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A processor's outputs for one conversation, with the tiles and frames that there are one after
+        another.
+
+        The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
+        conversation; pixel_values_videos (N, frames, 3, H, W).
+        """
+        outputs = dict(outputs)
+        conversations = outputs.pop("batch_num_images", None)
+        pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
+        if pixels is not None and pixels.dim() == 5:
+            counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
+            alone = [count == 1 for count in counts for _ in range(count)]
+            sizes = outputs["image_sizes"].tolist()
+            tiles = [self.tiles_of(*each) for each in zip(sizes, alone, strict=True)]
+            outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
+            outputs["image_tiles"] = torch.tensor(tiles)
+        if videos is not None and videos.dim() == 5:
+            outputs["pixel_values_videos"] = videos.flatten(0, 1)
+            outputs["video_frames"] = torch.full((len(videos),), videos.shape[1])
+        return outputs
+
+    def build_vision(self) -> nn.Module:
+        return towers.train_what_is_used(OneVision(self.hf_config), self.blank_image(0))
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black square, in tiles if it has an area."""
+        vision, side = self.vision, max(1, round(pixels**0.5))
+        tiles = self.tiles_of([side, side], alone=pixels > 0)
+        return {
+            "pixel_values": torch.zeros(tiles, vision.num_channels, vision.image_size, vision.image_size),
+            # the host reads them, also while a model is built on the meta device
+            "image_sizes": torch.tensor([[side, side]], device="cpu"),
+            "image_tiles": torch.tensor([tiles], device="cpu"),
+        }
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of features of each image, then of each video."""
+        side, counts = self.patches_a_side, []
+        for pixels in (visual.pixel_values, visual.pixel_values_videos):
+            if pixels is not None:
+                towers.refuse_other_sizes(pixels, self.vision)
+        if visual.image_tiles is not None:
+            tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
+            newline = torch.empty(1, device="meta")
+            try:
+                holder = SimpleNamespace(config=self.hf_config)
+                features = packed(holder, tiles, visual.image_sizes, newline)
+            except (ArithmeticError, RuntimeError) as error:  # resized to none, or tiles of other canvases
+                sizes = ", ".join(f"{width} x {height}" for height, width in visual.image_sizes.tolist())
+                raise ValueError(
+                    f"images of {sizes} pixels, whose tiles give no features: {error}"
+                ) from error
+            counts = [len(each) for each in features]
+        frames = [] if visual.video_frames is None else visual.video_frames.tolist()
+        return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
+
+    def tower_units(self, visual: GenericVisualInputs) -> int:
+        """Tiles and frames: features are fewer than patches where they are pooled or cut off."""
+        both = (visual.pixel_values, visual.pixel_values_videos)
+        return sum(len(pixels) for pixels in both if pixels is not None)
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return self.tower_units(visual) * self.patches_a_side**4
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [Rule("vision.image_newline", ("image_newline",), Whole()), *super().rules]
+
+
+FAMILY = LlavaOnevision

@@ -8,15 +8,12 @@ tokens get features.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.supported import SUPPORTED
@@ -50,16 +47,10 @@ class PixtralVision(nn.Module):
 
     def __init__(self, hf_config: Any):
         super().__init__()
-        self.vision_tower = use_segments(
-            AutoModel.from_config(
-                deepcopy(hf_config.vision_config), attn_implementation="sdpa", trust_remote_code=False
-            )
-        )
+        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config))
         self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
         layer = hf_config.vision_feature_layer
         self.feature_layer = layer if isinstance(layer, int) else layer[0]
-        if self.feature_layer != -1:
-            towers.train_what_is_used(self, blank_image(hf_config, 0))
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         sizes = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
@@ -67,29 +58,33 @@ class PixtralVision(nn.Module):
         return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes["image_sizes"])
 
 
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black square of whole merged patches."""
-    vision = hf_config.vision_config
-    return towers.blank_of_any_size(vision, vision.patch_size * hf_config.spatial_merge_size, pixels)
+class Mistral3(llava_keys.LikeLlava):
+    model_type = "mistral3"
+    sections = SECTIONS
+    visual_keys = ("pixel_values", "image_sizes")
+    portable_config = staticmethod(towers.portable_config)
+
+    @property
+    def merged_size(self) -> int:
+        """The side of a merged patch in pixels."""
+        return self.vision.patch_size * self.hf_config.spatial_merge_size
+
+    def build_vision(self) -> nn.Module:
+        vision = PixtralVision(self.hf_config)
+        if vision.feature_layer == -1:
+            return vision
+        return towers.train_what_is_used(vision, self.blank_image(0))
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black square of whole merged patches."""
+        return towers.blank_of_any_size(self.vision, self.merged_size, pixels)
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of merged patches of each item."""
+        return (visual.image_sizes // self.merged_size).prod(-1).tolist()
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        return towers.pixtral_pairs(self.vision, visual)
 
 
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """The number of merged patches of each item."""
-    merged = hf_config.vision_config.patch_size * hf_config.spatial_merge_size
-    return (visual.image_sizes // merged).prod(-1).tolist()
-
-
-FAMILY = Family(
-    model_type="mistral3",
-    sections=SECTIONS,
-    visual_keys=("pixel_values", "image_sizes"),
-    architecture=texts.architecture,
-    rotary=texts.rotary,
-    build_vision=PixtralVision,
-    blank_image=blank_image,
-    visual_tokens=visual_tokens,
-    tower_pairs=towers.pixtral_pairs,
-    weights=llava_keys.rules,
-    renames=llava_keys.RENAMES,
-    portable_config=towers.portable_config,
-)
+FAMILY = Mistral3

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
@@ -26,46 +21,35 @@ def sections(model_type: str, *vision_keys: str) -> keys.Sections:
     )
 
 
-def architecture(hf_config: Any) -> dict:
-    windows = llama.layer_windows(hf_config.text_config)
-    return llama.architecture(hf_config) | {"add_qkv_bias": True, "layer_windows": windows}
-
-
-def position_ids(hf_config: Any) -> partial:
-    vision = hf_config.vision_config
-    return partial(
-        mrope_positions,
-        kinds=kinds_by_token(hf_config),
-        merge_size=vision.spatial_merge_size,
-        tokens_per_second=vision.tokens_per_second,
-    )
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    return [
-        Rule("vision.visual.**", ("visual.**",), Whole()),
-        *llama.outer_rules(hf_config, "model."),
-        *llama.attention_rules(hf_config.text_config, "model.layers.*.", qkv_bias=True),
-        *llama.mlp_rules("model.layers.*."),
-    ]
-
-
-FAMILY = Family(
-    model_type="qwen2_5_vl",
-    sections=sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes"),
-    visual_keys=(*patch_towers.VISUAL_KEYS, "second_per_grid_ts"),
-    architecture=architecture,
-    rotary=MROPE.rotary,
-    build_vision=patch_towers.GridVision,
-    blank_image=patch_towers.blank_image,
-    visual_tokens=patch_towers.visual_tokens,
-    tower_pairs=patch_towers.tower_pairs,
-    weights=weights,
-    renames=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
-    groups={
+class Qwen25VL(patch_towers.PatchFamily):
+    model_type = "qwen2_5_vl"
+    sections = sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes")
+    visual_keys = (*patch_towers.VISUAL_KEYS, "second_per_grid_ts")
+    mrope = MROPE
+    renames = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
+    groups = {
         "tower": ("vision.visual.patch_embed.", "vision.visual.blocks."),
         "projector": ("vision.visual.merger.",),
         "language_model": ("language_model.",),
-    },
-    position_ids=position_ids,
-)
+    }
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.vision.tokens_per_second
+
+    @property
+    def architecture(self) -> dict:
+        own = {"add_qkv_bias": True, "layer_windows": llama.layer_windows(self.text)}
+        return llama.architecture(self.text, self.tied) | own
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [
+            Rule("vision.visual.**", ("visual.**",), Whole()),
+            *llama.outer_rules(self.text.vocab_size, self.tied, "model."),
+            *llama.attention_rules(self.text, "model.layers.*.", qkv_bias=True),
+            *llama.mlp_rules("model.layers.*."),
+        ]
+
+
+FAMILY = Qwen25VL

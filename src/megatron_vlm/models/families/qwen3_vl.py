@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from megatron_vlm.models.families.base import Family
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.positions import kinds_by_token, mrope_positions
 from megatron_vlm.models.weights import Rule, Whole
 
 HF_MODEL = "model.language_model."
-GROUPS = {
-    "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
-    "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
-    "language_model": ("language_model.",),
-}
+LAYER = HF_MODEL + "layers.*."
 MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
 TEXT = keys.text() | keys.any_of("attention_bias")
 VISION = patch_towers.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
@@ -27,46 +18,33 @@ SECTIONS = keys.sections(
 )
 
 
-def architecture(hf_config: Any) -> dict:
-    return llama.architecture(hf_config) | {
-        "qk_layernorm": True,
-        **llama.attention_bias(hf_config.text_config),
-        "deepstack_layers": patch_towers.deepstack_features(hf_config),
+class Qwen3VL(patch_towers.PatchFamily):
+    model_type = "qwen3_vl"
+    sections = SECTIONS
+    mrope = MROPE
+    groups = {
+        "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
+        "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
+        "language_model": ("language_model.",),
     }
 
+    @property
+    def architecture(self) -> dict:
+        return llama.architecture(self.text, self.tied) | {
+            "qk_layernorm": True,
+            **llama.attention_bias(self.text),
+            "deepstack_layers": self.deepstack_features,
+        }
 
-def position_ids(hf_config: Any) -> partial:
-    merge_size = hf_config.vision_config.spatial_merge_size
-    return partial(mrope_positions, kinds=kinds_by_token(hf_config), merge_size=merge_size)
-
-
-def weights(hf_config: Any) -> list[Rule]:
-    return [*attention_and_outer_rules(hf_config), *llama.mlp_rules(HF_MODEL + "layers.*.")]
-
-
-def attention_and_outer_rules(hf_config: Any) -> list[Rule]:
-    """Rules for everything but the feed-forwards."""
-    text = hf_config.text_config
-    return [
-        Rule("vision.visual.**", ("model.visual.**",), Whole()),
-        *llama.outer_rules(hf_config, HF_MODEL),
-        *llama.attention_rules(
-            text, HF_MODEL + "layers.*.", text.attention_bias, text.attention_bias, qk_norm=True
-        ),
-    ]
+    @property
+    def rules(self) -> list[Rule]:
+        biases = {"qkv_bias": self.text.attention_bias, "proj_bias": self.text.attention_bias}
+        return [
+            Rule("vision.visual.**", ("model.visual.**",), Whole()),
+            *llama.outer_rules(self.text.vocab_size, self.tied, HF_MODEL),
+            *llama.attention_rules(self.text, LAYER, **biases, qk_norm=True),
+            *llama.mlp_rules(LAYER),
+        ]
 
 
-FAMILY = Family(
-    model_type="qwen3_vl",
-    sections=SECTIONS,
-    visual_keys=patch_towers.VISUAL_KEYS,
-    architecture=architecture,
-    rotary=MROPE.rotary,
-    build_vision=patch_towers.GridVision,
-    blank_image=patch_towers.blank_image,
-    visual_tokens=patch_towers.visual_tokens,
-    tower_pairs=patch_towers.tower_pairs,
-    weights=weights,
-    groups=GROUPS,
-    position_ids=position_ids,
-)
+FAMILY = Qwen3VL

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.models.families import qwen3_vl
-from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers
+from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
 from megatron_vlm.models.weights import Rule
 
 
@@ -29,37 +28,35 @@ SECTIONS = keys.sections(
 )
 
 
-def architecture(hf_config: Any) -> dict:
-    text = hf_config.text_config
-    if not text.num_experts:
-        return qwen3_vl.architecture(hf_config)
-    return qwen3_vl.architecture(hf_config) | {
-        "num_moe_experts": text.num_experts,
-        "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
-        "moe_ffn_hidden_size": text.moe_intermediate_size,
-        "moe_router_topk": text.num_experts_per_tok,
-        "moe_aux_loss_coeff": moe_rules.balance(text),
-    }
+class Qwen3VLMoe(qwen3_vl.Qwen3VL):
+    model_type = "qwen3_vl_moe"
+    sections = SECTIONS
+    has_experts = True
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        if not text.num_experts:
+            return super().architecture
+        return super().architecture | {
+            "num_moe_experts": text.num_experts,
+            "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
+            "moe_ffn_hidden_size": text.moe_intermediate_size,
+            "moe_router_topk": text.num_experts_per_tok,
+            "moe_aux_loss_coeff": moe_rules.balance(text),
+        }
+
+    @property
+    def rules(self) -> list[Rule]:
+        text = self.text
+        experts = moe_rules.rules(
+            qwen3_vl.LAYER, text.num_experts, text.hidden_size, text.moe_intermediate_size
+        )
+        return [*super().rules, *experts]
 
 
 def _has_experts(text: Any, layer: int) -> bool:
     return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
 
 
-def weights(hf_config: Any) -> list[Rule]:
-    text, layer = hf_config.text_config, qwen3_vl.HF_MODEL + "layers.*."
-    return [
-        *qwen3_vl.attention_and_outer_rules(hf_config),
-        *llama.mlp_rules(layer),
-        *moe_rules.rules(layer, text.num_experts, text.hidden_size, text.moe_intermediate_size),
-    ]
-
-
-FAMILY = replace(
-    qwen3_vl.FAMILY,
-    model_type="qwen3_vl_moe",
-    sections=SECTIONS,
-    architecture=architecture,
-    weights=weights,
-    has_experts=True,
-)
+FAMILY = Qwen3VLMoe

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from megatron_vlm.models.family_parts import keys, patch_towers
-from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds, mrope_positions
+from megatron_vlm.models.family_parts import keys, llama, patch_towers
+from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights import Rule, Whole
 
 HF_MODEL = "model.language_model."
 MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
-VISION_RULE = Rule("vision.visual.**", ("model.visual.**",), Whole())
-GROUPS = {
-    "tower": (
-        *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
-        *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
-    ),
-    "projector": ("vision.visual.downsample.", "vision.visual.merger."),
-    "language_model": ("language_model.",),
-}
+LAYER = HF_MODEL + "layers.*."
 
 
 def sections(model_type: str, text: keys.Section, *vision_types: str) -> keys.Sections:
@@ -38,8 +30,8 @@ def sections(model_type: str, text: keys.Section, *vision_types: str) -> keys.Se
 class Glm4vVision(patch_towers.GridVision):
     """The HF visual module; it treats every frame of a video as an image."""
 
-    def __init__(self, hf_config: Any):
-        super().__init__(hf_config)
+    def __init__(self, visual: PreTrainedModel):
+        super().__init__(visual, deepstack=0)
         self.visual.embeddings.register_forward_pre_hook(_lengths_to_device)
 
     def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
@@ -55,21 +47,30 @@ def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
     return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
 
 
-def visual_kinds(hf_config: Any) -> Kinds:
-    """A placeholder belongs to a video frame if a begin-of-video token before it is not yet closed."""
-    return partial(
-        _kinds,
-        image=hf_config.image_token_id,
-        begin=hf_config.video_start_token_id,
-        end=hf_config.video_end_token_id,
-    )
+class GlmFamily(patch_towers.PatchFamily):
+    """A family with this tower, these placeholders and this M-RoPE."""
 
+    mrope = MROPE
+    groups = {
+        "tower": (
+            *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
+            *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
+        ),
+        "projector": ("vision.visual.downsample.", "vision.visual.merger."),
+        "language_model": ("language_model.",),
+    }
+    images_or_videos = True
 
-def _kinds(input_ids: Any, image: int, begin: int, end: int) -> Any:
-    opened = (input_ids == begin).cumsum(-1) > (input_ids == end).cumsum(-1)
-    return (input_ids == image) * (IMAGE + (VIDEO - IMAGE) * opened)
+    def build_vision(self) -> Glm4vVision:
+        return Glm4vVision(self.tower())
 
+    def visual_kinds(self, input_ids: Any) -> Any:
+        """A placeholder belongs to a video frame if a begin-of-video token before it is not yet closed."""
+        begun = (input_ids == self.hf_config.video_start_token_id).cumsum(-1)
+        ended = (input_ids == self.hf_config.video_end_token_id).cumsum(-1)
+        return (input_ids == self.hf_config.image_token_id) * (IMAGE + (VIDEO - IMAGE) * (begun > ended))
 
-def position_ids(hf_config: Any) -> partial:
-    merge_size = hf_config.vision_config.spatial_merge_size
-    return partial(mrope_positions, kinds=visual_kinds(hf_config), merge_size=merge_size)
+    def outer_rules(self) -> list[Rule]:
+        """Rules for tower, projector, embedding, last norm and output layer."""
+        tower = Rule("vision.visual.**", ("model.visual.**",), Whole())
+        return [tower, *llama.outer_rules(self.text.vocab_size, self.tied, HF_MODEL)]

@@ -16,9 +16,8 @@ def head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def architecture(hf_config: Any, activation: str = "hidden_act") -> dict:
+def architecture(text: Any, tied: bool, activation: str = "hidden_act") -> dict:
     """Fields of LanguageModelConfig; `activation` is the key that names the activation function."""
-    text = hf_config.text_config
     return {
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
@@ -30,7 +29,7 @@ def architecture(hf_config: Any, activation: str = "hidden_act") -> dict:
         "layernorm_epsilon": text.rms_norm_eps,
         "vocab_size": text.vocab_size,
         "pad_token": None if text.pad_token_id is None else text.pad_token_id % text.vocab_size,  # may be -1
-        "tie_embeddings": hf_config.tie_word_embeddings,
+        "tie_embeddings": tied,
     }
 
 
@@ -44,18 +43,18 @@ def attention_bias(text: Any) -> dict:
     return {"add_qkv_bias": text.attention_bias, "add_proj_bias": text.attention_bias}
 
 
-def outer_rules(hf_config: Any, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
+def outer_rules(vocab_size: int, tied: bool, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
     """Rules for embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys.
 
     Tied weights are stored as the embedding, as both, or as the output layer alone.
     """
     embedding, output = MODEL + "embedding.word_embeddings.weight", MODEL + "output_layer.weight"
-    hf_embedding, words = hf_model + "embed_tokens.weight", Vocabulary(hf_config.text_config.vocab_size)
+    hf_embedding, words = hf_model + "embed_tokens.weight", Vocabulary(vocab_size)
     rules = [
         Rule(MODEL + "decoder.final_layernorm.weight", (hf_model + "norm.weight",), Whole()),
         Rule(embedding, (hf_embedding,), words),
     ]
-    if not hf_config.tie_word_embeddings:
+    if not tied:
         return [*rules, Rule(output, (hf_head,), words)]
     return [
         *rules,

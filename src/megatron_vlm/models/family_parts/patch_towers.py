@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, vision_utils
+from transformers import PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
+from megatron_vlm.models.positions import mrope_positions
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 TOP = keys.TOP | dict.fromkeys(("image_token_id", "video_token_id"), keys.TOKEN)
@@ -29,15 +30,9 @@ VISION = keys.VISION | {
 class GridVision(nn.Module):
     """The HF visual module, projector included, called once for all images and videos of a micro batch."""
 
-    def __init__(self, hf_config: Any):
+    def __init__(self, visual: PreTrainedModel, deepstack: int):
         super().__init__()
-        self.visual = use_segments(self.tower(deepcopy(hf_config.vision_config)))
-        self.deepstack = deepstack_features(hf_config)
-
-    @staticmethod
-    def tower(vision_config: Any) -> PreTrainedModel:
-        """Transformers' module, with "sdpa" as its attention."""
-        return AutoModel.from_config(vision_config, attn_implementation="sdpa", trust_remote_code=False)
+        self.visual, self.deepstack = use_segments(visual), deepstack
 
     def forward(
         self,
@@ -81,56 +76,8 @@ class GridVision(nn.Module):
         return lengths | {name: t.to(device, non_blocking=True) for name, t in indices.items()}
 
 
-def deepstack_features(hf_config: Any) -> int:
-    """The number of tower layers whose features a layer of the language model takes.
-
-    As in Transformers, indexes beyond the tower's depth give none, and features beyond the last layer of the
-    language model are left out.
-    """
-    vision = hf_config.vision_config
-    indexes = set(getattr(vision, "deepstack_visual_indexes", ()))
-    return min(len(indexes & set(range(vision.depth))), hf_config.text_config.num_hidden_layers)
-
-
 def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
     return torch.cat([part for part in (images, videos) if part is not None])
-
-
-def blank_image(hf_config: Any, pixels: int) -> dict[str, Tensor]:
-    """A black square of whole merged patches."""
-    vision = hf_config.vision_config
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    merged = vision.patch_size * vision.spatial_merge_size
-    side = vision.spatial_merge_size * max(1, round(pixels**0.5 / merged))
-    return {
-        "pixel_values": torch.zeros(side**2, width),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-    }
-
-
-def visual_tokens(hf_config: Any, visual: GenericVisualInputs) -> list[int]:
-    """The number of merged patches of each item."""
-    vision = hf_config.vision_config
-    width = vision.in_channels * vision.patch_size**2
-    for pixels in (visual.pixel_values, visual.pixel_values_videos):
-        if pixels is not None:
-            towers.refuse_other_patches(pixels, width, width * vision.temporal_patch_size)
-    grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
-    return (grids_N3.prod(-1) // hf_config.vision_config.spatial_merge_size**2).tolist()
-
-
-def tower_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    """Patches see those of their image or moment of a video, in some layers of their window only."""
-    vision = hf_config.vision_config
-    frames_N, heights_N, widths_N = _joined(visual.image_grid_thw, visual.video_grid_thw).cpu().unbind(-1)
-    whole = int((frames_N * (heights_N * widths_N) ** 2).sum())
-    if not hasattr(vision, "fullatt_block_indexes"):
-        return whole
-    side = vision.window_size // vision.patch_size // vision.spatial_merge_size * vision.spatial_merge_size
-    # windows are all pairs of a run of rows and a run of columns, and so are the squares of their sizes
-    windows = int((frames_N * _squares(heights_N, side) * _squares(widths_N, side)).sum())
-    layers = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
-    return layers * whole + (vision.depth - layers) * windows
 
 
 def _squares(length_N: Tensor, run: int) -> Tensor:
@@ -149,12 +96,11 @@ class MRope:
     interleaved: bool = False
     part_of_head: bool = False
 
-    def rotary(self, hf_config: Any) -> Rotary:
-        text = hf_config.text_config
+    def rotary(self, text: Any) -> Rotary:
+        """`text` is the text model's config."""
         rule = inverse_frequencies(text, part_of_head=self.part_of_head)
-        return Rotary(
-            [rule], mrope_axes(self._sections(text.rope_parameters), self.interleaved, len(rule[0]))
-        )
+        axes = mrope_axes(self._sections(text.rope_parameters), self.interleaved, len(rule[0]))
+        return Rotary([rule], axes)
 
     def keys(self) -> dict[str, keys.Values]:
         """The keys of `rope_parameters`, for `Section.rope`."""
@@ -175,3 +121,76 @@ class MRope:
             return len(sections) >= 3
         factor = rule.get("partial_rotary_factor", 1.0) if self.part_of_head else 1.0
         return 2 * sum(sections) == int(llama.head_dim(text) * factor)
+
+
+class PatchFamily(Description):
+    """A family whose tower takes patches and grids, and whose positions are M-RoPE's."""
+
+    visual_keys = VISUAL_KEYS
+    mrope: MRope
+    # a moment of a video is so many steps of time; None: the prompt tells the time, see `mrope_positions`
+    tokens_per_second: float | None = None
+
+    def rotary(self) -> Rotary:
+        return self.mrope.rotary(self.text)
+
+    def position_ids(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
+        return mrope_positions(
+            input_ids_T,
+            visual,
+            kinds=self.visual_kinds,
+            merge_size=self.vision.spatial_merge_size,
+            tokens_per_second=self.tokens_per_second,
+        )
+
+    def build_vision(self) -> GridVision:
+        return GridVision(self.tower(), self.deepstack_features)
+
+    def tower(self) -> PreTrainedModel:
+        return towers.hf_tower(self.vision)
+
+    @property
+    def deepstack_features(self) -> int:
+        """The number of tower layers whose features a layer of the language model takes.
+
+        As in Transformers, indexes beyond the tower's depth give none, and features beyond the last layer of
+        the language model are left out.
+        """
+        indexes = set(getattr(self.vision, "deepstack_visual_indexes", ()))
+        return min(len(indexes & set(range(self.vision.depth))), self.text.num_hidden_layers)
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """A black square of whole merged patches."""
+        vision = self.vision
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        merged = vision.patch_size * vision.spatial_merge_size
+        side = vision.spatial_merge_size * max(1, round(pixels**0.5 / merged))
+        return {
+            "pixel_values": torch.zeros(side**2, width),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of merged patches of each item."""
+        vision = self.vision
+        width = vision.in_channels * vision.patch_size**2
+        for pixels in (visual.pixel_values, visual.pixel_values_videos):
+            if pixels is not None:
+                towers.refuse_other_patches(pixels, width, width * vision.temporal_patch_size)
+        grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
+        return (grids_N3.prod(-1) // vision.spatial_merge_size**2).tolist()
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        """Patches see each other in an image or a moment of a video, in some layers in their window only."""
+        vision = self.vision
+        frames_N, heights_N, widths_N = _joined(visual.image_grid_thw, visual.video_grid_thw).cpu().unbind(-1)
+        whole = int((frames_N * (heights_N * widths_N) ** 2).sum())
+        if not hasattr(vision, "fullatt_block_indexes"):
+            return whole
+        side = (
+            vision.window_size // vision.patch_size // vision.spatial_merge_size * vision.spatial_merge_size
+        )
+        # windows are all pairs of a run of rows and a run of columns, and so are the squares of their sizes
+        windows = int((frames_N * _squares(heights_N, side) * _squares(widths_N, side)).sum())
+        layers = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
+        return layers * whole + (vision.depth - layers) * windows

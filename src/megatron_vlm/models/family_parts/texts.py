@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights import Rule
@@ -32,26 +33,22 @@ def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
     return tuple(TEXTS[model_type].section for model_type in model_types)
 
 
-def architecture(hf_config: Any) -> dict:
-    """Fields of LanguageModelConfig."""
-    text = hf_config.text_config
-    return llama.architecture(hf_config) | _text(hf_config).architecture(text) | _bounded(text)
+class HoldsTexts(Description):
+    """A family that can hold several of TEXTS."""
 
+    @property
+    def architecture(self) -> dict:
+        own = TEXTS[self.text.model_type].architecture(self.text)
+        return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
 
-def rotary(hf_config: Any) -> Rotary:
-    text = hf_config.text_config
-    return Rotary([inverse_frequencies(text)], query_scale=_text(hf_config).query_scale(text))
+    def rotary(self) -> Rotary:
+        query_scale = TEXTS[self.text.model_type].query_scale(self.text)
+        return Rotary([inverse_frequencies(self.text)], query_scale=query_scale)
 
-
-def layer_rules(hf_config: Any, hf_layer: str) -> list[Rule]:
-    """Rules for every layer; `hf_layer` ends in `layers.*.`"""
-    text = hf_config.text_config
-    attention = llama.attention_rules(text, hf_layer, **_text(hf_config).norms_and_biases(text))
-    return [*attention, *llama.mlp_rules(hf_layer)]
-
-
-def _text(hf_config: Any) -> Text:
-    return TEXTS[hf_config.text_config.model_type]
+    def layer_rules(self, hf_layer: str) -> list[Rule]:
+        """Rules for every layer; `hf_layer` ends in `layers.*.`"""
+        norms_and_biases = TEXTS[self.text.model_type].norms_and_biases(self.text)
+        return [*llama.attention_rules(self.text, hf_layer, **norms_and_biases), *llama.mlp_rules(hf_layer)]
 
 
 def _bounded(text: Any) -> dict:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import AutoModel, PreTrainedModel
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import keys
-from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
 
 TOWER = keys.VISION | {
     **keys.any_of("num_hidden_layers", "tie_last_hidden_states"),
@@ -33,8 +33,16 @@ def layers_exist(layers: Any, hf_config: Any) -> bool:
     return len(layers) > 0 and all(-count <= layer < count for layer in layers)
 
 
-def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> None:
-    """Turns off the gradients of what no feature depends on, such as layers after the last that is looked at.
+def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
+    """Transformers' tower for this config, a copy of which it keeps, with "sdpa" as its attention."""
+    return AutoModel.from_config(
+        deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
+    )
+
+
+def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> nn.Module:
+    """Gives back `vision` after turning off the gradients of what no feature depends on, such as layers
+    after the last that is looked at.
 
     They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
     Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
@@ -50,6 +58,7 @@ def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> None:
         if shapes[name].grad is None:
             parameter.requires_grad_(False)
             parameter.unused = True
+    return vision
 
 
 class _Backward(nn.Module):
@@ -61,31 +70,6 @@ class _Backward(nn.Module):
 
     def forward(self, **inputs: Any) -> None:
         self.vision(**inputs).sum().backward()
-
-
-def misfit(
-    kinds: Kinds,
-    visual_tokens: Callable[[GenericVisualInputs], list[int]],
-    input_ids_T: Any,
-    visual: GenericVisualInputs | None,
-) -> str | None:
-    """Why a document is none that the model can take: its tower refuses the media, or they have other numbers
-    of features than placeholders, as where config.json and the processor are not of one model. Images and
-    videos each for themselves: a packed row has the features of all images before those of videos."""
-    held = visual.as_model_kwargs() if visual else {}
-    for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
-        if name in held and not (is_raw(held[name]) or held[name].sum(dtype=torch.float64).isfinite()):
-            return f"{name} hold numbers that are not finite"
-    alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
-    try:
-        counts = visual_tokens(alike) if visual else []
-    except ValueError as error:
-        return str(error)
-    kinds_T, images = kinds(input_ids_T), len(counts) - alike.videos
-    for kind, name, features in ((IMAGE, "images", counts[:images]), (VIDEO, "videos", counts[images:])):
-        if (placeholders := int((kinds_T == kind).sum())) != sum(features):
-            return f"{placeholders} placeholders for {sum(features)} features of its {name}"
-    return None
 
 
 def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:
@@ -122,8 +106,8 @@ def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tens
     }
 
 
-def pixtral_pairs(hf_config: Any, visual: GenericVisualInputs) -> int:
-    patches_N = (visual.image_sizes // hf_config.vision_config.patch_size).prod(-1)
+def pixtral_pairs(vision: Any, visual: GenericVisualInputs) -> int:
+    patches_N = (visual.image_sizes // vision.patch_size).prod(-1)
     return int((patches_N**2).sum())
 
 

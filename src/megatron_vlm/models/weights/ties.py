@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -17,20 +16,19 @@ from megatron_vlm.weight_files import has_weights
 ROWS = 4096  # rows of the two matrices that are compared at a time
 
 
-def settle_ties(hf_config: Any, weight_map: WeightMap, folder: Path, saved: bool | None = None) -> None:
-    """Set `hf_config.tie_word_embeddings`, which decides how families build and name their weights.
+def are_tied(weight_map: WeightMap, folder: Path, saved: bool | None = None) -> bool:
+    """Whether the output layer is the embedding, as `PreTrainedModel.tie_weights` has it.
 
-    It follows `PreTrainedModel.tie_weights`: weights are tied if config.json asks for it, or leaves it to a
-    default that does, unless both matrices are stored and differ. Without weights in the folder config.json
-    decides alone. `saved` is the value with which a run's checkpoint was made; it holds whatever the source
-    says now. If processes have joined, one rank reads.
+    It is if config.json asks for it (`weight_map.tied`), or leaves it to a default that does, unless both
+    matrices are stored and differ. Without weights in the folder config.json decides alone. `saved` is the
+    value with which a run's checkpoint was made; it holds whatever the source says now. If processes have
+    joined, one rank reads.
     """
-    tied = saved
-    if tied is None:
-        tied = bool(hf_config.tie_word_embeddings)
-        if tied and has_weights(folder):
-            tied = _on_one_rank(lambda: not _stored_apart(weight_map, folder))
-    hf_config.tie_word_embeddings = tied
+    if saved is not None:
+        return saved
+    if weight_map.tied and has_weights(folder):
+        return _on_one_rank(lambda: not _stored_apart(weight_map, folder))
+    return weight_map.tied
 
 
 def asks_for_ties(config: dict) -> bool:

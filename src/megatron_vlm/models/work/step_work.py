@@ -14,16 +14,16 @@ gradients.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models import costs
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.stream import StreamLayout
+from megatron_vlm.models.work import costs
 
 
 class Work(NamedTuple):
@@ -38,10 +38,9 @@ class Work(NamedTuple):
 class StepWork:
     """Counts what micro batches ask of one model; everything is read on the host."""
 
-    def __init__(self, config: RunConfig, family: Family, hf_config: Any):
-        self._family, self._hf_config = family, hf_config
-        self._kinds = family.visual_kinds(hf_config)
-        architecture = family.architecture(hf_config)
+    def __init__(self, config: RunConfig, description: Description):
+        self._description = description
+        architecture = description.architecture
         layers = range(architecture["num_layers"])
         # An adapter's own products are too few to count. The hidden states have gradients in any case:
         # embeddings or adapters are trained, or images come from what is.
@@ -53,21 +52,23 @@ class StepWork:
         self._per_pair: Counter[int | None] = Counter()  # by window, over its layers
         for layer, window in enumerate(windows):
             self._per_pair[window] += (3 + reference) * costs.pair_flops(architecture, layer)
-        self._per_unit, self._per_tower_pair = tower_flops(config, family, hf_config)
+        self._per_unit, self._per_tower_pair = tower_flops(config, description)
 
     def of(self, batch: Batch) -> Work:
         """Of a micro batch on the first pipeline stage, which has the images."""
-        layout = StreamLayout(batch, self._kinds, self._family.bidirectional_images, ranks=1)
+        layout = StreamLayout(
+            batch, self._description.visual_kinds, self._description.bidirectional_images, ranks=1
+        )
         trained = int((batch["labels"] != IGNORE_INDEX).sum())
         flops = self._per_token * len(layout.real) + self._per_trained_token * trained
         flops += self._attention(layout)
         images = 0
         if batch["visual_inputs"] is not None:
             visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
-            tokens_N = self._family.visual_tokens(self._hf_config, visual)
+            tokens_N = self._description.visual_tokens(visual)
             images = len(tokens_N)
-            flops += self._per_unit * tower_units(self._family, self._hf_config, visual)
-            flops += self._per_tower_pair * self._family.tower_pairs(self._hf_config, visual)
+            flops += self._per_unit * self._description.tower_units(visual)
+            flops += self._per_tower_pair * self._description.tower_pairs(visual)
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
     def _attention(self, layout: StreamLayout) -> float:
@@ -81,10 +82,11 @@ class StepWork:
         )
 
 
-def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[float, float]:
-    """Operations that a step has for each of `tower_units` in tower and projector, and for a pair of patches
-    in the tower's attention: from the passes of an image without numbers, with what is frozen in the run."""
-    image, vision, visual = costs.tower_of_shapes(config, family, hf_config, 0)
+def tower_flops(config: RunConfig, description: Description) -> tuple[float, float]:
+    """Operations that a step has in tower and projector for each of `Description.tower_units`, and in the
+    tower's attention for a pair of patches: from the passes of an image without numbers, with what is frozen
+    in the run."""
+    image, vision, visual = costs.tower_of_shapes(config, description, 0)
     with (
         torch.device("cpu"),
         FlopCounterMode(display=False) as products,
@@ -95,12 +97,5 @@ def tower_flops(config: RunConfig, family: Family, hf_config: Any) -> tuple[floa
             features.sum().backward()
         for _ in range(costs.reference_passes(config)):
             vision(**visual.as_model_kwargs())
-    units, pairs = tower_units(family, hf_config, image), family.tower_pairs(hf_config, image)
+    units, pairs = description.tower_units(image), description.tower_pairs(image)
     return products.get_total_flops() / units, attention.flops / pairs
-
-
-def tower_units(family: Family, hf_config: Any, visual: GenericVisualInputs) -> int:
-    """What the products of tower and projector are in proportion to: features, if the family says nothing."""
-    if family.tower_units is not None:
-        return family.tower_units(hf_config, visual)
-    return sum(family.visual_tokens(hf_config, visual))

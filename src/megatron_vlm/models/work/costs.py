@@ -7,7 +7,6 @@ the gradients of activations after a trained parameter, and as much again for th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters import find_targets, find_whole, settled
 from megatron_vlm.models.attention_sizes import heads_of
-from megatron_vlm.models.families.base import Family
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.tower_attention import use_sdpa
 
@@ -94,12 +93,10 @@ def output_flops(architecture: dict) -> float:
     return 2 * architecture["hidden_size"] * architecture["vocab_size"]
 
 
-def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
+def image_cost(config: RunConfig, description: Description) -> ImageCost:
     """The cost of an image of `data.max_pixels`: tower and projector run on shapes alone, without numbers."""
-    image, vision, visual = tower_of_shapes(
-        config, family, hf_config, config.data.max_pixels or DEFAULT_IMAGE
-    )
-    passes = _vision_passes(config, family, hf_config)
+    image, vision, visual = tower_of_shapes(config, description, config.data.max_pixels or DEFAULT_IMAGE)
+    passes = _vision_passes(config, description)
     saved = _Saved(vision if passes > 1 else torch.nn.Identity())
     with (
         torch.device("cpu"),
@@ -109,7 +106,7 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     ):
         vision(**visual.as_model_kwargs())
     kept, outside, inputs = saved.nbytes({p.untyped_storage()._cdata for p in vision.parameters()})
-    tokens = family.visual_tokens(hf_config, image)
+    tokens = description.visual_tokens(image)
     pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
     return ImageCost(
         tokens=sum(tokens),
@@ -123,19 +120,19 @@ def image_cost(config: RunConfig, family: Family, hf_config: Any) -> ImageCost:
     )
 
 
-def _vision_passes(config: RunConfig, family: Family, hf_config: Any) -> int:
+def _vision_passes(config: RunConfig, description: Description) -> int:
     """1 for a frozen tower, 2 for one with adapters, which alone have gradients of weights, else 3."""
     if "tower" not in config.frozen:
         return 3
-    return 2 if config.adapter.used and adapted(config, family, hf_config, "tower") else 1
+    return 2 if config.adapter.used and adapted(config, description, "tower") else 1
 
 
-def adapted(config: RunConfig, family: Family, hf_config: Any, part: str) -> bool:
+def adapted(config: RunConfig, description: Description, part: str) -> bool:
     """Whether a part of the model, a freeze group such as "tower", has adapters or modules trained whole."""
-    adapter, names = settled(config.adapter), (hf_config, family.weight_map(hf_config))
-    weights = [target.weight for target in find_targets(adapter, *names)]
-    weights += find_whole(adapter, *names)
-    return any(weight.startswith(family.groups[part]) for weight in weights)
+    adapter = settled(config.adapter)
+    weights = [target.weight for target in find_targets(adapter, description)]
+    weights += find_whole(adapter, description)
+    return any(weight.startswith(description.groups[part]) for weight in weights)
 
 
 class _Saved:
@@ -180,22 +177,22 @@ def _storages(tensors: list[torch.Tensor], others: set[int]) -> dict[int, int]:
 
 
 def tower_of_shapes(
-    config: RunConfig, family: Family, hf_config: Any, pixels: int
+    config: RunConfig, description: Description, pixels: int
 ) -> tuple[GenericVisualInputs, nn.Module, GenericVisualInputs]:
     """A blank image of about `pixels` on the host; tower and projector on the meta device, frozen as in the
     run, and the image. Attention is what `AttentionOfShapes` counts. A part with adapters counts as trained:
     it keeps the inputs of its linears as well."""
     dtype = DTYPES[config.model.dtype]
     with torch.device("cpu"):  # the host reads the grids, also while a model is built on the meta device
-        image = GenericVisualInputs(**family.blank_image(hf_config, pixels))
+        image = GenericVisualInputs(**description.blank_image(pixels))
     with torch.device("meta"):
-        vision = family.build_vision(hf_config).to(dtype)
+        vision = description.build_vision().to(dtype)
     use_sdpa(vision)
     frozen = tuple(
         prefix
         for group in config.frozen
-        if not (config.adapter.used and adapted(config, family, hf_config, group))
-        for prefix in family.groups[group]
+        if not (config.adapter.used and adapted(config, description, group))
+        for prefix in description.groups[group]
     )
     for name, parameter in vision.named_parameters(prefix="vision"):
         parameter.requires_grad_(parameter.requires_grad and not name.startswith(frozen))

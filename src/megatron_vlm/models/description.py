@@ -1,0 +1,151 @@
+"""The description of a checkpoint: what the package knows of it, from its family and its config.json."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up
+from megatron_vlm.models.layers.rotary import Rotary
+from megatron_vlm.models.positions import kinds_by_token
+from megatron_vlm.models.stream import misfit
+from megatron_vlm.models.weights import Rule, WeightMap
+
+
+class Description(ABC):
+    """One checkpoint, made by `models.families.describe` without building anything.
+
+    A family, the code for one HF `model_type`, is a subclass; class attributes hold for all its checkpoints.
+    `hf_config` is Transformers' config of the whole model, `text` and `vision` are its sections. Properties
+    are computed when they are read: a look at the weights may still change `hf_config.tie_word_embeddings`.
+    """
+
+    model_type: str
+    sections: tuple  # which keys of config.json may have which values, see `family_parts.keys`
+    visual_keys: tuple[str, ...] = ("pixel_values",)
+    # HF key prefixes found in the wild -> the hub's own
+    renames: tuple[tuple[str, str], ...] = ()
+    # freeze group -> prefixes of its parameters in VLMModel
+    groups: Mapping[str, tuple[str, ...]] = {
+        "tower": ("vision.vision_tower.",),
+        "projector": ("vision.multi_modal_projector.",),
+        "language_model": ("language_model.",),
+    }
+    has_experts = False
+    # a sample (in Transformers even a batch) holds either images or videos
+    images_or_videos = False
+    # the frames of a video are images to the model, and to its tokens
+    frames_as_images = False
+    # tokens of one image see each other in both directions; "windows": only in layers with a sliding window
+    bidirectional_images: bool | str = False
+    # ends of names that peft takes for this family's experts and router, wherever they are in the model
+    # (0.21, `transformers_weight_conversion._convert_peft_config_moe`)
+    peft_experts: tuple[str, ...] = ()
+
+    def __init__(self, hf_config: Any):
+        self.hf_config = hf_config
+        self.text, self.vision = hf_config.text_config, hf_config.vision_config
+
+    # --- what every family says --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def architecture(self) -> dict:
+        """The fields of LanguageModelConfig."""
+
+    @property
+    @abstractmethod
+    def rules(self) -> list[Rule]:
+        """Rules for all weights."""
+
+    @abstractmethod
+    def rotary(self) -> Rotary: ...
+
+    @abstractmethod
+    def build_vision(self) -> nn.Module:
+        """Tower and projector, called as `vision(**visual_inputs.normalized_for_model())`.
+
+        They give visual features (M, D), those of images in document order before those of videos; or
+        (1 + n, M, D), where the further n are added to the hidden states after each of the first n layers
+        (`deepstack_layers`).
+        """
+
+    @abstractmethod
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        """The tower's arguments for a black image of about that area (0: the smallest)."""
+
+    @abstractmethod
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of features of each item, images before videos.
+
+        Raises ValueError for pixels that the tower cannot take; data workers drop such a sample.
+        """
+
+    @abstractmethod
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        """The number of pairs of patches that see each other in the tower's attention, over all items and
+        layers, or over one layer if all are alike."""
+
+    # --- what a family may say otherwise -----------------------------------------------------------------
+
+    @property
+    def ignored_keys(self) -> dict[str, str]:
+        """Patterns of HF keys -> why they are not imported."""
+        return {}
+
+    def tower_units(self, visual: GenericVisualInputs) -> int:
+        """The number that the work of tower and projector grows with, but for attention: that of features."""
+        return sum(self.visual_tokens(visual))
+
+    def visual_kinds(self, input_ids: Any) -> Any:
+        """For each token of a document whether it stands for text, an image or a video, see `positions`."""
+        return kinds_by_token(
+            input_ids, self.hf_config.image_token_id, getattr(self.hf_config, "video_token_id", None)
+        )
+
+    def position_ids(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
+        """Positions of a document's tokens; data workers call it."""
+        return count_up(input_ids_T, visual)
+
+    def of_processor(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A processor's outputs with the visual keys, if they have another form."""
+        return dict(outputs)
+
+    @staticmethod
+    def portable_config(config: dict) -> dict:
+        """config.json (parsed) in a form that all supported versions of Transformers read."""
+        return config
+
+    # --- what follows ------------------------------------------------------------------------------------
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return bool(self.hf_config.tie_word_embeddings)
+
+    @property
+    def data_needs(self) -> DataNeeds:
+        return DataNeeds(
+            visual_keys=self.visual_keys,
+            position_ids=self.position_ids,
+            images_or_videos=self.images_or_videos,
+            of_processor=self.of_processor,
+            frames_as_images=self.frames_as_images,
+            misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
+        )
+
+    @property
+    def weight_map(self) -> WeightMap:
+        return WeightMap(
+            self.model_type,
+            self.rules,
+            self.tied,
+            self.renames,
+            self.ignored_keys,
+            self.portable_config,
+            self.peft_experts,
+        )

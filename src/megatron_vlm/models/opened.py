@@ -1,0 +1,86 @@
+"""From a checkpoint to this rank's model: built, filled with the checkpoint's weights, with its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_vlm.config import RunConfig
+from megatron_vlm.job import watchdog
+from megatron_vlm.models.adapters import add_adapters, find_targets, find_whole, load_adapters, settled
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.hf import Source
+from megatron_vlm.models.language_model import language_model_config
+from megatron_vlm.models.layers.kernel_checks import check_kernels, check_towers
+from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.models.weights import import_hf
+from megatron_vlm.models.work.costs import image_cost, stage_costs
+from megatron_vlm.parallel import setup
+
+
+def open_model(
+    config: RunConfig,
+    source: Source,
+    resumes: bool = False,
+    raw_pixels: bool = True,
+    run_dir: str | None = None,
+) -> list[VLMModel]:
+    """This rank's model chunks with the weights of `source`, and with adapters if the configuration says so.
+
+    `resumes`: a checkpoint of a run will fill what that run trains. So weights are imported only if adapters
+    leave some as they are, and adapters do not begin with `config.adapter.start`. A run that does begin with
+    it keeps a copy in `run_dir`. Without `raw_pixels` the checkpoint needs no processor.
+    """
+    watchdog.beat("building the model")
+    processor = source.processor if raw_pixels else None
+    chunks = build_model(config, source.description, setup.device(), processor)
+    if config.model.load_weights and (config.adapter.used or not resumes):
+        watchdog.beat(f"importing {source.folder}", files=True)
+        import_hf(chunks, source.folder, source.description.weight_map)
+    if config.adapter.used:
+        load_adapters(chunks, source.folder, None if resumes else config.adapter.start, run_dir)
+    return chunks
+
+
+def build_model(
+    config: RunConfig, description: Description, device: torch.device, processor: Any | None = None
+) -> list[VLMModel]:
+    """This rank's model chunks (several with virtual pipeline stages), frozen or with adapters as said.
+
+    Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
+    """
+    architecture = description.architecture
+    costs = architecture["num_layers"], 0.0, 0.0
+    if config.parallel.pp > 1:
+        costs = stage_costs(config, architecture, image_cost(config, description))
+    megatron_config = language_model_config(config, architecture, costs)
+    if device.type == "cuda":
+        check_kernels(megatron_config, device)
+    vpp = config.parallel.vpp
+    chunks = []
+    for stage in range(vpp):
+        vp_stage = stage if vpp > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunks.append(VLMModel(megatron_config, description, first, last, vp_stage, processor))
+    adapter, adapts = settled(config.adapter), ()
+    if adapter.r:
+        adapts = find_targets(adapter, description), find_whole(adapter, description)
+    for chunk in chunks:
+        freeze(chunk, description.groups, config.model.freeze)
+        chunk.to(device)
+        if adapts:
+            add_adapters(chunk, *adapts, adapter.lora_dropout, config.train.seed)
+        if device.type == "cuda" and chunk.pre_process:
+            check_towers(chunk.vision, device, megatron_config.params_dtype)
+    return chunks
+
+
+def freeze(model: VLMModel, groups: Mapping[str, tuple[str, ...]], frozen: list[str]) -> None:
+    """Turns off the gradients of all parameters in the groups of these names."""
+    prefixes = tuple(prefix for name in frozen for prefix in groups[name])
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad and not name.startswith(prefixes))
