@@ -107,8 +107,8 @@ class Feed:
         return micro_batches
 
     def _started(self, do: Callable[[], Any]) -> Callable[[], Any]:
-        """Starts `do`; returns a function that waits for its result. All reading is the reader's: there a
-        data worker's death is an error like others; torch would let it interrupt a step of the main thread."""
+        """Starts `do`; returns a function that waits for its result. All reading is the reader's: there, a
+        data worker's death is an error like others; torch would let it interrupt a step."""
         return do if self._reader is None else self._reader.apply_async(do).get
 
     def _pauses_after(self, step: int) -> bool:
