@@ -1,4 +1,4 @@
-"""What a run needs of its GPUs, computed without one: parameters, memory and work.
+"""Computes without a GPU what a run needs of its GPUs: parameters, memory and work.
 
 Parameters are counted on modules built without numbers, in the run's own layout, so their number is exact.
 Memory is an estimate: weights, gradients and optimizer state follow from the parameters, activations are what
@@ -66,7 +66,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Stage:
-    """What each rank of one pipeline stage holds, in bytes, and its operations for one micro batch."""
+    """The bytes that each rank of one pipeline stage holds, and its operations for one micro batch."""
 
     layers: tuple[range, ...]  # one range for each virtual stage
     parameters: int
@@ -116,7 +116,7 @@ class Plan:
 
 @dataclass
 class Known:
-    """What plans of one model and one size of images share, so that it is computed once."""
+    """Facts that plans of one model and one size of images share, so that they are computed once."""
 
     image: costs.ImageCost | None = None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep

@@ -34,7 +34,7 @@ from megatron_vlm.training.step import Reports, StepLoss, train_step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank holds and does in a training step; bytes and numbers of calls.
+    """The bytes that one rank holds in a training step, and the numbers of its calls.
 
     `micro_batch` counts what happens for each micro batch (a mean over those rehearsed), `once` what happens
     once in a step: the reduction of gradients and the optimizer.
@@ -76,7 +76,7 @@ class Rehearsal:
         return sum(count for _, count in self._of_step(Work))
 
     def flops(self, *kinds: str) -> float:
-        """Of a step, in operations of these kinds ("matmul", "attention")."""
+        """The operations of a step of these kinds ("matmul", "attention")."""
         return sum(what.flops * count for what, count in self._of_step(Work) if what.kind in kinds)
 
     def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:

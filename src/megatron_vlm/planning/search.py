@@ -32,17 +32,16 @@ class Found:
 
     @property
     def memory(self) -> float:
-        """Of the fullest rank that was rehearsed, with the reserve."""
+        """The bytes of the fullest rank that was rehearsed, with the reserve."""
         return max(one.peak for one in self.rehearsals) + RESERVE
 
 
 def planned_layouts(
     config: RunConfig, hf_config: Any, gpus: int, capacity: float, gpu: Gpu
 ) -> list[tuple[tuple[str, ...], Plan]]:
-    """All layouts on `gpus` GPUs whose plans need at most `capacity` bytes of each, as settings and plans, by
-    an estimate of a step's time.
+    """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
-    tp stays inside a node; micro batch and global batch stay what they are.
+    They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
     """
     known, found = Known(), []
     for settings in _layouts(config, hf_config, gpus, gpu):
