@@ -27,7 +27,7 @@ LOGGED = ("margin", "accuracy", "reward_chosen", "reward_rejected")
 
 
 def objective_of(config: RunConfig, chunks: list[nn.Module]) -> tuple[StepLoss, tuple[str, ...]]:
-    """What makes the gradients of a run that begins with these weights, and what it logs."""
+    """The function that makes the gradients of a run that begins with these weights, and what it logs."""
     if config.train.objective == "tokens":
         return token_losses, ()
     return Preferences(chunks, config.train.dpo_beta), LOGGED
