@@ -25,7 +25,7 @@ Values = list[tuple[str | None, int, int]]  # key, start and stop of each
 def lines_file(path: str | Path) -> Path:
     """The file itself if each line is a record, or the file in the cache that has its records as lines.
 
-    Records are also the elements of an array, be it the `data` of a mapping; the values of a mapping of
+    Records are also the elements of an array, also of the `data` of a mapping; the values of a mapping of
     records; and JSON values one after another. Raises as `plain_file`, and ValueError for what is not JSON.
     """
     plain = plain_file(path)
@@ -58,7 +58,7 @@ def _is_lines(path: Path) -> bool:
 
 
 def _record(line: bytes) -> dict | None:
-    """What a line holds, if it is a record or a list of turns."""
+    """The content of a line, if it is a record or a list of turns."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
