@@ -69,7 +69,7 @@ class Description(ABC):
     def build_vision(self) -> nn.Module:
         """Tower and projector, called as `vision(**visual_inputs.normalized_for_model())`.
 
-        They give visual features (M, D), those of images in document order before those of videos; or
+        They give visual features (M, D), of images in document order, then of videos; or
         (1 + n, M, D), where the further n are added to the hidden states after each of the first n layers
         (`deepstack_layers`).
         """
@@ -87,8 +87,8 @@ class Description(ABC):
 
     @abstractmethod
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        """The number of pairs of patches that see each other in the tower's attention, over all items and
-        layers, or over one layer if all are alike."""
+        """The number of pairs of patches that attend to each other in the tower. It counts all items and
+        layers, or one layer if all are alike."""
 
     # --- what a family may say otherwise -----------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Description(ABC):
         return {}
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
-        """The number that the work of tower and projector grows with, but for attention: that of features."""
+        """The number that the work of tower and projector grows with, but for attention: the features."""
         return sum(self.visual_tokens(visual))
 
     def visual_kinds(self, input_ids: Any) -> Any:

@@ -38,7 +38,7 @@ class Saved:
 
 
 def outside_saved(names: list[str], modules: list[str]) -> list[str]:
-    """Those that lie in none of `modules_to_save`: peft gives the others no adapter
+    """The names that lie in none of `modules_to_save`: peft gives the others no adapter
     (`tuners_utils.check_target_module_exists`)."""
     inside = {found for name in names for found in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
     return [name for name in modules if name not in inside]
@@ -103,7 +103,7 @@ def _refused(why: str) -> ConfigError:
 
 
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[Saved, Tensor]]:
-    """What a chunk holds of its modules that are trained whole."""
+    """The weights in a chunk of modules that are trained whole."""
     saved = chunk.adapters.saved
     return ((saved[name], weight) for name, weight in named_weights(chunk) if name in saved)
 
@@ -139,7 +139,7 @@ def fill_saved(chunk: MegatronModule, stored: Any) -> None:
 
 
 def sharded_saved(chunk: MegatronModule) -> dict[str, Any]:
-    """What a checkpoint holds of them: Megatron's own entries of the chunk, these alone."""
+    """Their state for a checkpoint: Megatron's own entries of the chunk, these alone."""
     held = {id(weight) for _, weight in saved_weights(chunk)}
     if not held:
         return {}

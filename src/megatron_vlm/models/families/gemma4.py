@@ -134,7 +134,7 @@ class Gemma4Vision(nn.Module):
         return self.embed_vision(pooled_ME.to(hidden_PE.dtype))
 
     def _encoded(self, hidden_1PE: Tensor, positions_1P2: Tensor, patches_N: Tensor) -> Tensor:
-        """What the tower's layers make of the images."""
+        """Runs the tower's layers on the images."""
         encoder = self.vision_tower.encoder
         if uses_segments(self.vision_tower):
             bounds = pad(patches_N.cumsum(0), (1, 0))

@@ -76,7 +76,7 @@ class Siglip2Vision(nn.Module):
         return torch.cat([resized[shape] for shape in shapes_N])
 
     def _encoded(self, hidden_PE: Tensor, patches_N: Tensor) -> Tensor:
-        """What the tower's layers make of the images."""
+        """Runs the tower's layers on the images."""
         encoder = self.vision_tower.encoder
         if not uses_segments(self.vision_tower):
             images = hidden_PE.split(patches_N.tolist())

@@ -102,8 +102,8 @@ class OneVision(nn.Module):
 def packed(
     holder: Any, tiles: tuple[Tensor, ...], image_sizes: Tensor, newline: Tensor | None
 ) -> list[Tensor]:
-    """The features (M, D) of each image, from those (tiles, patches, D) of its tiles, by Transformers' own
-    function; `holder` has the `config`."""
+    """The features (M, D) of each image: Transformers' own function makes them of its tiles' (tiles, patches,
+    D). `holder` has the `config`."""
     ratio = holder.config.vision_aspect_ratio
     features, _ = LlavaOnevisionModel.pack_image_features(holder, tiles, image_sizes.tolist(), newline, ratio)
     return features
@@ -131,8 +131,7 @@ class LlavaOnevision(llava_keys.LikeLlava):
         return image_size_to_num_patches(list(size), pinpoints, self.vision.image_size) if alone else 1
 
     def of_processor(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A processor's outputs for one conversation, with the tiles and frames that there are one after
-        another.
+        """A processor's outputs for one conversation, with all its tiles and frames one after another.
 
         The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
         conversation; pixel_values_videos (N, frames, 3, H, W).

@@ -9,7 +9,7 @@ MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
 
 def sections(model_type: str, *vision_keys: str) -> keys.Sections:
-    """Of a family with this text model; its tower has these keys besides those of all."""
+    """The sections of a family with this text model; its tower has these keys besides the common ones."""
     text = keys.text() | {"head_dim": keys.WHOLE_HEADS, "layer_types": keys.LAYER_TYPES}
     text |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
     no_effect = ("vision_start_token_id", "vision_end_token_id")

@@ -1,1 +1,1 @@
-"""What several families are made of: the reading of config.json, text models, towers, rules for weights."""
+"""Parts of several families: the reading of config.json, text models, towers, rules for weights."""

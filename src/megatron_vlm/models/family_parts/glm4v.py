@@ -18,7 +18,7 @@ LAYER = HF_MODEL + "layers.*."
 
 
 def sections(model_type: str, text: keys.Section, *vision_types: str) -> keys.Sections:
-    """What config.json of such a family may say; `vision_types` name its vision_config."""
+    """The sections of config.json of such a family; `vision_types` name its vision_config."""
     top = patch_towers.TOP | keys.any_of("video_start_token_id", "video_end_token_id")
     return keys.sections(
         keys.Section((model_type,), top, no_effect=("image_start_token_id", "image_end_token_id")),

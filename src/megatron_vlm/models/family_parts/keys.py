@@ -30,7 +30,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Section:
-    """What a family makes of one section of config.json.
+    """The keys of one section of config.json, as a family takes them.
 
     `reads` and `no_effect` may name keys that only some versions of Transformers have. `rope` are the keys of
     `rope_parameters`; their tests get (value or None, (the rule, the section)).

@@ -52,7 +52,7 @@ class GridVision(nn.Module):
         return torch.stack((output.pooler_output, *output.deepstack_features[: self.deepstack]))
 
     def _plan(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What the tower derives from the grids, by the names of its arguments.
+        """Computes what the tower derives from the grids, by the names of its arguments.
 
         Computed here on CPU; the tower itself would wait for the device, and for sequence lengths again in
         every layer. Sequence lengths stay on CPU, the rest goes to `device`.

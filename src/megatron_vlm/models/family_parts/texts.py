@@ -59,7 +59,7 @@ def _bounded(text: Any) -> dict:
 
 
 def _same_window(text: Any) -> dict:
-    """Mistral's window is that of every layer."""
+    """Every layer has Mistral's window."""
     return {"layer_windows": (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()}
 
 

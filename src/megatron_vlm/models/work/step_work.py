@@ -1,4 +1,4 @@
-"""What the batches of a training step ask of a model: tokens, images, and model FLOPs.
+"""The work that the batches of a training step are for a model: tokens, images, and model FLOPs.
 
 Model FLOPs are the operations that the step's documents and images need, however they are computed: what is
 computed again (recomputation), padding and blank images count nothing. It is what PaLM's model FLOP
@@ -7,7 +7,7 @@ attention counts the pairs of tokens that see each other, documents and windows 
 half that a causal mask hides; the output layer counts trained tokens only; the tower counts its images.
 
 A product of (m, k) and (k, n) is 2 m k n operations in the forward pass, as many for the gradient of its
-input, and as many for that of its weight, if that is trained. What is in front of all that is trained has no
+input, and as many for its weight's, if that is trained. What is in front of all that is trained has no
 gradients.
 """
 
@@ -27,7 +27,7 @@ from megatron_vlm.models.work import costs
 
 
 class Work(NamedTuple):
-    """Of micro batches. `places` are tokens of rows, padding included; a video counts as one image."""
+    """The work of micro batches. `places` are tokens of rows with padding; a video counts as one image."""
 
     flops: float
     tokens: int
@@ -55,7 +55,7 @@ class StepWork:
         self._per_unit, self._per_tower_pair = tower_flops(config, description)
 
     def of(self, batch: Batch) -> Work:
-        """Of a micro batch on the first pipeline stage, which has the images."""
+        """The work of a micro batch on the first pipeline stage, which has the images."""
         layout = StreamLayout(
             batch, self._description.visual_kinds, self._description.bidirectional_images, ranks=1
         )
@@ -83,9 +83,8 @@ class StepWork:
 
 
 def tower_flops(config: RunConfig, description: Description) -> tuple[float, float]:
-    """Operations that a step has in tower and projector for each of `Description.tower_units`, and in the
-    tower's attention for a pair of patches: from the passes of an image without numbers, with what is frozen
-    in the run."""
+    """Operations of tower and projector for each of `Description.tower_units`; and of the tower's attention
+    for a pair of patches. Both come from passes of an image of shapes alone, with what the run freezes."""
     image, vision, visual = costs.tower_of_shapes(config, description, 0)
     with (
         torch.device("cpu"),
