@@ -1,6 +1,6 @@
 """Mixture of experts: Megatron's router and shared experts, and experts computed together.
 
-Tensor parallelism never cuts experts: those of our families are a few hundred channels wide. Expert
+Tensor parallelism never cuts experts: in our families they are a few hundred channels wide. Expert
 parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
 """
 
@@ -30,8 +30,8 @@ from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinea
 
 
 class Choice:
-    """Which experts a token takes (T, k), in the order of their numbers: those of `routes_TC`, or where these
-    are negative or None what the router chooses.
+    """The experts of each token (T, k), in the order of their numbers: from `routes_TC`, or where these
+    are negative or None the router's choice.
 
     Megatron calls it in place of its own top-k, which orders experts by their scores with gradients, and not
     at all without. Another order would change the last bits of the sum that divides the weights.
