@@ -7,6 +7,7 @@ python tools/configs.py --check    exit 1 when the page is not what the families
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING
@@ -55,7 +56,8 @@ In every section these have no effect: {no_effect}. These, fields or not, must h
 def page() -> str:
     listed = ", ".join(f"`{key}`" for key in sorted(NO_EFFECT))
     fixed = ", ".join(f"`{key}` {values.words}" for key, values in sorted(ASKED_FOR.items()) if values != ANY)
-    parts = [HEAD.format(no_effect=listed, asked_for=fixed)]
+    *head, keys = HEAD.format(no_effect=listed, asked_for=fixed).split("\n\n")
+    parts = ["\n\n".join([*head, textwrap.fill(keys, 120)]) + "\n"]
     return "\n".join([*parts, *(_family(load(model_type)) for model_type in sorted(FAMILIES))])
 
 
@@ -81,7 +83,11 @@ def _section(name: str, section: Section) -> str:
         lines.append(f"- no effect: {_keys(sorted(section.no_effect))}")
     fixed = [f"`{key}` {shown(value)}" for key, value in sorted(section.fixed(default).items())]
     lines.append(f"- refused unless: {', '.join(fixed)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(_wrapped(line) for line in lines) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 120, subsequent_indent="  ") if line.startswith("- ") else line
 
 
 def _keys(keys: list[str]) -> str:

@@ -233,7 +233,7 @@ def check(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class DataNeeds:
-    """What a model wants of its data.
+    """The needs that a model has of its data.
 
     visual_keys       the outputs of the HF processor that it takes; they are fields of `GenericVisualInputs`
     position_ids      computes the positions of a document

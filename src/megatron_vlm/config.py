@@ -179,7 +179,7 @@ class OptimizerConfig:
 
     @property
     def by_part(self) -> dict[str, dict[str, float]]:
-        """By the name of the setting."""
+        """The settings that differ by part, each by its name."""
         settings = {"lr_by_part": self.lr_by_part, "weight_decay_by_part": self.weight_decay_by_part}
         return {f"optimizer.{name}": values for name, values in settings.items()}
 

@@ -47,7 +47,7 @@ def export_step(
 
 
 def words(config: RunConfig, source: Source) -> Iterator[str]:
-    """What the exports of a run take on disk, if it makes any."""
+    """A line about the space that the exports of a run take on disk, if it makes any."""
     if not config.train.export_every or config.adapter.used:
         return
     needed, free = _bytes_of(config, source), free_bytes(Path(config.run_dir))
@@ -58,7 +58,7 @@ def words(config: RunConfig, source: Source) -> Iterator[str]:
 
 
 def _bytes_of(config: RunConfig, source: Source) -> int:
-    """Of an export's weights; adapters are small and not counted."""
+    """The bytes of an export's weights; adapters are small and not counted."""
     return 0 if config.adapter.used else HFCheckpoint(source.folder, source.weight_map.renames).nbytes
 
 

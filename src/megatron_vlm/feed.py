@@ -110,8 +110,8 @@ class Feed:
         return micro_batches
 
     def _started(self, do: Callable[[], Any]) -> Callable[[], Any]:
-        """What waits for the result of `do`. All reading is the reader's: there the death of a data worker is
-        an error like others; torch would let it interrupt the main thread, in the middle of a step."""
+        """Starts `do`; returns a function that waits for its result. All reading is the reader's: there, a
+        data worker's death is an error like others; torch would let it interrupt a step."""
         return do if self._reader is None else self._reader.apply_async(do).get
 
     def _pauses_after(self, step: int) -> bool:
@@ -159,7 +159,7 @@ class Feed:
         return self._data and self._data.train_loader.state_dict()
 
     def dropped_everywhere(self) -> int:
-        """What all ranks dropped on the way to the last step since the run began, as the first rank knows."""
+        """The number of samples that all ranks dropped up to the last step, as the first rank knows."""
         return self._dropped_before.total() + self._dropped
 
     def dropped_by_reason(self) -> dict[str, int]:

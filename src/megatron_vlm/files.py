@@ -188,8 +188,8 @@ def refuse_odd(folder: Path, *, links: bool) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
-    """Makes an error of the disk from inside say what could not be written and, if that is why, how much is
-    free. Libraries in Rust raise errors of their own, with the number in their text."""
+    """Names in an error of the disk: what could not be written and, if that is why, how much is free.
+    Libraries in Rust raise errors of their own, with the number in their text."""
     try:
         yield
     except Exception as error:

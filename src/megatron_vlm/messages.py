@@ -34,7 +34,7 @@ def printable_lines(text: object) -> str:
 
 
 class PrintableRecord(logging.LogRecord):
-    """What a library logs, such as names of tensors, as by `printable_lines` and without colours."""
+    """A record of a library's log whose text is made printable and has no colours."""
 
     def getMessage(self) -> str:  # noqa: N802 - the name in logging
         return printable_lines(re.sub(r"\x1b\[[\d;]*m", "", super().getMessage()))

@@ -203,7 +203,7 @@ def _fitted_mapping(value: Any, hint: Any) -> dict[str, Any]:
 
 
 def _from_yaml(value: Any, brackets: str) -> Any:
-    """What a text says, written with these brackets or without; any other value as it is."""
+    """Reads a text, written with these brackets or without, as YAML; returns other values as they are."""
     if not isinstance(value, str):
         return value
     return _plain_yaml(value if value.startswith(brackets[0]) else f"{brackets[0]}{value}{brackets[1]}")

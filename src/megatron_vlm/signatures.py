@@ -113,7 +113,7 @@ def is_medium(known: FileKind | None) -> bool:
 
 
 def unreadable(data: bytes, wanted: str) -> str:
-    """What to say of the bytes of an `image` or a `video` that no decoder knows."""
+    """A message about the bytes of an `image` or a `video` that no decoder knows."""
     known = what_is(data)
     if known is not None and known.remedy == {"image": _PICTURE, "video": _FILM}[wanted]:
         return f"{len(data)} bytes, {known.what} by its beginning, and damaged; replace it"

@@ -24,8 +24,8 @@ FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch fr
 
 @dataclass(frozen=True)
 class Supported:
-    """What config.json says about a family; `text_types` if it can hold several language models, with the one
-    that text_config is of if it has no model_type."""
+    """The names in config.json that make a family; `text_types` if it can hold several language models.
+    A text_config without model_type is of `default_text`."""
 
     architecture: str  # the class of Transformers that config.json names
     text_types: tuple[str, ...] = ()

@@ -128,7 +128,7 @@ def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
 
 
 def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: list[int] | None) -> OnDisk:
-    """The tensor with its scale; raises ConfigError unless its form, and that of the scale, is read."""
+    """The tensor with its scale; raises ConfigError unless both have a form that is read."""
     key, shape = printable(tensor.key), tensor.shape
     if tensor.dtype in FLOATS:
         return tensor
@@ -190,7 +190,7 @@ def _block_size(folder: Path) -> list[int] | None:
 
 
 def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """What a safetensors file says of its tensors, by key, and where the first one begins.
+    """The entries of a safetensors file for its tensors, by key, and where the first one begins.
 
     Raises ConfigError unless the file is whole by that, and as `open_file`.
     """
@@ -216,7 +216,7 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def description_problems(folder: Path) -> Iterator[str]:
-    """What is wrong with the files that describe tokenizer, processor and generation; a line for each file.
+    """A line for each wrong file among those that describe tokenizer, processor and generation.
     Transformers' own messages do not name them."""
     for file in (folder / name for name in DESCRIPTIONS if os.path.lexists(folder / name)):
         try:

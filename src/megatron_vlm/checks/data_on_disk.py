@@ -30,7 +30,7 @@ NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys 
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
-    """What keeps each of the paths from being read; remote paths are not checked."""
+    """Messages about paths that cannot be read; remote paths are not checked."""
     for path in paths_of(paths):
         if "://" not in path:
             yield from dataset_problems(data, key, path)
@@ -93,7 +93,7 @@ def source_problems(
 def _rows_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
-    """What keeps the rows from being read; `setting` is how the media folder is given."""
+    """Messages about rows that cannot be read; `setting` is how the media folder is given."""
     if media_dir is not None and not Path(media_dir).expanduser().is_dir():
         yield f"{shown}: {setting}{printable(media_dir)} is not a folder; give the one paths start from."
     elif is_prepared(path):

@@ -34,7 +34,7 @@ ADAPTER, RUN = "an adapter without its base model", "a run folder"
 
 
 def kind_of(path: Path) -> str | None:
-    """What a folder holds, in words; None if this package does not know it."""
+    """Says in words what a folder holds; None if this package does not know it."""
     if is_prepared(path):
         return "a prepared Energon dataset"
     if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
@@ -134,7 +134,7 @@ def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> 
 
 
 def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[str]:
-    """What keeps the weights of a folder from being read; `otherwise` says how to do without them."""
+    """Messages about weights that cannot be read; `otherwise` says how to do without them."""
     shown = f"{setting}: {printable(path)}"
     if not has_weights(path):
         why = f"no weights; add {WEIGHT_FILE}"
@@ -203,7 +203,7 @@ def is_run(path: Path) -> bool:
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:
-    """What keeps a folder from being read as that of a run."""
+    """Messages about a folder that cannot be read as a run's."""
     shown = printable(run_dir)
     if not run_dir.exists():
         yield f"{shown} does not exist; give the folder of a run."

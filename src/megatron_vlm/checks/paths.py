@@ -36,13 +36,13 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
 
 
 def validate_model(config: RunConfig, needs_processor: bool) -> None:
-    """As `validate_paths`, for commands that build a run's model and neither read data nor train."""
+    """Does as `validate_paths` for commands that build a run's model and neither read data nor train."""
     if found := list(model_problems(config, needs_processor)):
         raise ConfigError("\n".join(found))
 
 
 def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool = False) -> Iterator[str]:
-    """What keeps the model from being built: its checkpoint, the layout, the adapter to begin with.
+    """Messages about a model that cannot be built: its checkpoint, the layout, the adapter to begin with.
     `needs_start`: also a run with checkpoints reads the weights that it started from."""
     resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
     needed = config.adapter.used or not resumes or needs_start

@@ -117,6 +117,6 @@ def torchrun(
 
 
 def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
-    """What the ranks have written into torchrun's folder of the last attempt."""
+    """The contents that the ranks have written into torchrun's folder of the last attempt."""
     attempts = sorted(Path(folder).glob("*/attempt_*"))
     return ranks.read_all(attempts[-1], nproc) if attempts else {}

@@ -38,7 +38,7 @@ _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_nam
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user can choose about images and the projector, where a class leaves it open."""
+    """The choices about images and the projector that a class leaves to the user."""
 
     min_image_tokens: int | None = None
     max_image_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""What a command line asks to compose, checked as data and before torch is imported."""
+"""The sources that a command line asks to compose, checked as data before torch is imported."""
 
 from __future__ import annotations
 

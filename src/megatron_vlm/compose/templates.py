@@ -54,8 +54,8 @@ _INST = (
 
 
 def chat_template(knows: Callable[[str], bool], image: str, end: str, begin: str) -> str:
-    """A template in the style of Llama 3, of ChatML or of Mistral, whichever's control tokens the tokenizer
-    knows; else with the roles' names before the turns. `begin` stands before the conversation."""
+    """A template in the style whose control tokens the tokenizer knows: Llama 3's, ChatML or Mistral's.
+    Without any of them, the roles' names stand before the turns. `begin` stands before the conversation."""
     quoted = {name: json.dumps(text) for name, text in (("image", image), ("end", end), ("begin", begin))}
     if knows("<|start_header_id|>"):
         style = {"before": "<|start_header_id|>", "after": "<|end_header_id|>\n\n", "between": ""}

@@ -182,8 +182,8 @@ class Writer:
         return mean if self._new_rows == "mean" else mean + rows.deviation_D * self._normal(name, mean.shape)
 
     def _started(self, name: str) -> Tensor:
-        """A tensor of the projector: norms and biases as always, and linears that keep the scale of what they
-        get, but for the last one, which brings it to that of the language model's embedding."""
+        """A tensor of the projector: norms and biases as always, linears that keep the scale of their input,
+        but for the last one, which brings it to the scale of the language model's embedding."""
         shape = self.stored[name].shape
         if len(shape) == 1:
             return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
@@ -216,6 +216,6 @@ def _parts(matrix, count: int) -> Iterator[Tensor]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json spells it."""
+    """The name of a dtype as config.json spells it."""
     assert dtype in DTYPE_NAMES
     return str(dtype).removeprefix("torch.")

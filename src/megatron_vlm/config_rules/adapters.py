@@ -1,4 +1,4 @@
-"""What can be wrong with the settings of adapters before a model is there to look its modules up in."""
+"""Rules for the settings of adapters that need no model to look its modules up in."""
 
 from __future__ import annotations
 

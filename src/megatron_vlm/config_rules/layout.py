@@ -18,7 +18,7 @@ KEYS = {
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
-    """What is wrong with a layout, as messages for the user; `world_size` None: any number of processes."""
+    """Messages for the user about a wrong layout; `world_size` None: any number of processes."""
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel: vpp {parallel.vpp} divides pipeline stages, but pp is 1; raise pp or use vpp 1."
     if parallel.vision_dp and parallel.tp * parallel.cp == 1:

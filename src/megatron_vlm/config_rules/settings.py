@@ -55,7 +55,7 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _single_problems(config: RunConfig) -> Iterator[str]:
-    """What is missing, and what breaks the rule that stands beside its setting in `config`."""
+    """Messages about settings that are missing or break the rule beside them in `config`."""
     for key, value in all_settings(config):
         if value == MISSING:
             yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"

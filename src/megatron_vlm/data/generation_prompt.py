@@ -67,7 +67,7 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
 
 
 def vocabulary_words(processor: ProcessorMixin, size: int) -> list[str]:
-    """What a user should know of the tokenizer's tokens that are none of the model's `size`, if it has any.
+    """Lines about tokens of the tokenizer that are none of the model's `size`, if it has any.
 
     Raises ConfigError, which names them, if the chat template or the processor writes them into every
     conversation, or into those with images.

@@ -26,7 +26,7 @@ from megatron_vlm.models.layers.attention_plan import AttentionPlan
 
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
-    """Of the caches of all layers, for a row of so many tokens, on a rank of tensor parallelism."""
+    """The bytes of all layers' caches for a row of so many tokens, on a rank of tensor parallelism."""
     numbers = 0
     for layer, window in enumerate(config.layer_windows or [None] * config.num_layers):
         heads = heads_of(config, layer)
@@ -40,7 +40,7 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 
 class KeyValueCache:
-    """By layer, keys and values (R, H, slots, K), of `tokens` places. Row i begins at `starts[i]`."""
+    """The keys and values (R, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`."""
 
     def __init__(self, starts: np.ndarray, tokens: int):
         self.starts, self.tokens = starts, tokens

@@ -194,7 +194,7 @@ def _collect(lanes: list[AnswerRows], numbers: Tensor) -> None:
 
 
 def _answers(numbers: Tensor, request: Request) -> list[list[Answer]]:
-    """Those that all ranks have collected."""
+    """The answers that all ranks have collected."""
     numbers = numbers.to(setup.device())
     dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     numbers = numbers.cpu()

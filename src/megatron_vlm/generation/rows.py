@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of all rows."""
+    """The settings of generation that all rows share."""
 
     prompts: list[Prompt]
     max_new_tokens: int

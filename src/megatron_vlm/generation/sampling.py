@@ -27,7 +27,7 @@ class Sampling:
         return np.random.default_rng([self.seed, prompt, answer]).random(steps)
 
     def choose(self, logits_RV: Tensor, draws_R: np.ndarray) -> Tensor:
-        """(3, R) fp64: the token, the logarithm of the probability that it had to be chosen, and that of its
+        """(3, R) fp64: the token, and the logarithms of the probability with which it was chosen and of its
         probability at temperature 1 among all tokens."""
         at_once = max(1, NUMBERS_AT_ONCE // logits_RV.shape[1])
         parts = zip(logits_RV.split(at_once), torch.from_numpy(draws_R).split(at_once), strict=True)
@@ -43,8 +43,8 @@ class Sampling:
         return torch.cat([x.double() for x in (token_R1, chosen_R1, plain_R1)], dim=1).t()
 
     def _draw(self, logits_RV: Tensor, draws_R: Tensor) -> tuple[Tensor, Tensor]:
-        """By the inverse of the cumulative distribution in the order of token ids. In this order, logits that
-        differ by rounding between layouts move its steps by no more than that."""
+        """Draws by the inverse of the cumulative distribution. In the order of token ids, logits that differ
+        by rounding between layouts move its steps by no more than that."""
         log_p_RV = (logits_RV / self.temperature).log_softmax(-1)
         p_RV = log_p_RV.double().exp()
         if self.top_p < 1:

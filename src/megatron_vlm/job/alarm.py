@@ -27,7 +27,7 @@ _KEY = "megatron_vlm: a rank has failed"
 
 @contextlib.contextmanager
 def alarm() -> Iterator[None]:
-    """What one rank raises inside ends the processes of the others, as soon as they are inside, too.
+    """Ends the processes of all ranks when one of them raises inside, as soon as they are inside, too.
 
     Their last words quote it. Afterwards the ranks have lost each other, so to enter again raises
     AnotherRankFailed. In a single process, this does nothing.

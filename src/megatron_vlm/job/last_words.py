@@ -56,7 +56,7 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
 
 
 def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> str:
-    """What is said of a process that a signal has ended; None: nobody knows which."""
+    """The last words of a process that a signal has ended; None: nobody knows which signal."""
     signalled = f"was ended by signal {number} ({signal.Signals(number).name})" if number else "is no more"
     doing = f" while {content['doing']}" if content else ""
     stacks = "; its stacks are in errors/ of the run folder" if number not in (None, *_FROM_OUTSIDE) else ""

@@ -35,8 +35,8 @@ class Epochs:
         return self._whole + (rows - before) / (after - before)
 
     def words(self, config: RunConfig, last: int, rows: int) -> Iterator[str]:
-        """How many steps an epoch has and, if it is counted in epochs, the run, which trains so many rows in
-        its `last` steps."""
+        """Lines about the steps of an epoch; and of the run, if it is counted in epochs. It trains `rows`
+        rows in its `last` steps."""
         batch, one = config.train.global_batch_size, self.rows_in(1)
         yield f"data: an epoch has {one / batch:,.2f} steps: {one:,} rows, {batch} in a step"
         if (wanted := config.train.epochs) is None:
@@ -63,7 +63,7 @@ def check_validation(train: TrainConfig, has_data: bool) -> None:
 
 
 def validation_words(train: TrainConfig, has_data: bool) -> Iterator[str]:
-    """What a user should know if validation data and when to validate do not come together."""
+    """Lines for the user if there is validation data but no time for it, or the other way round."""
     if train.eval_every and not has_data:
         yield (
             "train.eval_every: there is no validation data, so nothing is validated; data.valid_data_path or "
@@ -82,7 +82,7 @@ class Milestones:
     epoch_ends: frozenset[int] = frozenset()
 
     def words(self, done: int) -> Iterator[str]:
-        """What a user should know of a run that has trained so many steps: whether it is at its end."""
+        """Lines about a run that has trained so many steps, if it is at its end."""
         if done >= self.steps:
             yield (
                 f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise "

@@ -1,4 +1,4 @@
-"""What the ranks of one job know about each other: each has a small file, which outlives it.
+"""Lets the ranks of one job know about each other: each has a small file, which outlives it.
 
 A rank's file says what it does (`doing`; `step` is the last completed), how often it made progress (`beats`)
 and how it ended (`ended`). The files lie in torchrun's own folder of this start or, if the job has several

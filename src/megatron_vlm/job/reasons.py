@@ -1,4 +1,4 @@
-"""What an error means to who reads it: whose it is, what it says, and the remedy."""
+"""Tells the reader of an error whose it is, what it says, and the remedy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def is_for_users(error: BaseException) -> bool:
 
 
 def _what_was_read(error: BaseException) -> str:
-    """What the user gave that was being read, as `messages.reading` notes it; empty if nothing was."""
+    """The input of the user that was being read, as `messages.reading` notes it; empty if none was."""
     what = getattr(error, "reading", None)
     if what is None:  # what no library says of anything else
         return "a file" if isinstance(error, OSError | EOFError) else ""

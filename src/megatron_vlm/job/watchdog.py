@@ -144,7 +144,7 @@ class Watch:
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove this run's file if it is empty; never that of another run."""
+        """Remove this run's file if it is empty; never the file of another run."""
         if self.owned and self.path.exists() and not self.path.stat().st_size:
             self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks' files may lie in it
@@ -232,7 +232,7 @@ class Watch:
             time.sleep(0.2)
 
     def _hear_others(self) -> dict[int, dict[str, Any]]:
-        """What the other ranks say, when all have answered or time is up; late ones are asked for stacks."""
+        """The words of the other ranks, when all have answered or time is up; asks late ones for stacks."""
         deadline = time.monotonic() + max(3.0, 6 * self._period)
         while True:
             others = self.record.others()
@@ -250,7 +250,7 @@ class Watch:
 
 
 def describe(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
-    """Which rank hangs, where, and what to do; `contents` are those of the ranks' files, by rank."""
+    """Which rank hangs, where, and what to do; `contents` are of the ranks' files, by rank."""
     found: dict[str, list[str]] = {how: [] for how in WORST_FIRST}
     for number, content in sorted(contents.items()):
         how = _how(content)

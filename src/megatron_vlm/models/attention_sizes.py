@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """Of one layer. Without `values` of its own, it takes its keys, before their norm, for values."""
+    """The heads of one layer. Without `values`, it takes its keys, before their norm, for values."""
 
     channels: int  # of a head
     groups: int  # key/value heads
@@ -19,7 +19,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(sizes: Any, layer: int) -> Heads:
-    """Those of `layer`, counted from 0 over the whole model; `sizes` is a LanguageModelConfig or a family's
+    """The heads of `layer`, counted from 0 in the whole model. `sizes`: a LanguageModelConfig or a family's
     fields of it."""
     sizes = sizes if isinstance(sizes, dict) else vars(sizes)
     if each := sizes.get("layer_heads"):

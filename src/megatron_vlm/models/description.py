@@ -87,8 +87,8 @@ class Description(ABC):
 
     @abstractmethod
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        """The number of pairs of patches that see each other in the tower's attention, over all items and
-        layers, or over one layer if all are alike."""
+        """The number of pairs of patches that attend to each other in the tower. It counts all items and
+        layers, or one layer if all are alike."""
 
     # --- what a family may say otherwise -----------------------------------------------------------------
 

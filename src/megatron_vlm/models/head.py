@@ -1,8 +1,8 @@
 """The output layer: loss, log-probability and entropy of the wanted tokens, without the logits of a row.
 
 Hidden states of other tokens are dropped first. The rest goes through the output layer in chunks, and each
-chunk's logits are reduced to a few numbers per token. The backward computes them again, except those of the
-last chunk, which are kept: so the most that is ever held is one chunk.
+chunk's logits are reduced to a few numbers per token. The backward computes them again, except the
+last chunk's, which are kept: so the most that is ever held is one chunk.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def log_probabilities(
     entropy: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each label and, if asked for, the entropy of each distribution, (N,) each, fp32
-    or what is more of the hidden states.
+    """The log-probability (N,) of each label and, if asked for, the entropy (N,) of each distribution.
 
-    `weight_VD` is this tensor-parallel rank's part; rows beyond the first `vocabulary` of all ranks count for
-    nothing. All ranks pass the same hidden states and labels and get the same result. Logits are `capped` and
-    divided by `temperature`. Both have gradients.
+    They are in fp32, or in a wider type of the hidden states. `weight_VD` is this tensor-parallel rank's
+    part; rows beyond the first `vocabulary` of all ranks count for nothing. All ranks pass the same hidden
+    states and labels and get the same result. Logits are `capped` and divided by `temperature`. Both
+    have gradients.
     """
     return _LogProbabilities.apply(
         hidden_ND, weight_VD, labels_N, vocabulary, 1.0 / temperature, entropy, softcap

@@ -198,7 +198,7 @@ class LanguageModel(GPTModel):
         return hidden_TD * self.embedding_scale
 
     def outputs(self, stream: Stream, embedded: Tensor | None, head: Callable[..., Tensor]) -> Tensor:
-        """What `head`, a function of `models.head`, makes of the last hidden states; on other pipeline stages
+        """Applies `head`, a function of `models.head`, to the last hidden states; other pipeline stages give
         the hidden states for the next. The first stage is given the embedded tokens."""
         if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
             for router in (module for module in self.modules() if isinstance(module, Router)):

@@ -15,7 +15,7 @@ from megatron_vlm.data.kinds.base import Kind
 class PixelNormalizer(nn.Module):
     """Raw pixels (see `megatron_vlm.batch`) → what the HF processor would have made, to the bit.
 
-    processor   that of the checkpoint. Raw pixels raise ValueError if it is None, or if its image or video
+    processor   the checkpoint's. Raw pixels raise ValueError if it is None, or if its image or video
                 processor lacks `image_mean`, `image_std` or `rescale_factor`
     """
 

@@ -67,7 +67,7 @@ def check_positions(last: int, most: int | None, whose: str = "a document") -> N
 
 
 def largest_token(batch: Batch) -> int:
-    """Of a batch on the host; padding has no embedding and does not count."""
+    """The largest token of a batch on the host; padding has no embedding and does not count."""
     return int((batch["input_ids"] * (batch["attention_mask"] > 0)).max())
 
 
@@ -157,7 +157,7 @@ class StreamLayout:
         return routes[None]
 
     def _placeholders(self) -> np.ndarray:
-        """Places of all placeholders in the stream: those of images in order, then of videos."""
+        """Places of all placeholders in the stream: of images in order, then of videos."""
         return np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
 
 
@@ -180,7 +180,7 @@ def misfit(
     """Why the model cannot take a document; None if it can. Its tower refuses the media, or they have other
     numbers of features than placeholders, as where config.json and the processor are not of one model.
 
-    Images and videos are counted apart: a packed row has the features of all images before those of videos.
+    Images and videos are counted apart: a packed row has the features of all images before the videos'.
     """
     tensors = visual.as_model_kwargs() if visual else {}
     for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none

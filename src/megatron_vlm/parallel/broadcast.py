@@ -148,7 +148,7 @@ def _group_of(key: Any) -> dist.ProcessGroup:
 
 
 def _header(batch: Batch) -> dict[str, Any]:
-    """What the others need to allocate: names, shapes and dtypes; and the values that are not tensors."""
+    """The names, shapes and dtypes that the others need to allocate, and the values that are not tensors."""
     visual = batch.get("visual_inputs")
     visual = visual.as_model_kwargs() if visual is not None else {}
     others = {name: value for name, value in batch.items() if name != "visual_inputs"}

@@ -49,9 +49,9 @@ def received(pieces: Sequence[Piece]) -> int:
 
 
 def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Piece]]:
-    """The documents of most work first, each cut among as few ranks as have room for it and stay below
-    `most_work`, in multiples of the mean. A document on k ranks is cut into 2k runs: each of the k takes one
-    from the front and one from the back, which is equal work. What fits nowhere fills the gaps.
+    """Cuts documents, most work first, among the fewest ranks with room that stay below `most_work` means.
+    A document on k ranks is cut into 2k runs: each of the k takes one from the front and one from the back,
+    which is equal work. What fits nowhere fills the gaps.
     """
     total = sum(lengths)
     room = [total // ranks + (rank < total % ranks) for rank in range(ranks)]

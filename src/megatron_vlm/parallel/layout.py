@@ -31,9 +31,9 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
 
 
 def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelConfig) -> list[list[str]]:
-    """What each pipeline stage holds, in the order in which tokens pass them, for Megatron's config.
+    """The parts that each pipeline stage holds, in the order in which tokens pass them, for Megatron.
 
-    `first` is the work of the tower and `last` that of the output layer, in layers. Each stage starts with
+    `first` and `last` are the work of the tower and of the output layer, in layers. Each stage starts with
     one layer. Each further layer goes to the rank with the least work, and there to its lightest stage. So
     the busiest rank has as little work as layers of equal work allow. There are no more stages than layers.
     """

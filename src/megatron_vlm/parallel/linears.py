@@ -24,7 +24,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """As Megatron's without `gather_output`: each rank returns its part of the outputs."""
+    """Megatron's linear without `gather_output`: each rank returns its part of the outputs."""
 
     def forward(self, input_: Tensor, *args) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() or self.explicit_expert_comm or args:
@@ -35,7 +35,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """As Megatron's with `input_is_parallel`: each rank has its part of the inputs."""
+    """Megatron's linear with `input_is_parallel`: each rank has its part of the inputs."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() or self.explicit_expert_comm:

@@ -91,7 +91,7 @@ def is_first_rank() -> bool:
 
 
 def on_first_rank(do: Callable, *arguments: Any) -> Any:
-    """What `do` returns on rank 0, or the ValueError or OSError that it raises, on every rank.
+    """Returns on every rank what `do` returns on rank 0, or raises its ValueError or OSError.
 
     Every rank calls it. So all ranks act on what one sees, whatever a network file system shows the others.
     """

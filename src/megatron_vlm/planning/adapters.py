@@ -16,8 +16,8 @@ FIRST, LAST = -1, -2  # what comes before the layers, and after them
 
 
 def saved_sizes(config: RunConfig, description: Description) -> Counter[int | None]:
-    """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: those of
-    tower and projector."""
+    """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: the
+    parameters of tower and projector."""
     sizes: Counter[int | None] = Counter()
     adapter = settled(config.adapter)
     for weight, saved in find_whole(adapter, description).items():
@@ -30,8 +30,8 @@ def saved_sizes(config: RunConfig, description: Description) -> Counter[int | No
 
 
 def adapter_sizes(config: RunConfig, description: Description) -> Counter[tuple[int | None, str | None]]:
-    """Numbers of parameters on one rank, by layer of the language model and part of it (ATTENTION,
-    FEED_FORWARD, EXPERTS: the routed ones); (None, None): those of tower and projector."""
+    """Numbers of parameters on one rank: by layer of the language model and part of it (ATTENTION,
+    FEED_FORWARD, EXPERTS: the routed ones); (None, None): tower and projector."""
     sizes: Counter[tuple[int | None, str | None]] = Counter()
     adapter = settled(config.adapter)
     targets = find_targets(adapter, description) if adapter.r else []

@@ -1,4 +1,4 @@
-"""What a run needs of its GPUs, computed without one: parameters, memory and work.
+"""Computes without a GPU what a run needs of its GPUs: parameters, memory and work.
 
 Parameters are counted on modules built without numbers, in the run's own layout, so their number is exact.
 Memory is an estimate: weights, gradients and optimizer state follow from the parameters, activations are what
@@ -67,7 +67,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Stage:
-    """What each rank of one pipeline stage holds, in bytes, and its operations for one micro batch."""
+    """The bytes that each rank of one pipeline stage holds, and its operations for one micro batch."""
 
     layers: tuple[range, ...]  # one range for each virtual stage
     parameters: int

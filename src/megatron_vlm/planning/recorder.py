@@ -1,4 +1,4 @@
-"""What a rank's device would do and hold while code runs on `meta`: tensors with shapes and no numbers.
+"""Records what a rank's device would do and hold while code runs on `meta`, on shapes without numbers.
 
 The host is real: index lists, grids and plans are computed. A device that is asked for numbers has none, so
 each read is counted, with its place, and answered by what `Recorder._answer` says.
@@ -105,7 +105,7 @@ class Recorder(TensorMemory):
         return out
 
     def _from_host(self, func, args, kwargs):
-        """What makes a tensor, perhaps out of one of the host."""
+        """Runs an operation that makes a tensor, perhaps out of one of the host."""
         out = func(*args, **kwargs)
         self.count_all(out)
         if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) and out.is_meta:
@@ -154,7 +154,7 @@ class Recorder(TensorMemory):
         return split
 
     def numbers(self, tensor: Tensor) -> list[int]:
-        """What the host put into a tensor."""
+        """The numbers that the host put into a tensor."""
         return self._sent[tensor].tolist()
 
 

@@ -35,7 +35,7 @@ from megatron_vlm.training.step import train_step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank holds and does in a training step; bytes and numbers of calls.
+    """The bytes that one rank holds in a training step, and the numbers of its calls.
 
     `micro_batch` counts what happens for each micro batch (a mean over those rehearsed), `once` what happens
     once in a step: the reduction of gradients and the optimizer.

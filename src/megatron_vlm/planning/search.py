@@ -32,7 +32,7 @@ class Found:
 
     @property
     def memory(self) -> float:
-        """Of the fullest rank that was rehearsed, with the reserve."""
+        """The bytes of the fullest rank that was rehearsed, with the reserve."""
         return max(one.peak for one in self.rehearsals) + RESERVE
 
 
@@ -42,7 +42,7 @@ def planned_layouts(
     """All layouts on `gpus` GPUs whose plans need at most `capacity` bytes of each, as settings and plans, by
     an estimate of a step's time.
 
-    tp stays inside a node; micro batch and global batch stay what they are.
+    They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
     """
     known = KnownCosts()
     found = []

@@ -74,7 +74,8 @@ def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) ->
 
 
 def _once(one: Rehearsal, gpu: Gpu) -> float:
-    """What the last backward, two thirds of a micro batch, does not hide of the reduction, and the rest."""
+    """Seconds of what a step does once. The last backward, two thirds of a micro batch, hides some of the
+    reduction."""
     calls = one.once.collectives.items()
     reduction = Seen({call: n for call, n in calls if call.group == "dp" and "reduce" in call.kind})
     hidden = min(exchanging_time(reduction, gpu), computing_time(one.micro_batch, gpu) * 2 / 3)
@@ -96,7 +97,7 @@ def exchanging_time(seen: Seen, gpu: Gpu) -> float:
 
 
 def collective_seconds(call: Collective, gpu: Gpu) -> float:
-    """By the ring algorithm, over the network if the group's ranks are on several nodes."""
+    """Seconds by the ring algorithm, over the network if the group's ranks are on several nodes."""
     ranks = len(call.ranks)
     if ranks == 1:
         return 0.0

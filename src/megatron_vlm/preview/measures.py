@@ -152,8 +152,8 @@ def _table(columns: dict[str, np.ndarray]) -> list[str]:
 
 
 def _proposal(tokens: np.ndarray, patches: np.ndarray) -> list[str]:
-    """Proposes the smallest row length that holds 99.9 % of the samples and at least four average ones, and
-    a patch budget for it."""
+    """Proposes a patch budget and a row length: the smallest that holds 99.9 % of the samples and at least
+    four average ones."""
     wanted = max(np.quantile(tokens, 0.999), 4 * tokens.mean())
     seq_length = int(-(-wanted // GRANULARITY) * GRANULARITY)
     fitting = tokens[tokens <= seq_length]

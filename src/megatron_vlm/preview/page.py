@@ -58,7 +58,7 @@ class RowReader:
         self._description = source.description
 
     def __call__(self, batch: Batch) -> Row:
-        """What the page shows of a batch's only row."""
+        """The row of the page that shows a batch's only row."""
         (row,) = self.rows(batch)
         return row
 

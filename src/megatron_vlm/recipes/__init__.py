@@ -69,7 +69,7 @@ def compose(
 
 
 def said(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a command line sets, by dotted key. Raises ConfigError if it gives a setting two values."""
+    """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
     bare, dotted = _split_settings(settings)
     _check_said_once(arguments, bare, dotted)
     return {**as_settings({**arguments, **bare}), **dotted}

@@ -1,4 +1,4 @@
-"""What all recipes share: their keyword arguments, each the short name of one setting."""
+"""The keyword arguments that all recipes share, each the short name of one setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank knows of the others: an error of one is an error of all, and no rank waits for it."""
+"""Lets every rank know of the others: an error of one is an error of all, and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 @dataclass
 class Given:
-    """What a rank brings to a call: `rows` of micro batches, and a checksum of its samples."""
+    """The input of a rank to a call: `rows` of micro batches, and a checksum of its samples."""
 
     rows: int = 0
     normalizer: float = 1.0
@@ -34,7 +34,7 @@ class Given:
 
 
 def told(own: Any, error: Exception | None = None) -> list[Any]:
-    """What each rank has, by rank. Collective.
+    """Lists what each rank has, by rank. Collective.
 
     If a rank has an error, it raises that, and the others ValueError that quotes it.
     """

@@ -1,7 +1,7 @@
 """Samples of reinforcement learning, whose tensors differ in shape, as one batch.
 
 `TensorList` stands where a tensor with a batch axis would, for samples of different shapes. `TensorBatch`
-maps names to tensors and TensorLists of one batch size. Names and meanings of the methods are those of
+maps names to tensors and TensorLists of one batch size. Names and meanings of the methods are as in
 SkyRL's containers (skyrl/backends/skyrl_train/training_batch.py).
 """
 
@@ -109,7 +109,7 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
     """Names mapped to tensors and TensorLists of one batch size.
 
     `self["name"]` is a field, `self[rows]` a batch of these rows, where a slice shares memory, `self[i]` a
-    batch of one row. `len`, iteration and `in` are those of a mapping of names. Given to the constructor,
+    batch of one row. `len`, iteration and `in` are as for a mapping of names. Given to the constructor,
     a field None is absent, and a list of tensors, or what keeps one in `tensors`, becomes a TensorList.
     All fields are on one device, except for batch.HOST_FIELDS, which the model reads on the host.
     Raises ValueError that names the keys if batch sizes or devices differ.
@@ -305,7 +305,7 @@ def _equal(one: Field, other: Field) -> bool:
 
 
 def _packed(tensor: Tensor) -> tuple:
-    """What is pickled of a tensor: its own pickle has all that it is a view of, and fails for uint16."""
+    """The parts of a tensor to pickle: its own pickle has all that it is a view of, and fails for uint16."""
     return (
         tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(),
         tensor.dtype,

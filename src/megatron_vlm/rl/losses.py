@@ -23,7 +23,7 @@ SMALLEST_DEVIATION = 1e-6  # added to a group's standard deviation, as in verl's
 
 
 def checked(found: object) -> Loss:
-    """What a loss function returned. Raises ValueError if it is no `Loss` of the shapes above."""
+    """Returns what a loss function returned. Raises ValueError unless it is a `Loss` of the shapes above."""
     if not isinstance(found, Loss):
         kind = type(found).__name__
         raise ValueError(f"a loss function returned {kind}; return losses.Loss(total, logs).")
@@ -91,8 +91,8 @@ def kl_penalty(
 
     With l = log p_reference - log p: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l (John Schulman, Approximating
     KL Divergence, joschu.net/blog/kl-approx.html). k1 and k3 have the right mean; k3 is GRPO's (arXiv
-    2402.03300 eq. 4). The mean gradient of k2 alone is that of KL(p || p_reference); k1's is zero, k3's that
-    of KL(p_reference || p) (arXiv 2506.09477).
+    2402.03300 eq. 4). The mean gradient of k2 alone is the gradient of KL(p || p_reference); k1's is zero,
+    k3's is the gradient of KL(p_reference || p) (arXiv 2506.09477).
     """
     weights, log_probs, reference = _counted(weights, log_probs=log_probs, reference=reference_log_probs)
     log_ratio = _log_ratio(reference.detach(), log_probs)

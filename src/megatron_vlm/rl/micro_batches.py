@@ -145,8 +145,8 @@ def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: Data
 
 
 def check_tokens(documents: list[Document], source: Source) -> None:
-    """Raises ValueError for a sample that holds padding or tokens that the model does not have, or whose
-    placeholders are not as many as the features of its images and videos."""
+    """Raises ValueError for a sample that the model cannot take: padding, tokens that it does not have, more
+    or fewer placeholders than its images and videos have features."""
     size, kinds = source.description.text.vocab_size, source.description.visual_kinds
     needs = source.needs
     for document in documents:

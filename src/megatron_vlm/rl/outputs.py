@@ -17,7 +17,7 @@ from megatron_vlm.rl.micro_batches import Document
 
 @dataclass(frozen=True)
 class Difference:
-    """Of absolute differences of log-probabilities: how many, and which sample has the largest (None: no
+    """The number of absolute differences of log-probabilities; which sample has the largest (None: no
     token)."""
 
     tokens: int
@@ -27,8 +27,8 @@ class Difference:
 
 
 def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds: int) -> list[Tensor]:
-    """(kinds, T - 1) of each sample, 0 where none was wanted, of the last stage's scores (kinds, N) of rows
-    that hold these documents. Collective over pipeline stages."""
+    """The scores (kinds, T - 1) of each sample, 0 where none was wanted; `reports` have the last stage's, of
+    rows that hold these documents. Collective over pipeline stages."""
     counts = [int(each.scored.sum()) for each in documents]
     found = torch.zeros(kinds, sum(counts), device=setup.device())
     if reports:

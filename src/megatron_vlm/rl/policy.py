@@ -50,8 +50,8 @@ LossFunction = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Loss]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each sample (T - 1,) fp32, entry t for token t + 1; 0 where none was wanted. `routes` (T, layers, k)
-    int16 are the experts of each token, -1 in layers without, to be given with the sample."""
+    """The scores (T - 1,) fp32 of each sample, entry t for token t + 1; 0 if unwanted. `routes` (T, layers,
+    k) int16 are the experts of each token, -1 in layers without, to be given with the sample."""
 
     log_probs: list[Tensor]
     entropies: list[Tensor] | None
@@ -103,9 +103,9 @@ class Policy:
     def logprobs(
         self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
     ) -> Scores:
-        """What the model gives the wanted tokens of this rank's samples, logits divided by `temperature`.
+        """Scores the wanted tokens of this rank's samples, with logits divided by `temperature`.
 
-        By the same rows and operations as `forward_backward` on the same samples: equal to the bit. With
+        Rows and operations are the same as in `forward_backward` on the same samples: equal to the bit. With
         `routes`, also which experts each token went to.
         """
         self.memory.need("logprobs", MODEL)
@@ -211,8 +211,8 @@ class Policy:
         return _to_the_end(hf_weights(chunks, self.source.folder, self.source.weight_map, value))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, tensor) of the adapters, and of what is trained whole beside them, for an engine that
-        has the base model and loads LoRA. Every rank gets all and iterates to the end."""
+        """(peft's name, tensor) of the adapters and of what is trained whole beside them; an engine that has
+        the base model loads them as LoRA. Every rank gets all and iterates to the end."""
         self.memory.need("adapter_weights", MODEL)
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")

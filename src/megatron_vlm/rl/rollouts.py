@@ -64,7 +64,7 @@ class Rollout(Protocol):
 
 
 class Answered(NamedTuple):
-    """What an engine says: the answer's tokens, with the stop token if that ended it."""
+    """The tokens of an engine's answer, with the stop token if that ended it."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -144,7 +144,7 @@ def reply(policy: Policy, sample: Sample) -> str:
 
 
 def own_share(samples: Sequence[Sample] | TensorBatch) -> list[Sample]:
-    """Those of this data-parallel rank: each sample goes to one, and their numbers differ by at most one."""
+    """The samples of this data-parallel rank: each goes to one, and their numbers differ by at most one."""
     rank, size = (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),

@@ -67,7 +67,7 @@ def _routes(document: Document, config) -> Tensor:
 
 @contextmanager
 def recorded(chunks: list[nn.Module]) -> Iterator[Chosen]:
-    """What the routers choose inside, where nothing is recomputed. Raises ValueError if there are none."""
+    """Records what the routers choose inside, where nothing is recomputed. Raises ValueError without any."""
     found: Chosen = {}
     if not get_model_config(chunks[0]).num_moe_experts:
         raise ValueError(f"{FIELD}: the model has no experts; ask for log-probabilities alone.")

@@ -1,4 +1,4 @@
-"""What a batch can do with its rows: select, cut and repeat them."""
+"""Selects, cuts and repeats the rows of a batch."""
 
 from __future__ import annotations
 

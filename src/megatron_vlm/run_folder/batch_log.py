@@ -62,9 +62,9 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
-    """Adds to an error from inside the step, its samples on this rank, and how to look at them, unless no
-    sample can be the cause, as of a full disk, another rank's end or a killed worker.
+    """Adds to an error from inside the step, its samples on this rank, and how to look at them.
 
+    It adds nothing if no sample can be the cause, as of a full disk, another rank's end or a killed worker.
     `micro_batches` of the error are the indices of those whose samples are named.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress bar, metrics.jsonl, TensorBoard, W&B, loss.png.
+"""Shows a run and writes what it leaves behind: progress bar, metrics.jsonl, TensorBoard, W&B, loss.png.
 
 Steps are counted from 1. In a run folder:
 
@@ -47,7 +47,7 @@ class RunLogger:
 
     `start_step` is the first step that will be logged: 1, or one more than the step of the loaded checkpoint.
     Rows of that and later steps from an interrupted run are dropped, so every step appears once.
-    `totals` are the trained tokens before it, and those of each source, as the checkpoint has them.
+    `totals` are the trained tokens before it, in all and of each source, as the checkpoint has them.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sha
 
 @dataclass
 class CheckpointState:
-    """What `load_latest` restored, and what it could not."""
+    """The state that `load_latest` restored, and what it could not restore."""
 
     step: int
     path: Path
@@ -46,7 +46,7 @@ class CheckpointState:
     later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
 
     def words(self) -> Iterator[str]:
-        """What a user should know of it."""
+        """Lines that a user should know about it."""
         yield f"resumed after step {self.step} from {self.path}"
         if self.later:
             yield f"{', '.join(self.later)} stay until their steps are saved again"
@@ -54,7 +54,7 @@ class CheckpointState:
 
 @dataclass
 class Saved:
-    """What the newest complete checkpoint says before it is loaded; the defaults if there is none."""
+    """The facts of the newest complete checkpoint before it is loaded; the defaults if there is none."""
 
     step: int = 0
     tied: bool | None = None  # whether the output layer is the embedding; None if that is not known

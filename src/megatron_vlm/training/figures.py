@@ -122,8 +122,8 @@ def counts_data() -> bool:
 
 
 class BySource:
-    """Mean loss, trained tokens and samples of a step, or of a validation, for each of `names`, of which at
-    most one, the longest, begins a sample's key; and the mean of each of `logged` in the reports' `logs`."""
+    """Mean loss, trained tokens and samples of a step, or of a validation, for each source in `names`.
+    The longest name that begins a sample's key is its source. `logged` in the reports' `logs` have a mean."""
 
     def __init__(self, names: Sequence[str], logged: Collection[str] = ()):
         self._names, self._logged = list(names), list(logged)
@@ -166,7 +166,7 @@ class BySource:
         return next(number for prefix, number in self._prefixes if key.startswith(prefix))
 
     def sums(self) -> Tensor:
-        """What to add over all ranks, fp64 on the device; from then on, counting begins at 0 again."""
+        """The sums to add over all ranks, fp64 on the device; counting then begins at 0 again."""
         others = torch.from_numpy(self._others.ravel()).to(self._losses.device, non_blocking=True)
         sums = torch.cat((self._logs.ravel(), self._losses, others))
         self._clear()
@@ -185,7 +185,7 @@ class BySource:
 
 
 def _speaks() -> bool:
-    """Whether this rank's reports count: those of tensor-parallel ranks are equal."""
+    """Whether this rank's reports count: tensor-parallel ranks have equal ones."""
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 

@@ -1,5 +1,5 @@
-"""What data-parallel ranks exchange: gradients, reduced during the backward pass, and the parameters that
-each rank's share of the optimizer has changed, gathered while the next step begins; the gradients' norm."""
+"""The exchange of data-parallel ranks: gradients, reduced during the backward pass, their norm, and the
+parameters that each rank's share of the optimizer has changed, gathered while the next step begins."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def data_parallel(
 def step_in_flight(
     optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]
 ) -> tuple[bool, float | None, int | None]:
-    """What `optimizer.step()` returns, while the parameters that other ranks have changed are on their way.
+    """Returns as `optimizer.step()`, while parameters that other ranks have changed are on their way.
 
     Call it where a forward pass of the chunks comes next: that waits for each layer's parameters before the
     layer. To look at parameters otherwise, call `optimizer.step()` itself.
@@ -116,10 +116,10 @@ def _arrived(needed: list[Buckets], *_) -> None:
 
 
 def finalize_gradients(chunks: list[DistributedDataParallel], weight: float | None = None) -> None:
-    """Ends the reduction of gradients over ranks, and divides them by the sum of all data-parallel ranks'
-    `weight`, which is the same on ranks that have the same micro batches; None: by nothing.
+    """Ends the reduction of gradients and divides them by the sum of all data-parallel ranks' `weight`.
 
-    Megatron's schedules would divide by a whole number of tokens, of at least one.
+    `weight` is the same on ranks that have the same micro batches; None: they are not divided. Megatron's
+    schedules would divide by a whole number of tokens, of at least one.
     """
     finalize_model_grads(chunks)
     if weight is None:
@@ -160,12 +160,12 @@ def clip_on_device() -> None:
 
 
 def _norm(chunk_size, overflow, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """The norm (1,) of all tensors; the arguments are those of Apex's `multi_tensor_l2norm`."""
+    """The norm (1,) of all tensors; the arguments are as in Apex's `multi_tensor_l2norm`."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
 
 
 def _scale(chunk_size, overflow, tensor_lists: list[list[Tensor]], factor: float) -> None:
-    """Those of `multi_tensor_scale`; Megatron gives the same gradients as source and target."""
+    """Scales in place, as `multi_tensor_scale`; Megatron gives the gradients as source and target."""
     source, target = tensor_lists
     assert source is target
     if target:

@@ -68,7 +68,7 @@ def build_optimizer(
 
 
 def learning_rates(scheduler: Schedule) -> dict[str, float]:
-    """Those of the next step: "lr", and "lr_KEY" for each key of `optimizer.lr_by_part`."""
+    """The learning rates of the next step: "lr", and "lr_KEY" for each key of `optimizer.lr_by_part`."""
     lr = scheduler.get_lr({"lr_mult": 1.0})
     return {"lr": lr} | {f"lr_{key}": lr * factor for key, factor in scheduler.factors.items()}
 
@@ -79,7 +79,7 @@ def _factors(config: RunConfig) -> dict[str, float]:
 
 
 def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float]]:
-    """What Megatron's groups of parameters have in place of the optimizer's own settings."""
+    """The settings that groups of parameters have in place of the optimizer's own."""
     found = {}
     for key, parameters in own.get("optimizer.lr_by_part", {}).items():
         found[_these(f"lr {key}", parameters)] = {"lr_mult": _factors(config)[key]}
@@ -104,7 +104,7 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """torch's own Adams inside `optimizer`; none if the Adam is that of Transformer Engine or Apex."""
+    """torch's own Adams inside `optimizer`; none if the Adam is Transformer Engine's or Apex's."""
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             yield part.optimizer

@@ -124,8 +124,8 @@ def _named(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
 def seconds_by_part(events: list[FunctionEvent]) -> dict[str, float]:
     """The seconds of all recorded steps by part, with "all" for their sum and more where there is a GPU.
 
-    On a CPU they are those of the thread that trains, so they add up. On a GPU a part's seconds are those of
-    its kernels, which may run beside each other, and "device idle" is when none ran. The operations of a
+    On a CPU they are the seconds of the thread that trains, so they add up. On a GPU a part's seconds are its
+    kernels', which may run beside each other, and "device idle" is when none ran. The operations of a
     backward pass belong to the part of the operation that they are the gradient of.
     """
     on_host = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
@@ -165,7 +165,7 @@ def _parts(on_host: list[FunctionEvent]) -> dict[int, str]:
 
 
 def _own_part(event: FunctionEvent, forward: dict, found: dict[int, str]) -> str | None:
-    """None if it is that of what the event is in. Only nodes of a backward pass have a forward thread."""
+    """The part of an event, None if the event around it has it. Only backward nodes have a forward thread."""
     if event.name in PARTS:
         return event.name
     for name, part in OPERATIONS.items():

@@ -30,8 +30,8 @@ def train_step(
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    `figures` are then those of this step. `goes_on`: the next to use the parameters is a forward pass of the
-    chunks; until then those of other ranks' shares may be on their way (`step_in_flight`). If loss or norm
+    `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
+    chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
     are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
     """
     for chunk in chunks:

@@ -181,7 +181,7 @@ class DropReport:
         """Raises TooManyDrops when at least `min_samples` were seen and more than `max_share` were dropped.
         An `epoch` with fewer samples is judged as a whole; a `max_share` of 0 raises at the first drop.
 
-        The counts are those of all ranks at the last exchange. This rank's own are of now when it has since
+        The counts are of all ranks at the last exchange. This rank's own are of now when it has since
         seen `min_samples` for each rank.
         """
         if self._fruitless[0]:

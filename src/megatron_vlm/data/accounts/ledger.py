@@ -45,8 +45,8 @@ class Ledger:
             yield place, rows
 
     def settled(self, items: Iterable[tuple[Any, Any, Mapping[int, str]]]) -> Iterator[tuple]:
-        """What `EncodedRows` gave for each entry of the order. Raises LostSample when a row is neither in the
-        sample nor dropped, and when entries are missing or out of order."""
+        """Yields what `EncodedRows` gave for each entry. Raises LostSample when a row is not in a sample nor
+        dropped, and when entries are missing or out of order."""
         for place, sample, dropped in items:
             asked_at, keys = self._out.popleft() if self._out else (None, [])
             kept = [key for n, key in enumerate(keys) if n not in dropped for _ in range(self._documents)]

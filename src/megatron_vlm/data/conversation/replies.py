@@ -89,7 +89,7 @@ class UntaggedReplies:
         return re.split(MARKS, text)
 
     def _common(self, first: str, second: str) -> str:
-        """What both texts begin with, without a part of a control token."""
+        """The common beginning of both texts, without a part of a control token."""
         common = os.path.commonprefix((first, second))
         for match in self._control.finditer(first):
             if match.end() > len(common):

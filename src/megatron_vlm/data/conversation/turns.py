@@ -1,4 +1,4 @@
-"""What a turn says of its own training: its weight in the loss, its thinking; and what is a bad sample."""
+"""Reads what a turn says of its own training: its weight in the loss, its thinking; and `BadSample`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_trained(turn: dict) -> bool:
 
 
 def mistake(turn: dict) -> str | None:
-    """What is wrong with a turn's weight."""
+    """A message about a wrong weight of a turn."""
     for key in WEIGHTS:
         if not _is_weight(turn.get(key)):
             return f"{key} {turn[key]!r}, not true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
@@ -109,7 +109,7 @@ def without_thinking(turn: dict) -> dict:
 
 
 def between_thinking(text: str, start: int, stop: int) -> list[tuple[int, int]]:
-    """What lies before, between and after the blocks `<think>...</think>` of `text[start:stop]`.
+    """Finds the text before, between and after the blocks `<think>...</think>` of `text[start:stop]`.
 
     The first block may lack its beginning, as models write it that are prompted with `<think>`: then nothing
     lies before it.

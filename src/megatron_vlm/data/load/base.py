@@ -1,4 +1,4 @@
-"""What the Energon and the Hugging Face loaders share.
+"""The base classes of the Energon and the Hugging Face loaders.
 
 Validation has equal length on every rank; a fingerprint holds the settings of encoder and processor.
 """

@@ -64,7 +64,7 @@ class EnergonProvider:
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
     ) -> EnergonTrainLoader:
-        """A shuffled, endless, savable loader; `rank` and `world_size` are those of data parallelism.
+        """A shuffled, endless, savable loader; `rank` and `world_size` are data-parallel.
 
         Raises ValueError for a dataset description that names code, a truncated shard, fewer samples than
         workers, or an encoder whose buffers could not be restored; FileNotFoundError for a missing shard.
@@ -235,7 +235,7 @@ class EnergonValidLoader(ValidLoader):
 
 
 def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = ()) -> str | dict:
-    """What Energon opens: the only path, or a metadataset of all paths that names each in its keys."""
+    """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
     for path in paths:
         check_dataset(path)
         if (names := split_names(path)) and split not in names:
@@ -272,7 +272,7 @@ def _most_samples_of_a_worker(dataset, workers: WorkerConfig, path: str) -> int:
 
 
 def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig) -> int | None:
-    """What all workers of all ranks read before they repeat; None if several parts repeat on their own."""
+    """The samples that all workers read before they repeat; None if several parts repeat on their own."""
     count = max(1, workers.num_workers) * workers.world_size
     dataset = open_dataset(worker_config=_with_ranks_as_workers(workers, count))
     endless = [part for part in _walk(dataset) if isinstance(part, RepeatDataset) and part.repeats is None]

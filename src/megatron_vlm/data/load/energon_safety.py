@@ -227,7 +227,7 @@ def _check_plain(value: Any, file: EPath) -> None:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Every `path` in a metadataset, those of auxiliary datasets included."""
+    """Every `path` in a metadataset, with its auxiliary datasets."""
     if isinstance(value, list):
         for item in value:
             yield from _references(item)

@@ -61,8 +61,8 @@ class HFProvider:
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
     ) -> HFTrainLoader:
-        """An endless, savable loader; each epoch has a new order. `rank` and `world_size` are those of data
-        parallelism. Raises ValueError if there are fewer rows than ranks.
+        """An endless, savable loader; each epoch has a new order. `rank` and `world_size` are
+        data-parallel. Raises ValueError if there are fewer rows than ranks.
         """
         data = self._data
         rows = self._stream(encoder) if data.streaming else self.train_rows(encoder)
@@ -184,7 +184,7 @@ class _Measuring(Dataset):
         return self._settled(asked)
 
     def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
-        """What the workers measured. Raises LostSample if it is not for the rows that they were asked for."""
+        """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
             due = [(place, key(row)) for place, [row] in piece]
@@ -268,7 +268,7 @@ class HFValidLoader(ValidLoader):
         super().__init__(rows.encoder.drops, -(-most_rows // self._micro_batch_size))
 
     def keys(self) -> list[str]:
-        """Those of all rows, over all ranks."""
+        """The keys of all rows, over all ranks."""
         return [self._table.key(row) for row in self._all]
 
     def _open(self) -> DataLoader:

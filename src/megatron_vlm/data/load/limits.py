@@ -49,8 +49,8 @@ class LimitedDrops:
         self._in_a_row[stage] = 0
 
     def set_share(self, samples: int, held: int) -> None:
-        """For workers that each read their own share, of at most `samples`, and draw at random from `held` in
-        their buffers: a sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
+        """Sets limits: each worker reads a share of at most `samples` and draws at random from `held` in its
+        buffers. A sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
         if samples:
             self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
 
@@ -59,7 +59,7 @@ class LimitedDrops:
         self._report.check(self._max_share, epoch=self.epoch)
 
     def over_epochs(self, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:
-        """What a ledger settled, read from `place` on: an epoch, and how much of it is done.
+        """Passes on what a ledger settled, read from `place` on: an epoch, and how much of it is done.
 
         Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
         were dropped. The rank would read on without a batch, and all others would wait without end.
@@ -128,7 +128,7 @@ def close_loader(loader: DataLoader) -> None:
     """End the workers at once; garbage collection would take 5 s for each worker of Energon.
 
     The threads that fed them have ended, too. A worker forked while such a thread closes its pipe would have
-    a copy of the pipe, whose number may by then be that of the worker's own, and would close that.
+    a copy of the pipe, whose number may by then be the worker's own, and would close that.
     """
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:

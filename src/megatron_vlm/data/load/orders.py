@@ -27,7 +27,7 @@ Move = Sequence[Any]  # for each rank that stopped: its place, and whatever else
 
 
 class Order:
-    """What all orders have; they iterate over (place after a batch row, the dataset rows that make it)."""
+    """The base of all orders; they iterate over (place after a batch row, the dataset rows that make it)."""
 
     other_ranks_go_on = True  # whether another number of ranks can continue a state
 

@@ -151,7 +151,7 @@ class BalancedRows(Order):
         return [row for n, row in rows if [epoch, n] >= list(places[before._rank_of(begun + n)][:2])]
 
     def _row_count(self, epoch: int) -> int:
-        """As many as `_epoch` gives."""
+        """The number of rows that `_epoch` gives."""
         chosen = self.rows_of(epoch)
         kept = chosen[self.tokens[chosen] >= 0]
         if self.capacity is None:

@@ -15,8 +15,8 @@ SHORTEST_FILE = 100  # characters of base64
 
 
 def meant(name: str, root: Path) -> Path | None:
-    """The file under `root` whose path differs from `name` only in slashes, case, how accents are written and
-    spaces at its ends; None unless there is exactly one."""
+    """The only file under `root` that `name` can mean; None if there is none or are several. Its path differs
+    only in slashes, case, how accents are written and spaces at its ends."""
     path = PurePosixPath(name.strip().replace("\\", "/"))
     if path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)

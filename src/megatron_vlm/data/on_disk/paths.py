@@ -1,4 +1,4 @@
-"""What the items of a data path setting say: a path, and how much of it an epoch has."""
+"""Reads the items of a data path setting: a path, and how much of it an epoch has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DataSource:
 
     @classmethod
     def of(cls, item: str) -> DataSource:
-        """What an item says, without spaces; the name of a file or folder that exists is a path as it is."""
+        """Reads an item, without its spaces; the name of a file or folder that exists is a path as it is."""
         if os.path.exists(item) or "://" in item:
             return cls(item)
         path, rows, share = re.fullmatch(rf"\s*(.*?)\s*(?:{COUNT}|{SHARE})?\s*", item, re.DOTALL).groups()
@@ -41,7 +41,7 @@ class DataSource:
         return self.rows is None and self.share is None
 
     def rows_in_an_epoch(self, rows: int) -> int:
-        """Of a table with `rows` rows; at least one."""
+        """The rows in an epoch of a table with `rows` rows; at least one."""
         return self.rows or max(1, round(rows * (1 if self.share is None else self.share)))
 
 

@@ -35,7 +35,7 @@ def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
 
 
 def stand_for(foreign: list[str], count: int) -> bool:
-    """Whether these placeholders are those of so many media; numbered ones must be in their order."""
+    """Whether these placeholders stand for so many media; numbered ones must be in their order."""
     numbers = [int(digits[0]) for each in foreign if (digits := re.search(r"\d+(?=\|?>\Z)", each))]
     in_order = numbers == list(range(numbers[0], numbers[0] + count)) if numbers else True
     return len(foreign) == count > 0 and in_order

@@ -20,7 +20,7 @@ HALVES = CHOSEN, REJECTED
 
 @dataclass
 class MeasuredPair:
-    """As `Measured`, of both documents together."""
+    """The same as `Measured` for both documents together."""
 
     halves: tuple[Measured, Measured]
     length: int
@@ -108,7 +108,7 @@ def _check_answers(answers: dict[str, list[dict]], shared: int) -> None:
 
 
 def _named(name: str, encode, *given):
-    """What `encode` gives; its BadSample says which answer it is of."""
+    """Returns what `encode` gives; its BadSample says which answer it is about."""
     try:
         return encode(*given)
     except BadSample as bad:

@@ -9,7 +9,7 @@ What is written, ready for stock `energon` and for this package:
     OUTPUT/skipped.jsonl        every record left out: source, record number, split, reason, detail
 
 A key is the split and the record's number in its source (JSONL lines count from 0, blank lines included).
-Of a meta file the first epoch is written, and the number is that of the row in it.
+Of a meta file the first epoch is written, and the number is the row's number in it.
 Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
 """
 
@@ -43,7 +43,7 @@ DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 @dataclass
 class PrepareSummary:
-    """What was written; `str()` gives the table that the command prints."""
+    """The counts of what was written; `str()` gives the table that the command prints."""
 
     output: Path
     samples: dict[str, int]  # per split

@@ -45,7 +45,7 @@ class Table(Protocol):
 
 
 class Numbered:
-    """What all tables share: a row's place is its number."""
+    """The base of all tables: a row's place is its number."""
 
     def place(self, index: int) -> int:
         return index
@@ -70,8 +70,8 @@ class WholeTable(Numbered):
 
 @dataclass
 class Blend(Numbered):
-    """Several tables, each with the number of its rows in an epoch; `exact` are those of which the user gave
-    it, as `#n`.
+    """Several tables, each with the number of its rows in an epoch; `exact` are the tables whose number
+    the user gave, as `#n`.
 
     A table is passed over without end, each pass in a random order; an epoch takes the next rows of these
     passes. So whatever the share, every row comes as often as any other, plus or minus one.

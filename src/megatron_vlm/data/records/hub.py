@@ -84,7 +84,7 @@ def _split_of(path: str | Path, split: str | None, splits: Iterable[str]) -> str
 
 
 def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | datasets.DatasetDict:
-    """What `datasets` makes of `path`. Raises ValueError that names the file that cannot be read."""
+    """Loads `path` with `datasets`. Raises ValueError that names the file that cannot be read."""
     if _is_saved_folder(Path(path)):
         _check_files(Path(path))
         with naming_the_damaged(path):
@@ -247,7 +247,7 @@ def _is_saved_folder(path: Path) -> bool:
 
 
 def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBuilder:
-    """What `datasets` would read, and has not yet. Raises ValueError unless all of it is the dataset's own:
+    """The builder of what `datasets` would read. Raises ValueError unless all of it is the dataset's own:
     a folder's inside of it, a hub name's on the hub."""
     local, name, options = Path(path), str(path), {}
     if local.exists():
@@ -267,7 +267,7 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
 
 
 def _reader_of(path: Path) -> tuple[str, dict[str, Any]]:
-    """What `datasets` calls files of this kind, and how it is to read this one."""
+    """The name that `datasets` has for files of this kind, and how it is to read this one."""
     plain = plain_file(path)
     options: dict[str, Any] = {"data_files": str(plain)}
     if known := what_file(plain):

@@ -18,7 +18,7 @@ Row = tuple[tuple[int, int], dict]  # shard and number in it; the record as the 
 
 @dataclass
 class StreamedRows:
-    """What is known of a stream without reading it, and how its records are read."""
+    """The facts about a stream that are known without reading it; reads its records."""
 
     name: str
     stream: Any  # datasets.IterableDataset

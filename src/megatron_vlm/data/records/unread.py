@@ -70,7 +70,7 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
 
 
 def _other_paths(records: list[Record]) -> Iterator[str]:
-    """Paths that are those of files in another form."""
+    """Paths that exist in another form."""
     found = []
     for _, root, _, media in records:
         for name in (name for named in media.values() for name in named if _is_path(name)):

@@ -34,7 +34,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
-    """Raises ConfigError unless the saved adapters, if it holds any, are those of this model."""
+    """Raises ConfigError unless the saved adapters, if it holds any, belong to this model."""
     if saved == now:
         return
     if saved is None or now is None:

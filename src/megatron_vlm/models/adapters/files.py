@@ -43,7 +43,7 @@ MOST_BYTES = 1 << 24  # of a config file
 
 
 def settled(adapter: AdapterConfig) -> AdapterConfig:
-    """The settings that count: those of the folder in `adapter.start`, if there is one.
+    """The settings that count: the folder's in `adapter.start`, if there is one.
 
     Raises ConfigError, which names the file, for a folder that is none of peft's, or whose adapter is of a
     kind that cannot be trained.
@@ -80,8 +80,8 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
 
 
 def words_of_start(config: RunConfig) -> Iterator[str]:
-    """What a user should know of the adapter in `adapter.start`: whether it is the run's own copy, and
-    whether it is of a base of another name."""
+    """Lines about the adapter in `adapter.start`: whether it is the run's own copy, and whether it is of a
+    base of another name."""
     start, base = config.adapter.start, config.model.hf_path
     if start is None:
         return

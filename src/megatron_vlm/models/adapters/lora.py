@@ -148,7 +148,7 @@ class Adapted:
         return (y, *bias) if isinstance(output, tuple) else y
 
     def _plus(self, y: Tensor, low: Tensor) -> Tensor:
-        """y + B low"""
+        """Returns y + B low."""
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.B(y.dtype).t()).view(y.shape)
 
     def A(self, dtype: torch.dtype) -> Tensor:
@@ -193,7 +193,7 @@ class Adapted:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """With DoRA, makes the magnitudes those of the weight's rows, so that nothing is changed at first."""
+        """With DoRA, takes the magnitudes of the weight's rows, so that nothing is changed at first."""
         if self.dora:
             norms = self.norms()
             if self.order is not None:

@@ -26,9 +26,9 @@ from megatron_vlm.models.weights import ADAPTERS, named_weights
 
 
 class Adapters(nn.Module):
-    """Modules nested like those of the HF model, `adapters.model.language_model.layers.0.self_attn.q_proj`
-    with the parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
-    `targets` and `saved`, what is trained whole, are those of the whole model; `base` is the fingerprint of
+    """Modules nested as in the HF model: `adapters.model.language_model.layers.0.self_attn.q_proj` has the
+    parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
+    `targets` and `saved`, what is trained whole, are of the whole model; `base` is the fingerprint of
     the checkpoint that they adapt."""
 
     def __init__(self, targets: list[Target], saved: dict[str, SavedModule]):
@@ -57,8 +57,7 @@ class Adapters(nn.Module):
 def add_adapters(
     chunk: MegatronModule, targets: list[Target], saved: dict[str, SavedModule], dropout: float, seed: int
 ) -> None:
-    """Freezes a chunk of the model but what is `saved`, and adds the adapters of those `targets` that it
-    holds."""
+    """Freezes a chunk of the model but what is `saved`; adds the adapters of the `targets` that it holds."""
     chunk.requires_grad_(False)
     owners = {
         id(param): (module, name)
@@ -117,7 +116,7 @@ def peft_key(target: Target, name: str) -> str:
 
 
 def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
-    """What a checkpoint holds of a chunk with adapters, by names that are the same in every layout."""
+    """The state of a chunk with adapters for a checkpoint, by names that are the same in every layout."""
     return sharded_saved(chunk) | {
         f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
         for lora in adapters_of(chunk)

@@ -38,7 +38,7 @@ class SavedModule:
 
 
 def outside_saved(names: list[str], modules: list[str]) -> list[str]:
-    """Those that lie in none of `modules_to_save`: peft gives the others no adapter
+    """The names that lie in none of `modules_to_save`: peft gives the others no adapter
     (`tuners_utils.check_target_module_exists`)."""
     inside = {found for name in names for found in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
     return [name for name in modules if name not in inside]
@@ -141,7 +141,7 @@ def fill_saved(chunk: MegatronModule, stored: Any) -> None:
 
 
 def sharded_saved(chunk: MegatronModule) -> dict[str, Any]:
-    """What a checkpoint holds of them: Megatron's own entries of the chunk, these alone."""
+    """Their state for a checkpoint: Megatron's own entries of the chunk, these alone."""
     held = {id(weight) for _, weight in saved_weights(chunk)}
     if not held:
         return {}

@@ -25,8 +25,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear of the HF model that has an adapter, or a parameter that holds the weights of `experts` ones,
-    and where its weight is in `VLMModel`."""
+    """A linear of the HF model that has an adapter; or a parameter that holds `experts` of them. Says where
+    its weight is in `VLMModel`."""
 
     module: str  # as Transformers names it, the module or the parameter of experts
     rule: Rule  # pairs the parameter with its HF tensors
@@ -87,7 +87,7 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
 
 
 def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> dict[str, Target]:
-    """Parameter of routed experts -> its target, for those of `names`, which are whole or ends of names.
+    """The target of each parameter of routed experts in `names`, which are whole or ends of names.
 
     peft wraps a module once for each of its parameters, in their order, and names them by the wrappings.
     """
@@ -140,7 +140,7 @@ def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
 
 
 def fitting(names: str | Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules whose whole name a regex fits, or whose end is in a list of names, as in peft
+    """The modules that names fit: a regex the whole name, a list its end. As in peft
     (`tuners_utils.check_target_module_exists`)."""
     if isinstance(names, str):
         return list(matching(names, modules))
@@ -154,8 +154,8 @@ def _but(names: str | Iterable[str], modules: list[str]) -> list[str]:
 
 
 def _of_layers(adapter: AdapterConfig, modules: list[str]) -> list[str]:
-    """Those in `layers_to_transform`; a module's layer is the first number in its name, or the first after
-    one of `layers_pattern`, as in peft."""
+    """The modules in `layers_to_transform`. A module's layer is the first number in its name, or the first
+    after one of `layers_pattern`, as in peft."""
     wanted = adapter.layers_to_transform
     if not wanted:
         return modules
@@ -176,7 +176,7 @@ def _key(module: str, weight_map: WeightMap) -> str:
 
 
 def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: list[str]) -> list[float]:
-    """The value of each module: that of the first pattern that fits the end of its name, as in peft."""
+    """The value of each module by the first pattern that fits the end of its name, as in peft."""
     values: dict[str, float] = {}
     for pattern, value in patterns.items():
         left = [name for name in modules if name not in values]
@@ -208,8 +208,8 @@ def _endings(modules: Iterable[str]) -> list[str]:
 
 
 def _all_but(without: list[str], found: list[str]) -> str | None:
-    """What to set `exclude_modules` to, so that it fits all modules `without` adapters and none of the
-    others; None if neither ends of their names nor their common path do."""
+    """A value of `exclude_modules` that fits only the modules `without` adapters; None if neither ends of
+    their names nor their common path do."""
     parts, others = [name.split(".") for name in without], set(found) - set(without)
     ends = sorted({".".join(part[-2:]) for part in parts})
     path = re.escape(".".join(os.path.commonprefix(parts))) + r"(\..*)?"

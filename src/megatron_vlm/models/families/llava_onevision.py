@@ -101,8 +101,8 @@ class OneVision(nn.Module):
 def packed(
     holder: Any, tiles: tuple[Tensor, ...], image_sizes: Tensor, newline: Tensor | None
 ) -> list[Tensor]:
-    """The features (M, D) of each image, from those (tiles, patches, D) of its tiles, by Transformers' own
-    function; `holder` has the `config`."""
+    """The features (M, D) of each image: Transformers' own function makes them of its tiles' (tiles, patches,
+    D). `holder` has the `config`."""
     ratio = holder.config.vision_aspect_ratio
     features, _ = LlavaOnevisionModel.pack_image_features(holder, tiles, image_sizes.tolist(), newline, ratio)
     return features

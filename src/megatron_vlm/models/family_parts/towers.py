@@ -41,8 +41,7 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
 
 
 def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> nn.Module:
-    """Gives back `vision` after turning off the gradients of what no feature depends on, such as layers
-    after the last that is looked at.
+    """Gives back `vision` without gradients of what no feature depends on, such as its unused last layers.
 
     They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
     Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
@@ -73,8 +72,8 @@ class _Backward(nn.Module):
 
 
 def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:
-    """Raises ValueError unless images, tiles or frames are squares of as many whole patches as the tower's,
-    or of its size exactly; `vision` is its config."""
+    """Raises ValueError unless images, tiles or frames fit the tower: squares of its number of patches, or of
+    its size exactly. `vision` is its config."""
     sizes = vision.image_size, 1 if exactly else vision.patch_size
     side, patch = (size if isinstance(size, int) else size[0] for size in sizes)
     height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
@@ -112,7 +111,7 @@ def pixtral_pairs(vision: Any, visual: GenericVisualInputs) -> int:
 
 
 def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:
-    """(P,): the patches of images of these shapes, in rows, so that those of a feature follow one another."""
+    """(P,): an order of patches, from rows of these shapes, in which a feature's follow one another."""
     orders, start = [], 0
     for rows, columns in shapes_N:
         numbers = torch.arange(start, start + rows * columns)

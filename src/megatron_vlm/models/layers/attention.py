@@ -51,7 +51,7 @@ class CoreAttention(MegatronModule):
 def with_foreign_keys(
     key: Tensor, value: Tensor, exchange: Exchange, group: torch.distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """This rank's keys and values, followed by those of other ranks: one collective."""
+    """This rank's keys and values, followed by other ranks', in one collective."""
     both = torch.cat((key, value), dim=1)
     received = all_to_all(group, both.index_select(0, exchange.rows), exchange.received, exchange.sent)
     return torch.cat((both, received)).chunk(2, dim=1)
@@ -60,8 +60,8 @@ def with_foreign_keys(
 class Attend(torch.autograd.Function):
     """A kernel over the segments of a view, joined with one over what is later in image blocks.
 
-    The two see different keys. Their contexts are joined by their shares of the softmax (the log-sum-exp of
-    one over that of both), and each gets its part of the gradient from the joined context and log-sum-exp.
+    The two see different keys. Their contexts are joined by their shares of the softmax, which follow from
+    both log-sum-exps, and each gets its part of the gradient from the joined context and log-sum-exp.
     """
 
     @staticmethod

@@ -56,12 +56,12 @@ class Placement:
 
     @cached_property
     def documents(self) -> np.ndarray:
-        """Of every place."""
+        """The document of every place."""
         return np.repeat(np.arange(len(self.starts)), self.ends - self.starts)
 
     @cached_property
     def block_numbers(self) -> np.ndarray:
-        """Of every place, from 1; 0: in no block."""
+        """The block of every place, from 1; 0: in no block."""
         numbers = np.zeros(len(self.documents), np.int64)
         for number, (document, start, stop) in enumerate(self.blocks, 1):
             numbers[self.starts[document] + start : self.starts[document] + stop] = number
@@ -100,7 +100,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of a layer see. Its keys are this rank's tokens, then those of `exchange`, then all of
+    """The view of a layer's queries. Its keys are this rank's tokens, then those from `exchange`, then all of
     them in `order`; None leaves them as they are.
 
     `later` are rows of queries, rows of keys and segments of what `segments` leaves out: in a block of n

@@ -39,7 +39,7 @@ class DeepstackLayer(TransformerLayer):
     def _without_gradients(
         self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
     ) -> tuple[Tensor, None]:
-        """The same modules in the same order as Megatron's layer, which also prepares to recompute and to
+        """Calls the same modules in the same order as Megatron's layer. That also prepares to recompute and
         offload them."""
         attended = self.self_attention(self.input_layernorm(hidden), packed_seq_params=packed_seq_params)
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)

@@ -99,7 +99,7 @@ def _norm_backward(
 
 
 def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor]:
-    """cos and sin of each channel, from those of frequencies; the partner's factor has the sin's sign."""
+    """cos and sin of each channel, from the frequencies' own; the partner's factor has the sin's sign."""
     dim = -1 if adjacent else -2
     return [torch.stack(pair, dim).flatten(-2) for pair in ((cos, cos), (-sin, sin))]
 
@@ -107,7 +107,7 @@ def of_channels(cos: Tensor, sin: Tensor, adjacent: bool = False) -> list[Tensor
 def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """Rotary embedding of the first R of K channels; the rest is unchanged.
 
-    cos and sin are those of `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
+    cos and sin come from `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
     its partner in the second, as in GPT-NeoX; or, if `adjacent`, two that follow each other, as in GPT-J.
     """
     return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)

@@ -80,7 +80,7 @@ def disagreement(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """What is wrong with the backend on this device, for the user; None if nothing is.
+    """Says to the user what is wrong with the backend on this device; None if nothing is.
 
     `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients are compared
     with the dense backend's in fp32 on the same numbers, for every window and image blocks.
@@ -173,7 +173,7 @@ class FusedSizes(NamedTuple):
 
 
 def fused_disagreement(sizes: FusedSizes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the compiled functions on this device, for the user; None if nothing is."""
+    """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
     for tokens in (512, 37):  # what is compiled for one length serves others
         try:
             errors = fused_errors(sizes, tokens, device, dtype)
@@ -188,7 +188,7 @@ def fused_disagreement(sizes: FusedSizes, device: torch.device, dtype: torch.dty
 def fused_errors(
     sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """By function, the largest difference of result and gradients from the written function in fp32."""
+    """The largest difference of each function's result and gradients from the written one in fp32."""
     errors = {}
     for name, (function, given) in fused_cases(sizes, tokens, device, dtype).items():
         found = _with_gradients(given, function)
@@ -201,7 +201,7 @@ def fused_errors(
 def fused_cases(
     sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
-    """By name, a function of tensors and random ones for it, the last of them the gradient of its result."""
+    """Functions of tensors by name, with random ones for it; the last is the gradient of its result."""
     made = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -233,8 +233,8 @@ def fused_cases(
 
 
 def check_weight_gradients(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Has linears make their weights' gradients before adding them, with a warning, if the product that adds
-    them itself is wrong on this device."""
+    """Turns off the product that adds gradients of weights itself, with a warning, if it is wrong here.
+    Linears then make the gradients before adding them."""
     if problem := weight_gradient_disagreement(device, megatron_config.params_dtype):
         warnings.warn(
             f"gradients of weights: {problem}. They are made first and then added: slower.", stacklevel=2
@@ -243,7 +243,7 @@ def check_weight_gradients(megatron_config: TransformerConfig, device: torch.dev
 
 
 def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the sum of two micro batches' gradients on this device, for the user; None if
+    """Says to the user what is wrong with the sum of two micro batches' gradients on this device; None if
     nothing is. Products of two numbers of 16 bits are exact in fp32, so only the order of sums may differ."""
     made = torch.Generator(device).manual_seed(0)
     inputs, grads = (

@@ -1,6 +1,6 @@
 """Mixture of experts: Megatron's router and shared experts, and experts computed together.
 
-Tensor parallelism never cuts experts: those of our families are a few hundred channels wide. Expert
+Tensor parallelism never cuts experts: in our families they are a few hundred channels wide. Expert
 parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
 """
 

@@ -48,10 +48,10 @@ def mrope_axes(sections: list[int], interleaved: bool, frequencies: int) -> Tens
 class Rotary(nn.Module):
     """cos and sin for every rule a model uses: `forward(position_ids)` -> (rules, T, 2, S, B, 1, R/2) fp32.
 
-    Most models have one rule; Gemma3 has two, for its local and its global layers; that of narrower heads is
-    padded. Positions are (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys use
-    the same table. With `query_scale`, a function of the position ids, T is 2: a scaled table for queries,
-    then one for keys. Scaling commutes with rotation, so the scaled table scales the queries.
+    Most models have one rule; Gemma3 has two, for its local and its global layers; a rule of narrower heads
+    is padded. Positions are (B, S), or (3, B, S) with `axes` from `mrope_axes`. T is 1 if queries and keys
+    use the same table. With `query_scale`, a function of the position ids, T is 2: a scaled table for
+    queries, then one for keys. Scaling commutes with rotation, so the scaled table scales the queries.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Rotary(nn.Module):
         return torch.cat((table * scale_SB11, table), dim=1)
 
     def turns(self, position_ids: Tensor, config: TransformerConfig) -> list[list[list[Tensor]]]:
-        """By rule, the tables of `rotate` for queries and for keys, which may be one."""
+        """The tables of `rotate` for queries and for keys, which may be one, by rule."""
         return [
             [of_channels(*table[..., :width], config.rotary_interleaved) for table in of_rule]
             for of_rule, width in zip(self(position_ids).to(config.params_dtype), self.widths, strict=True)

@@ -36,7 +36,7 @@ def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
 class Dequantised:
     """An FP8 tensor on disk times its scale, in fp32, read slice by slice.
 
-    `scale` is one number, or one per block: `blocks` is that of `OnDisk`. Bytes are exponents.
+    `scale` is one number, or one per block: `blocks` is from `OnDisk`. Bytes are exponents.
     """
 
     def __init__(self, values: Slices, scale: Tensor, blocks: Sequence[Sequence[int]] = ()):
@@ -72,11 +72,11 @@ class HFCheckpoint:
 
     @cached_property
     def files(self) -> dict[str, OnDisk]:
-        """What there is, by hub key."""
+        """All tensors, by hub key."""
         return tensors_of(self.folder, lambda key: hub_name(key, self._renames))
 
     def wrapper(self, key: str) -> str | None:
-        """What all names here begin with, such as `module.`, if `key` is there behind it."""
+        """The beginning of all names here, such as `module.`, if `key` is there behind it."""
         stored = [tensor.key for tensor in self.files.values()]
         common = os.path.commonprefix(stored)
         for start in (common[: dot + 1] for dot, letter in enumerate(common) if letter == "."):

@@ -70,7 +70,7 @@ class Operation:
         return whole
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
-        """What a rank holds of a whole tensor of this shape, which is cut as the weight is."""
+        """The part that a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
             return source[...]
         block, before = shape[self.axis] // self.blocks, (slice(None),) * self.axis
@@ -154,7 +154,7 @@ class GroupedQKV(Operation):
 class FusedRow:
     """One of the tensors that `source` fuses along its first axis, such as one expert.
 
-    `shape` is that of this tensor. If the source holds it transposed, as some checkpoints do, it is turned.
+    `shape` is this tensor's. If the source holds it transposed, as some checkpoints do, it is turned.
     """
 
     source: Slices
@@ -210,7 +210,7 @@ class Rule:
         return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
 
     def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | FusedRow]:
-        """What the operation reads: the `stored` HF tensors, or this parameter's row of the fused one."""
+        """The tensors that the operation reads: the `stored` ones, or this parameter's row of a fused one."""
         if self.rows is None:
             return stored
         return [FusedRow(source, self.row(name), self.row_shape) for source in stored]
@@ -245,7 +245,7 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
 
 
 def find_weight(rules: list[Rule], key: str) -> tuple[Rule, str, int] | None:
-    """The rule that makes a parameter of HF tensor `key`, the parameter's name, and which of the rule's HF
+    """The rule that makes a parameter of HF tensor `key`: with the parameter's name and which of its HF
     tensors it is; None if no rule does. Of a tensor that fuses experts, the name in `named_weights`."""
     for rule in rules:
         for place, hf in enumerate(rule.hf):
@@ -279,7 +279,7 @@ EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+")
 def named_weights(
     model: MegatronModule, value: Callable[[Tensor], Tensor | None] = lambda weight: weight
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `named_global_weights`, with the experts of this rank in one tensor, as they are."""
+    """Gives `named_global_weights` with the experts of this rank in one tensor, as they are."""
     offsets = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.language_model.decoder.layers)}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(ADAPTERS) or not torch.is_tensor(tensor) or (tensor := value(tensor)) is None:
@@ -293,7 +293,7 @@ def named_global_weights(
     """Parameters and persistent buffers of a chunk but its adapters, each expert's as one of its own, a view.
 
     Layers and experts are numbered over the whole model. With `value`, what it makes of each parameter or
-    buffer; those of which it makes None are left out.
+    buffer; None leaves it out.
     """
     first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_weights(model, value):

@@ -25,9 +25,9 @@ def hf_weights(
     value: Callable[[Tensor], Tensor | None] = torch.detach,
 ) -> Iterator[Named]:
     """(name, whole tensor) of every weight, stage after stage, on every rank: names, dtypes and layouts are
-    those of the files in `source`, as an export has them. Fused experts come as one tensor.
+    as in the files in `source`, as an export has them. Fused experts come as one tensor.
 
-    Collective over all ranks, which all iterate to the end. One weight is held at a time. `value` is that of
+    Collective over all ranks, which all iterate to the end. One weight is held at a time. `value` is as for
     `hf_tensors`.
     """
     checkpoint = HFCheckpoint(source, weight_map.renames)
@@ -42,8 +42,8 @@ def hf_weights(
 
 
 def from_every_stage(own: Iterable[Named], device: torch.device) -> Iterator[Named]:
-    """What each pipeline stage has, one after another, on every rank's `device`. `own` may be a collective of
-    its stage."""
+    """Yields what each pipeline stage has, one after another, on every rank's `device`. `own` may be a
+    collective of its stage."""
     group, mine = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
     for sender in dist.get_process_group_ranks(group):
         weights = iter(own) if sender == mine else iter(())

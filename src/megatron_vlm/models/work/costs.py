@@ -1,7 +1,7 @@
 """Floating-point operations of a model's parts. They balance the pipeline, and `plan` reports them.
 
 A multiplication and an addition count as two operations. Training costs one forward pass, as much again for
-the gradients of activations after a trained parameter, and as much again for those of trained parameters.
+the gradients of activations after a trained parameter, and as much again for gradients of trained parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
 
 
 def product_flops(architecture: dict, layer: int) -> float:
-    """Operations of a forward pass of one token through `layer`, without those of attention."""
+    """Operations of a forward pass of one token through `layer`, without attention."""
     heads = heads_of(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
     projections = 2 * architecture["hidden_size"] * (2 * queries + heads.keys_and_values)
@@ -137,7 +137,7 @@ def adapted(config: RunConfig, description: Description, part: str) -> bool:
 
 
 class _Saved:
-    """Tensors that are saved for a backward pass of `vision`, inside and outside of the layers that
+    """The tensors that `vision` saves for its backward pass: some inside, others outside of the layers that
     recomputation runs again."""
 
     def __init__(self, vision: torch.nn.Module):
@@ -203,7 +203,7 @@ def tower_of_shapes(
 class AttentionOfShapes(TorchFunctionMode):
     """Attention as devices run it, without storing its matrix; `flops` counts its operations.
 
-    A backward pass has twice those of the forward pass: scores that a kernel computes again do not count.
+    A backward pass has twice as many as the forward pass: scores that a kernel computes again do not count.
     """
 
     def __init__(self):

@@ -7,7 +7,7 @@ attention counts the pairs of tokens that see each other, documents and windows 
 half that a causal mask hides; the output layer counts trained tokens only; the tower counts its images.
 
 A product of (m, k) and (k, n) is 2 m k n operations in the forward pass, as many for the gradient of its
-input, and as many for that of its weight, if that is trained. What is in front of all that is trained has no
+input, and as many for its weight's, if that is trained. What is in front of all that is trained has no
 gradients.
 """
 
@@ -83,9 +83,8 @@ class StepWork:
 
 
 def tower_flops(config: RunConfig, description: Description) -> tuple[float, float]:
-    """Operations that a step has in tower and projector for each of `Description.tower_units`, and in the
-    tower's attention for a pair of patches: from the passes of an image without numbers, with what is frozen
-    in the run."""
+    """Operations of tower and projector for each of `Description.tower_units`; and of the tower's attention
+    for a pair of patches. Both come from passes of an image of shapes alone, with what the run freezes."""
     image, vision, visual = costs.tower_of_shapes(config, description, 0)
     with (
         torch.device("cpu"),
