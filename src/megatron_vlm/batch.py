@@ -238,8 +238,8 @@ class DataNeeds:
     visual_keys       the outputs of the HF processor that it takes; they are fields of `GenericVisualInputs`
     position_ids      computes the positions of a document
     images_or_videos  whether a sample must not hold both
-    of_processor      makes them of the outputs of the checkpoint's processor, if those have another form
-    frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens those of images
+    of_processor      makes them of the processor's outputs if those have another form; else changes nothing
+    frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens are image tokens
     misfit            says why the model cannot take a document (ids, visual inputs); None if it can
 
     Raises ValueError for an unknown visual key.

@@ -129,7 +129,7 @@ class Feed:
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
     def words(self) -> Iterator[str]:
-        """What a user should know of the data before the first step."""
+        """Lines that a user should know about the data before the first step."""
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
         if self._data and self._data.why_hf_processor:

@@ -246,7 +246,7 @@ def _keeping(value: Any, rule: Any) -> Any:
 
 
 def in_words(hint: Any) -> str:
-    """What a hint asks for: its text if it is `Annotated` with one, else its type."""
+    """Describes the value that a hint asks for: its text if it is `Annotated` with one, else its type."""
     kind = get_origin(hint)
     inner = get_args(hint)
     if kind is Annotated:

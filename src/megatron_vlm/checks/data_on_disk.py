@@ -37,7 +37,7 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
 
 
 def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
-    """What keeps a local path from being read as a `data.dataset_type`."""
+    """Messages about a local path that cannot be read as a `data.dataset_type`."""
     path = Path(name).expanduser()
     shown = f"{key}: {printable(name)}"
     if data.dataset_type == "energon":
@@ -81,7 +81,7 @@ def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterato
 def source_problems(
     name: str, image_root: str | Path | None, columns: dict[str, str], is_hf: bool
 ) -> Iterator[str]:
-    """What keeps `prepare` from reading a local path."""
+    """Messages about a local path that `prepare` cannot read."""
     path = Path(name)
     shown = f"prepare: source {printable(name)}"
     if path.exists():

@@ -83,7 +83,7 @@ def read_json(file: Path) -> Any:
 def checkpoint_problems(
     hf_path: str, load_weights: bool = True, needs_processor: bool = True
 ) -> Iterator[str]:
-    """What keeps a Hugging Face folder, or a hub name in the cache, from being trained."""
+    """Messages about a Hugging Face folder, or a hub name in the cache, that cannot be trained."""
     path = Path(hf_path).expanduser()
     shown = f"model.hf_path: {printable(hf_path)}"
     problems = list(folder_problems("model.hf_path", hf_path, refuse))
@@ -100,8 +100,8 @@ def checkpoint_problems(
 
 
 def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
-    """What keeps a folder, or a hub name in the cache, from being the checkpoint that a setting asks for;
-    `refuse` raises ConfigError if its config.json does."""
+    """Messages about a folder, or a hub name in the cache, that is no checkpoint for a setting.
+    `refuse` raises ConfigError if its config.json does not fit."""
     path = Path(given).expanduser()
     shown = f"{setting}: {printable(given)}"
     if not path.exists():
@@ -182,7 +182,7 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
 
 
 def start_problems(start: str) -> Iterator[str]:
-    """What keeps a folder from being the adapter to train on."""
+    """Messages about a folder that is no adapter to train on."""
     path = Path(start)
     shown = f"adapter.start: {printable(start)}"
     if not path.exists():
@@ -213,7 +213,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
 
 
 def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
-    """What keeps a run from being written there."""
+    """Messages about a folder into which no run can be written."""
     path = Path(run_dir).expanduser()
     shown = f"run_dir: {printable(run_dir)}"
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))

@@ -75,7 +75,7 @@ def composed_config(
     dtype: str,
     choices: Choices,
 ) -> PreTrainedConfig:
-    """The config of the whole, whose parts all run in `dtype`; `changes` are those of the text config."""
+    """The config of the whole, whose parts all run in `dtype`; `changes` belong to the text config."""
     vision = part_config(tower)
     text = part_config(language)
     if hasattr(vision, "vision_use_head"):
@@ -110,7 +110,7 @@ def _own_images(tower: Component) -> Any:
 
 
 def _colours(tower: Component) -> dict[str, Any]:
-    """What the tower's image processor says of COLOURS."""
+    """The values of COLOURS in the tower's image processor."""
     theirs = _own_images(tower)
     return {key: value for key in COLOURS if (value := getattr(theirs, key, None)) is not None}
 

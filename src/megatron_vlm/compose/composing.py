@@ -43,7 +43,7 @@ TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """What will be written."""
+    """The checkpoint that will be written."""
 
     composed: Composed
     tower: Component
@@ -99,7 +99,7 @@ def plan(
     template: str | None = None,
     seed: int = 0,
 ) -> ComposePlan:
-    """What would be written, by the headers of the weights and the tokenizer. Raises ConfigError."""
+    """Plans the checkpoint from the headers of the weights and the tokenizer. Raises ConfigError."""
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
     text = part_config(language)
     tokenizer = open_tokenizer(language.folder)

@@ -43,7 +43,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the present rows of a matrix are like: mean and standard deviation of each column."""
+    """Mean and standard deviation of each column of a matrix, over its present rows."""
 
     mean_D: Tensor
     deviation_D: Tensor
@@ -197,7 +197,7 @@ class Writer:
 
 
 def rows_of(copied: Copied) -> RowStatistics:
-    """What a matrix's rows are like; reads a few at a time."""
+    """Measures the rows of a matrix; reads a few at a time."""
     matrix = copied.source.slices(copied.key)
     count, width = matrix.get_shape()
     total_D = torch.zeros(width, dtype=torch.float64)

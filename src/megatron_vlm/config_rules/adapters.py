@@ -11,7 +11,7 @@ from megatron_vlm.messages import printable
 
 
 def adapter_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with `config.adapter`, as messages for the user."""
+    """Messages for the user about what is wrong with `config.adapter`."""
     adapter = config.adapter
     default = dict(all_settings(AdapterConfig()))
     given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]

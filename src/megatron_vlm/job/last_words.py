@@ -65,7 +65,7 @@ def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> s
 
 
 def held(who: str, content: dict[str, Any], or_else: str = "") -> str:
-    """What is said of a process that was ended because its interpreter could not run for too long."""
+    """The last words of a process that faulthandler ended, as its interpreter could not run for too long."""
     where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}{or_else}"
     return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
 

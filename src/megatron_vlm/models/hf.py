@@ -43,7 +43,7 @@ class Source:
 
     @cached_property
     def needs(self) -> DataNeeds:
-        """What the model wants of its data, and what makes that of the processor's outputs."""
+        """The model's needs of its data, for the outputs of this checkpoint's processor."""
         return replace(self.description.data_needs, of_processor=kind_of(self.processor).unpadded)
 
     @property

@@ -1,4 +1,4 @@
-"""What runs can train for: `train.objective` names one of them; docs/adding-an-objective.md adds another."""
+"""The objectives that `train.objective` can name; docs/adding-an-objective.md tells how to add another."""
 
 from __future__ import annotations
 

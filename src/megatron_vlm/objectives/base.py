@@ -1,4 +1,4 @@
-"""What a run must know of its objective; no torch, so that a wrong setting is answered in a second."""
+"""A run's knowledge of its objective; no torch, so that a wrong setting is answered in a second."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Objective:
     problems: Callable[[RunConfig], Iterable[str]] = no_problems
 
     def step_loss(self, config: RunConfig, chunks: list[Any]) -> Callable[..., Any]:
-        """What makes the gradients of a run that begins with these chunks' weights."""
+        """The function that makes the gradients of a run that begins with these chunks' weights."""
         return resolve_name(self.loss)(config, chunks)
 
     def sample_encoder(self, documents: Any, data: DataConfig) -> Any:
-        """What encodes samples; `documents` encodes one conversation."""
+        """The encoder of samples; `documents` encodes one conversation."""
         return resolve_name(self.encoder)(documents, data) if self.encoder else documents

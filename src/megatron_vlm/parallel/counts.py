@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class SharedCounts(Protocol):
-    """Counts that are added over all ranks: those of `data.accounts.drops.DropReport`."""
+    """Counts that are added over all ranks, as in `data.drops.DropReport`."""
 
     def to_tell(self) -> list[int]: ...
 

@@ -117,7 +117,7 @@ class MemoryPlan:
 
 @dataclass
 class KnownCosts:
-    """What plans of one model and one size of images share, so that it is computed once."""
+    """Costs that plans of one model and one size of images share, so that they are computed once."""
 
     image: costs.ImageCost | None = None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep

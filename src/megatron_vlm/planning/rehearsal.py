@@ -77,7 +77,7 @@ class Rehearsal:
         return sum(count for _, count in self._of_step(DeviceWork))
 
     def flops(self, *kinds: str) -> float:
-        """Of a step, in operations of these kinds ("matmul", "attention")."""
+        """The operations of a step of these kinds ("matmul", "attention")."""
         return sum(what.flops * count for what, count in self._of_step(DeviceWork) if what.kind in kinds)
 
     def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:

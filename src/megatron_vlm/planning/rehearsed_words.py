@@ -32,7 +32,7 @@ def gpu_with(settings: Sequence[str]) -> Gpu:
 
 
 def rehearsed(plan: MemoryPlan, hf_config: Any, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
-    """What each rank holds, sends and does in a real step, beside the plan; then the step's time."""
+    """Lines about what each rank holds, sends and does in a real step, beside the plan; and its time."""
     gpu = gpu_with(settings)
     yield ""
     ranks = representatives(plan) if rank is None else [rank]

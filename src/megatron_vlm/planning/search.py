@@ -39,8 +39,7 @@ class Found:
 def planned_layouts(
     config: RunConfig, hf_config: Any, gpus: int, capacity: float, gpu: Gpu
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
-    """All layouts on `gpus` GPUs whose plans need at most `capacity` bytes of each, as settings and plans, by
-    an estimate of a step's time.
+    """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
     """

@@ -1,4 +1,4 @@
-"""Limits of single images and videos, which a record names beside those of the run."""
+"""Limits of single images and videos, which a record names beside the limits of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
 
 
 def named_limits(kind: str, item: Any) -> dict:
-    """As they stand in an entry of a record's images or videos. The `fps` of a list of frames is no limit."""
+    """The limits in an entry of a record's images or videos. The `fps` of a list of frames is no limit."""
     if not isinstance(item, dict):
         return {}
     names = [name for name in LIMITS[kind] if name != "fps" or "frames" not in item]
@@ -36,7 +36,7 @@ def named_limits(kind: str, item: Any) -> dict:
 
 
 def limits_beside(kind: str, media: Any) -> dict[str, list[dict]]:
-    """What stands beside a conversation's turns if any entry of a record's media names limits."""
+    """The fields that stand beside a conversation's turns if any entry of a record's media names limits."""
     limits = [named_limits(kind, item) for item in (media if isinstance(media, list) else [media])]
     return {f"{kind}_limits": limits} if any(limits) else {}
 

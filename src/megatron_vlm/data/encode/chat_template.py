@@ -103,8 +103,10 @@ class ChatTemplate:
         )
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span], list]:
-        """The rendered conversation, record text made harmless, and of its trained replies the character
-        spans and the weights in the loss."""
+        """The rendered conversation, with record text made harmless.
+
+        It has the character spans of the trained replies and their weights in the loss.
+        """
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
@@ -137,9 +139,11 @@ class ChatTemplate:
         return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
 
     def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
-        """The replies that say more than the template writes for an empty one, with the `weights` of the
-        assistant's turns; those of weight 0 are left out. If the template marks more blocks than there are
-        turns, blocks that touch are one reply."""
+        """The replies that are trained, with the `weights` of the assistant's turns.
+
+        A reply is left out if its weight is 0 or if it says no more than the template writes for an empty
+        one. If the template marks more blocks than there are turns, blocks that touch are one reply.
+        """
         whole: list[Span] = []
         for start, stop in replies:
             if len(replies) != len(weights) and whole and whole[-1][1] == start:
@@ -157,8 +161,11 @@ class ChatTemplate:
         ]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
-        """Matches control tokens, invisible characters, and what the template itself writes into an empty
-        reply, such as `<think></think>`."""
+        """A pattern of text without content.
+
+        It matches control tokens, invisible characters, and what the template itself writes into an empty
+        reply, such as `<think></think>`.
+        """
         one = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
         self._no_content = re.compile(f"{one}*+")
         empty = [_text_message("user", "a"), _text_message("assistant", "")]

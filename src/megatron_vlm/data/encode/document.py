@@ -45,7 +45,7 @@ class HFEncoderTaskSample(Sample):
 
 @dataclass
 class Measured:
-    """What is known of a document before its images and videos are decoded."""
+    """A document before its images and videos are decoded."""
 
     prompt: RenderedChat
     text: EncodedText  # of the whole conversation

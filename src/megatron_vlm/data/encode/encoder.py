@@ -37,7 +37,7 @@ class HFEncoderTaskBatch(EnergonBatch):
 
 
 class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEncoderTaskBatch, dict]):
-    """What the task encoders share. They need nothing from Energon's loader, so any source may call them.
+    """The base of task encoders. They need nothing from Energon's loader, so any source may call them.
 
     processor      a Hugging Face processor; called once per sample unless `fast` replaces it
     data           the length of rows, the size of images, the frames of a video, when a sample is dropped
@@ -91,13 +91,15 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         return check(fields | {"__key__": fields.pop("document_keys"), DROPPED: self.taken_drops()})
 
     def taken_drops(self) -> dict[str, int]:
-        """What this process dropped since the last call, by reason."""
+        """The drops of this process since the last call, by reason."""
         taken, self._dropped = self._dropped, Counter()
         return dict(taken)
 
     def measure(self, sample: ChatMLSample) -> Measured:
-        """What text and headers of media tell. Raises SkipSample, after counting the drop, if they show that
-        the sample cannot be trained on."""
+        """A document by its text and the headers of its media.
+
+        Raises SkipSample, after counting the drop, if they show that the sample cannot be trained on.
+        """
         with self._counting_drops(sample):
             return self.documents.measure(sample)
 

@@ -154,8 +154,10 @@ class SizeEncoder:
         return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
 
     def _probe(self) -> tuple[str, int, int]:
-        """The shortest text of an image, the id of the image token, and how many tokens of that text the
-        processor counts: the image token and what follows, or all."""
+        """The shortest text of an image, the id of the image token, and a count of that text's tokens.
+
+        The processor counts the image token and what follows, or all.
+        """
         prompt = self._encode_text.chat(PROBE_MESSAGES, None, images=1)
         expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])

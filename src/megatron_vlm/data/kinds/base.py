@@ -29,7 +29,9 @@ PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
 
 
 class Kind:
-    """What a processor makes of images and videos. Sizes are (height, width); settings are read when needed.
+    """A kind of images: how a processor treats images and videos.
+
+    Sizes are (height, width); settings are read when needed.
 
     `count` and `of_plan` need sizes alone. `ids`, `tensors` and `of_video` stand in for a processor that is
     known; `refuse`, `arranged` and `unpadded` are needed around a call of any other. They raise BadSample for
@@ -86,7 +88,7 @@ class Kind:
         return self.told(height, width)
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
-        """What the processor writes for a video, and the video's grid."""
+        """The text that the processor writes for a video, and the video's grid."""
         raise NotImplementedError
 
     # ---- around a call of the processor
@@ -133,11 +135,11 @@ class Kind:
         return resized(image, self.target(*image.shape[:2]), self.images.resample)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        """What is batched of an image (H, W, 3), its conversation's only one or not."""
+        """The tensors of an image (H, W, 3) in a batch; `alone`: its conversation's only one."""
         raise NotImplementedError
 
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
-        """What is batched of a video's frames (T, H, W, 3), with the grid that `of_plan` gave."""
+        """The tensors of a video's frames (T, H, W, 3) in a batch, with the grid that `of_plan` gave."""
         raise NotImplementedError
 
     # ---- from what was made either way

@@ -117,8 +117,11 @@ class Pooled(Native):
 
 
 def refuse_narrow(least: int, most: int) -> None:
-    """Raises ConfigError if the fewest and the most tokens of an image in its own size are so close that
-    images up to 1:3, scaled up to the fewest, can have more than the most: Transformers fails on these."""
+    """Refuse limits of an image's tokens that are too close to each other.
+
+    Raises ConfigError if images up to 1:3, scaled up to the fewest tokens, can have more than the most:
+    Transformers fails on these.
+    """
     if (needed := most_when_scaled_up(least)) > most:
         raise ConfigError(
             f"image processor: with min_image_tokens {least} a small image, scaled up, has up to {needed} "

@@ -36,7 +36,7 @@ class Tiles(OneSize):
         return text, (times, height // self.patch_size, width // self.patch_size)
 
     def video_text(self, frames: int) -> str:
-        """What the processor writes for a video, in its call alone up to 5.12."""
+        """The text that the processor writes for a video, in its call alone up to 5.12."""
         raise NotImplementedError
 
     def tiled_frames(self, frames: np.ndarray) -> Tensor:

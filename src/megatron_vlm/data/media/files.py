@@ -1,4 +1,4 @@
-"""The bytes of media files: those of records, inside their media root and nowhere else; those of programs."""
+"""The bytes of media files; a record's files lie inside its media root and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 
 
 def read_media(name: str, root: Path) -> bytes:
-    """A file under `root`, a value of an LMDB under `root` (`db.lmdb::key`), or base64, with or without a
-    `data:` head. A path may differ in slashes, case and spaces at its ends from the only file that fits.
+    """The bytes that a record names: a file, a value of an LMDB, or base64.
+
+    A file lies under `root`, like the LMDB in `db.lmdb::key`; base64 may lack its `data:` head. A path may
+    differ in slashes, case and spaces at its ends from the only file that fits.
 
     Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
     over 2 GiB, and ImportError for an LMDB if the package `lmdb` is not installed.

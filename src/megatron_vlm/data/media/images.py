@@ -189,8 +189,11 @@ def _band_to_rgb(band: Image.Image, ends: tuple[float, float] | None) -> Image.I
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
-    """What is black and what white in grey of more than 8 bits: integers up to 65535 are 16-bit; floats up to
-    1 go from black to white; floats up to 255 are 8-bit values; others go from the least to the greatest."""
+    """The values of black and white in grey of more than 8 bits.
+
+    Integers up to 65535 are 16-bit. Floats up to 1 go from black to white, floats up to 255 are 8-bit values,
+    and others go from the least to the greatest.
+    """
     ends = [(values.min(), values.max()) for values in (np.asarray(band) for _, band in _bands(image))]
     low, high = float(np.min(ends)), float(np.max(ends))
     if not math.isfinite(low) or not math.isfinite(high):

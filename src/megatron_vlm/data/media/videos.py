@@ -57,7 +57,7 @@ class VideoRules:
 
 @dataclass
 class VideoPlan:
-    """What `decode_video` returns, without the pixels."""
+    """A video as `decode_video` returns it, without the pixels."""
 
     times: list[float]  # seconds from the first frame of the video to each chosen one
     size: tuple[int, int]  # width, height
@@ -87,7 +87,7 @@ def video_options(plans: list[VideoPlan]) -> dict[str, Any]:
 
 
 def outputs_of_plan(video_processor: Any, plan: VideoPlan) -> dict[str, Any]:
-    """What an HF video processor makes of frames without memory: so its own rules apply to their shape."""
+    """An HF video processor's outputs for frames without memory: its own rules apply to their shape."""
     width, height = plan.size
     frames = torch.empty((len(plan.times), 3, height, width), dtype=torch.uint8, device="meta")
     options = video_options([plan]) | {"input_data_format": "channels_first", "return_metadata": True}

@@ -77,7 +77,7 @@ def _is_lines(path: Path) -> bool:
 
 
 def _record(text: bytes) -> dict | None:
-    """What a text holds, if it is a record or a list of turns."""
+    """The content of a line, if it is a record or a list of turns."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

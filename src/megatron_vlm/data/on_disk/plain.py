@@ -121,10 +121,7 @@ OPENED: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
-    """What divides the columns of a text with a header, such as CSV, and its first rows; None for others.
-
-    At least half of the rows have a value for each column: `datasets` names one that has more.
-    """
+    """The separator of a text with a header, such as CSV, and its first rows; None for other texts."""
     with open_file(plain) as file:
         start = file.read(START)
     text = start.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")

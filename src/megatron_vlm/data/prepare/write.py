@@ -114,7 +114,7 @@ def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[Shar
 
 
 def _completed(jobs: Iterator[ShardJob], submit: Callable, wait_for_one: Callable, workers: int) -> Iterator:
-    """What `submit` gave for each job, once it is done; at most two jobs per worker are in flight."""
+    """Results of the jobs, once `submit` has them; at most two jobs per worker are in flight."""
     pending: list = []
     for job in itertools.chain(jobs, [None]):
         if job is not None:

@@ -59,7 +59,7 @@ class Numbered:
 
 
 class WholeTable(Numbered):
-    """What tables share if every row is in every epoch."""
+    """A table whose rows are all in every epoch."""
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:
         return np.arange(len(self))

@@ -1,4 +1,4 @@
-"""What some records of a source tell its user: what is not read, or not as it is written."""
+"""Tells a user by a source's first records what is not read, or not as it is written."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Record = tuple[dict, Path, dict, dict[str, list]]  # root of its media; what `no
 
 
 def first_words(table: Table | StreamedRows) -> Iterator[str]:
-    """What a user should know of each source by some of its records: media that are not read, and what is
-    read in another form than it is written. Of a stream nothing, as reading it would take its records."""
+    """Lines about each source by its first records: media that are not read, and what is read in another form
+    than it is written. There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:

@@ -105,7 +105,7 @@ def _refused(why: str) -> ConfigError:
 
 
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:
-    """What a chunk holds of its modules that are trained whole."""
+    """The weights in a chunk of modules that are trained whole."""
     saved = chunk.adapters.saved
     return ((saved[name], weight) for name, weight in named_weights(chunk) if name in saved)
 

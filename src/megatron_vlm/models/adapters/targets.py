@@ -127,7 +127,7 @@ def _check_ranks(ranks: list[int], sizes: list[tuple[int, int]]) -> None:
 
 
 def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, SavedModule]:
-    """By parameter, what is trained whole next to adapters, see `find_saved`."""
+    """The modules trained whole next to adapters, by parameter; see `find_saved`."""
     modules = hf_modules(description.hf_config)
     return find_saved(adapter.modules_to_save, modules, description.weight_map)
 

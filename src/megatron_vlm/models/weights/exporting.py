@@ -80,7 +80,7 @@ def hf_pieces(
     value: Callable[[Tensor], Tensor | None],
     collect: Collect,
 ) -> Iterator[TensorPiece]:
-    """What `hf_tensors` gives, before rows are joined; nothing on a rank where `collect` gives nothing."""
+    """Gives `hf_tensors` before rows are joined; nothing on a rank where `collect` gives nothing."""
     for chunk in chunks:
         for name, local in named_global_weights(chunk, value):
             rule, _ = find_rule(rules, name, files)

@@ -1,1 +1,1 @@
-"""What makes a step's gradients: a file for each objective that has a loss of its own."""
+"""Losses, which make a step's gradients: a file for each objective that has its own."""
