@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 import bench_step  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
-from megatron_vlm.models.families import FAMILIES  # noqa: E402
+from megatron_vlm.models.families import FAMILIES, describe  # noqa: E402
 from megatron_vlm.models.hf import load_config  # noqa: E402
 from megatron_vlm.models.layers.attention import Attend  # noqa: E402
 from megatron_vlm.models.layers.fused import compiled_on  # noqa: E402
@@ -259,7 +259,8 @@ def planned_bytes(path: Path, tokens: int, images: int) -> float:
 
 def fullest(config: RunConfig, path: Path) -> float:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return max(stage.memory - RESERVE for stage in make_plan(config, load_config(path), 1).stages)
+    plan = make_plan(config, describe(load_config(path)), 1)
+    return max(stage.memory - RESERVE for stage in plan.stages)
 
 
 PARTS = {"kernels": kernels, "parity": parity_rows, "speed": speed, "step": step, "memory": memory}

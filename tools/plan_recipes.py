@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import ParallelConfig, fewest_processes
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import load_recipe
@@ -23,7 +24,7 @@ def planned(config: Path) -> dict:
     run = load_recipe(config.stem)(train_data_path="none://")
     hf_config, gpus = load_config(config), fewest_processes(run.parallel)
     hf_config.tie_word_embeddings &= config.stem not in UNTIED
-    plans = [make_plan(run, hf_config, gpus * times) for times in (1, 2, 4)]
+    plans = [make_plan(run, describe(hf_config), gpus * times) for times in (1, 2, 4)]
     return {
         "recipe": config.stem,
         "parameters": parameters(hf_config),

@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from transformers import PretrainedConfig
-
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
+from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
@@ -43,12 +42,12 @@ def main() -> None:
     old = json.loads(REPORT.read_text(encoding="utf-8")) if REPORT.exists() else []
     rows = {name: [row for row in old if row["model"] == name and name not in again] for name in models}
     for name in again or models:
-        runs, hf_config = runs_of(name)
+        runs, description = runs_of(name)
         if plans_alone:
-            rows[name] = [planned_again(row, runs[row["trained"]], hf_config) for row in rows[name]]
+            rows[name] = [planned_again(row, runs[row["trained"]], description) for row in rows[name]]
             continue
         began = time.monotonic()
-        for row in missing_rows(name, runs, hf_config, rows[name]):
+        for row in missing_rows(name, runs, description, rows[name]):
             rows[name].append(row)
             write(rows)
             print(f"{words(row)}; {time.monotonic() - began:.0f} s", flush=True)
@@ -66,56 +65,56 @@ def words(row: dict) -> str:
     return f"{row['model']}, {row['trained']}, {row['case']}: {row['gpus']} GPUs, {row['layout']}: {memory}"
 
 
-def runs_of(name: str) -> tuple[dict[str, RunConfig], PretrainedConfig]:
+def runs_of(name: str) -> tuple[dict[str, RunConfig], Description]:
     """The recipe, and the same with adapters: by a file of recipes/, or as those files are."""
-    run, hf_config = opened(name, name)
+    run, description = opened(name, name)
     lora, file = apply_overrides(run, ALONE | LORA), ROOT / "recipes" / f"{name}_lora.yaml"
     if file.exists():
         lora = compose(file=file, arguments={"train_data_path": "none://"})
-    return {"full": run, "lora": lora}, hf_config
+    return {"full": run, "lora": lora}, description
 
 
 def missing_rows(
-    name: str, runs: dict[str, RunConfig], hf_config: PretrainedConfig, rows: list[dict]
+    name: str, runs: dict[str, RunConfig], description: Description, rows: list[dict]
 ) -> Iterator[dict]:
     """The rows of a model that are not in `rows`, to which each is added before the next is made."""
-    about = {"model": name, "parameters": parameters(hf_config)}
+    about = {"model": name, "parameters": parameters(description.hf_config)}
     have = {(row["trained"], row["case"]) for row in rows}
     for trained, recompute in ON_ONE:
         case = {"trained": trained, "case": f"one GPU, recompute {recompute}"}
         if tuple(case.values()) not in have:
             run = apply_overrides(runs[trained], ALONE | {"model.recompute": recompute})
-            yield about | case | rehearsed(make_plan(run, hf_config, 1), hf_config)
+            yield about | case | rehearsed(make_plan(run, description, 1))
     own = fewest_processes(runs["lora"].parallel)
     if own > 1 and ("lora", "recipe") not in have:
-        plan = make_plan(runs["lora"], hf_config, own)
-        yield about | {"trained": "lora", "case": "recipe"} | rehearsed(plan, hf_config)
+        plan = make_plan(runs["lora"], description, own)
+        yield about | {"trained": "lora", "case": "recipe"} | rehearsed(plan)
     for capacity in CAPACITIES:
         for trained, run in runs.items():
             alone = [row["memory"] for row in rows if row["trained"] == trained and row["gpus"] == 1]
             case = {"trained": trained, "case": f"fewest of {capacity} GB"}
             if min(alone) > capacity * 1e9 and tuple(case.values()) not in have:
                 held = about["parameters"] * BYTES[trained]
-                yield about | case | fewest(run, hf_config, capacity * 1e9, held)
+                yield about | case | fewest(run, description, capacity * 1e9, held)
 
 
-def fewest(run: RunConfig, hf_config: PretrainedConfig, capacity: float, held: float) -> dict:
+def fewest(run: RunConfig, description: Description, capacity: float, held: float) -> dict:
     """On the least power of two of GPUs whose plan and rehearsal say that they hold it. The model alone takes
     `held` bytes."""
     for gpus in (1 << power for power in range(1, 10)):
         enough = gpus * capacity >= held
-        plans = enough and planned_layouts(with_batch(run, gpus), hf_config, gpus, capacity, Gpu())
+        plans = enough and planned_layouts(with_batch(run, gpus), description, gpus, capacity, Gpu())
         for _, plan in (plans or [])[:MOST_REHEARSED]:
-            row = rehearsed(plan, hf_config)
+            row = rehearsed(plan)
             if row["memory"] <= capacity:
                 return row
     raise SystemExit(f"{run.name}: no layout of up to {gpus} GPUs holds it")
 
 
-def rehearsed(plan: MemoryPlan, hf_config: PretrainedConfig) -> dict:
+def rehearsed(plan: MemoryPlan) -> dict:
     """The numbers of the stage that has the most by the plan, on its first rank."""
     run, stage = plan.config, plan.fullest
-    one = rehearse(run, hf_config, plan.gpus, stage * plan.gpus // run.parallel.pp)
+    one = rehearse(run, plan.description, plan.gpus, stage * plan.gpus // run.parallel.pp)
     return {
         "settings": {key: value for key, value in all_settings(run) if key in SETTLED},
         "layout": layout(run),
@@ -129,8 +128,8 @@ def rehearsed(plan: MemoryPlan, hf_config: PretrainedConfig) -> dict:
     }
 
 
-def planned_again(row: dict, run: RunConfig, hf_config: PretrainedConfig) -> dict:
-    plan = make_plan(apply_overrides(run, row["settings"]), hf_config, row["gpus"])
+def planned_again(row: dict, run: RunConfig, description: Description) -> dict:
+    plan = make_plan(apply_overrides(run, row["settings"]), description, row["gpus"])
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
 

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 
-from transformers import PretrainedConfig
-
 from megatron_vlm.config import RunConfig, derived, fewest_processes, missing_settings
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
@@ -38,26 +38,26 @@ def main() -> None:
     rows = {name: [row for row in old if row["recipe"] == name] for name in models}
     plans_alone = sys.argv[1:] == ["--plans"]
     for name in list(models) if plans_alone else sys.argv[1:] or list(models):
-        run, hf_config = opened(name, models[name])
+        run, description = opened(name, models[name])
         if plans_alone:
-            rows[name] = [planned_again(row, run, hf_config) for row in rows[name]]
+            rows[name] = [planned_again(row, run, description) for row in rows[name]]
         else:
-            rows[name] = list(rehearsed(name, run, hf_config))
+            rows[name] = list(rehearsed(name, run, description))
         text = json.dumps([row for of in rows.values() for row in of], indent=1, ensure_ascii=False)
         REPORT.write_text(text + "\n", encoding="utf-8")
 
 
-def opened(name: str, model: str) -> tuple[RunConfig, PretrainedConfig]:
+def opened(name: str, model: str) -> tuple[RunConfig, Description]:
     file = ROOT / "recipes" / f"{name}.yaml"
     run = compose(file=file) if name in LONG else compose(recipe=name)
     run = apply_overrides(run, dict.fromkeys(missing_settings(run), "none://"))
     hf_config = load_config(CONFIGS / f"{model}.json")
     hf_config.tie_word_embeddings &= model not in UNTIED
-    return run, hf_config
+    return run, describe(hf_config)
 
 
-def planned_again(row: dict, run: RunConfig, hf_config: PretrainedConfig) -> dict:
-    plan = make_plan(with_batch(run, row["gpus"]), hf_config, row["gpus"])
+def planned_again(row: dict, run: RunConfig, description: Description) -> dict:
+    plan = make_plan(with_batch(run, row["gpus"]), description, row["gpus"])
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
 
@@ -65,11 +65,11 @@ def over(plan: MemoryPlan, stage: int, peak: int) -> float:
     return round((plan.stages[stage].memory - RESERVE) / peak, 3)
 
 
-def rehearsed(name: str, run: RunConfig, hf_config: PretrainedConfig) -> Iterator[dict]:
+def rehearsed(name: str, run: RunConfig, description: Description) -> Iterator[dict]:
     fewest = fewest_processes(run.parallel)
     for gpus in sorted({fewest, *(n for n in GPUS if n % fewest == 0)}):
         began = time.monotonic()
-        yield from rows_of(name, with_batch(run, gpus), hf_config, gpus)
+        yield from rows_of(name, with_batch(run, gpus), description, gpus)
         print(f"{name} on {gpus}: {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -83,9 +83,9 @@ def with_batch(run: RunConfig, gpus: int) -> RunConfig:
     return run
 
 
-def rows_of(name: str, run: RunConfig, hf_config: PretrainedConfig, gpus: int) -> Iterator[dict]:
-    plan = make_plan(run, hf_config, gpus)
-    ranks = [rehearse(run, hf_config, gpus, rank) for rank in representatives(plan)]
+def rows_of(name: str, run: RunConfig, description: Description, gpus: int) -> Iterator[dict]:
+    plan = make_plan(run, description, gpus)
+    ranks = [rehearse(run, description, gpus, rank) for rank in representatives(plan)]
     step = step_time(ranks, Gpu(), plan.useful_flops)
     for one in ranks:
         exchanged: Counter[str] = Counter()

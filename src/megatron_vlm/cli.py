@@ -150,19 +150,19 @@ def plan(
     from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.planning.words import advice, describe
 
-    hf_config, assumed = look_at(config.model.hf_path)
-    made = make_plan(config, hf_config, gpus or configs.fewest_processes(config.parallel))
+    description, assumed = look_at(config.model.hf_path)
+    made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
     typer.echo(describe(made))
     if assumed:
         typer.echo(assumed)
-    for line in advice(made, hf_config, gpu_memory * 1e9):
+    for line in advice(made, gpu_memory * 1e9):
         typer.echo(line)
     if rehearse or search:
         from megatron_vlm.planning.rehearsed_words import rehearsed, searched
 
-        for line in rehearsed(made, hf_config, rank, gpu or []) if rehearse else ():
+        for line in rehearsed(made, rank, gpu or []) if rehearse else ():
             typer.echo(line)
-        for line in searched(made, hf_config, gpu_memory * 1e9, gpu or []) if search else ():
+        for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
             typer.echo(line)
 
 

@@ -12,6 +12,7 @@ from sources import write_sharegpt
 from megatron_vlm.commands.proposing import memory_of_gpus, source_settings
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.planning.plan import make_plan
@@ -22,9 +23,9 @@ H100 = 80 * 10**9
 
 @functools.cache  # the search for a layout takes seconds
 def proposal(model: str, gpus: int, **said) -> Proposal:
-    hf_config = load_config(CONFIGS / f"{model}.json")
+    description = describe(load_config(CONFIGS / f"{model}.json"))
     own = {key.replace("__", "."): value for key, value in said.items()}
-    return propose(source_settings(f"google/{model}", ["pictures.jsonl"]), hf_config, [H100] * gpus, own)
+    return propose(source_settings(f"google/{model}", ["pictures.jsonl"]), description, [H100] * gpus, own)
 
 
 @pytest.mark.parametrize(("model", "gpus"), [("qwen3_vl_2b", 1), ("gemma3_vl_4b", 8), ("gemma3_vl_4b", 6)])
@@ -33,7 +34,8 @@ def test_a_layout_is_found_that_fits(model, gpus):
     config = made.config()
     validate(config, gpus)
     assert made.processes == gpus and config.model.dtype == "bf16"
-    assert make_plan(config, load_config(CONFIGS / f"{model}.json"), gpus).memory <= H100
+    description = describe(load_config(CONFIGS / f"{model}.json"))
+    assert make_plan(config, description, gpus).memory <= H100
     assert "that fit on" in made.reasons["parallel.tp"]
     assert config.train.global_batch_size % gpus == 0
 

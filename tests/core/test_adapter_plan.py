@@ -6,9 +6,10 @@ import json
 
 import pytest
 from places import CONFIGS, ROOT
-from transformers import PretrainedConfig
 
 from megatron_vlm.config import fewest_processes
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import RESERVE, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
@@ -19,8 +20,8 @@ WORST = 0.1  # between the planned and the rehearsed
 LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]
 
 
-def of_layers(count: int, model: str) -> PretrainedConfig:
-    """The published config, cut to its first layers, as is Gemma3's tower."""
+def of_layers(count: int, model: str) -> Description:
+    """The published model, cut to its first layers, as is Gemma3's tower."""
     hf_config = load_config(CONFIGS / f"{model}.json")
     if model.startswith("gemma3"):
         hf_config.vision_config.num_hidden_layers = count
@@ -28,7 +29,7 @@ def of_layers(count: int, model: str) -> PretrainedConfig:
     text.num_hidden_layers = count
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:count]
-    return hf_config
+    return describe(hf_config)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,11 @@ def test_what_is_trained_is_what_adapters_hold(settings, trained):
     """Of the first six layers, the last of which has no window."""
     file = ROOT / "recipes/gemma3_vl_4b_lora.yaml"
     run = compose(file=file, settings=settings, arguments={"train_data_path": "none://"})
-    hf_config = of_layers(6, "gemma3_vl_4b")
+    description = of_layers(6, "gemma3_vl_4b")
     gpus = run.parallel.tp
-    [stage] = make_plan(run, hf_config, gpus).stages
+    [stage] = make_plan(run, description, gpus).stages
     assert (stage.gradients, stage.optimizer) == (4 * trained, 12 * trained)
-    rehearsed = rehearse(run, hf_config, gpus, 0)
+    rehearsed = rehearse(run, description, gpus, 0)
     assert rehearsed.gradients == pytest.approx(stage.gradients, rel=1e-3)  # buffers are padded
     assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)
 
@@ -73,9 +74,9 @@ def test_activations_without_recomputation_are_those_of_the_rehearsal(recipe, se
         settings=["recompute=none", *settings],
         arguments={"train_data_path": "none://"},
     )
-    hf_config = of_layers(4, recipe)
-    [stage] = make_plan(run, hf_config, 1).stages
-    assert stage.activations == pytest.approx(rehearse(run, hf_config, 1).activations, rel=WORST)
+    description = of_layers(4, recipe)
+    [stage] = make_plan(run, description, 1).stages
+    assert stage.activations == pytest.approx(rehearse(run, description, 1).activations, rel=WORST)
 
 
 def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
@@ -107,10 +108,10 @@ def test_a_rank_holds_adapters_of_its_experts_alone():
     experts = ["adapter.target_parameters=[experts.gate_up_proj,experts.down_proj]"]
     settings = ["ep=2", *experts, "adapter.target_modules=[]"]
     run = compose(file=file, settings=settings, arguments={"train_data_path": "none://"})
-    hf_config = of_layers(8, "qwen3_vl_30b_a3b")
+    description = of_layers(8, "qwen3_vl_30b_a3b")
     trained = 8 * 64 * 16 * (2048 + 2 * 768 + 768 + 2048)
-    [stage] = make_plan(run, hf_config, 2).stages
+    [stage] = make_plan(run, description, 2).stages
     assert (stage.gradients, stage.optimizer) == (4 * trained, 12 * trained)
-    rehearsed = rehearse(run, hf_config, 2, 0)
+    rehearsed = rehearse(run, description, 2, 0)
     assert rehearsed.gradients == pytest.approx(stage.gradients, rel=1e-3)  # buffers are padded
     assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)

@@ -183,16 +183,17 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
     from megatron_vlm.recipes import load_recipe
 
     hf_config = AutoConfig.from_pretrained(CONFIGS / "qwen3_vl_8b.json")
+    description = describe(hf_config)
     recipe = load_recipe("qwen3_vl_8b")
     with pytest.raises(ConfigError, match="does not divide 12 processes"):
-        make_plan(recipe(train_data_path="x", tp=8), hf_config, 12)
+        make_plan(recipe(train_data_path="x", tp=8), description, 12)
     with pytest.raises(ValueError, match="tp = 16 does not divide the model's 8 key/value heads"):
-        make_plan(recipe(train_data_path="x", tp=16), hf_config, 16)
+        make_plan(recipe(train_data_path="x", tp=16), description, 16)
     with pytest.raises(ValueError, match="64 stages are more than the model's 36 layers; lower pp or vpp"):
-        make_plan(recipe(train_data_path="x", tp=1, pp=32, vpp=2), hf_config, 32)
+        make_plan(recipe(train_data_path="x", tp=1, pp=32, vpp=2), description, 32)
     hf_config.text_config.num_attention_heads, hf_config.text_config.num_key_value_heads = 36, 3
     with pytest.raises(ValueError, match="tp = 2 does not divide the model's 3 key/value heads; change tp"):
-        make_plan(recipe(train_data_path="x", tp=2), hf_config, 2)
+        make_plan(recipe(train_data_path="x", tp=2), description, 2)
 
 
 @pytest.mark.parametrize("settings", [{"parallel.ep": 2}, {"model.load_balancing": 0.1}])
@@ -202,7 +203,7 @@ def test_what_is_for_experts_is_refused_for_a_model_without(settings):
     config = apply_overrides(load_recipe("gemma3_vl_4b")(train_data_path="x", tp=1), settings)
     hf_config = AutoConfig.from_pretrained(CONFIGS / "gemma3_vl_4b.json")
     with pytest.raises(ConfigError, match=f"{next(iter(settings))}: is for experts, and this model has none"):
-        make_plan(config, hf_config, 2)
+        make_plan(config, describe(hf_config), 2)
 
 
 def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():
@@ -215,8 +216,9 @@ def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():
     hf_config = AutoConfig.from_pretrained(CONFIGS / "internvl35_8b.json")
     hf_config.text_config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}
     recipe, most = load_recipe("internvl35_8b"), hf_config.text_config.max_position_embeddings
-    assert make_plan(recipe(train_data_path="x", seq_length=most), hf_config, 4).stages
+    description = describe(hf_config)
+    assert make_plan(recipe(train_data_path="x", seq_length=most), description, 4).stages
     with pytest.raises(ValueError, match=f"data.seq_length has {most + 1} tokens, .* = {most}:"):
-        make_plan(recipe(train_data_path="x", seq_length=most + 1), hf_config, 4)
+        make_plan(recipe(train_data_path="x", seq_length=most + 1), description, 4)
     with pytest.raises(ValueError, match="a document has 9 tokens"):
         check_positions(8, 8)

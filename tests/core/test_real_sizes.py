@@ -68,6 +68,7 @@ RECIPES = [pytest.param(name, names, marks=pytest.mark.long) for names in (OFTEN
 
 def count(recipe: str, config: str, untied: bool) -> dict:
     from megatron_vlm.config import fewest_processes
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.recipes import load_recipe
@@ -76,7 +77,7 @@ def count(recipe: str, config: str, untied: bool) -> dict:
     hf_config.tie_word_embeddings &= not untied
     processes = fewest_processes(run.parallel)
     counts = list(filter(None, (count_on(rank, processes, run, hf_config) for rank in range(processes))))
-    plan = make_plan(run, hf_config, processes)
+    plan = make_plan(run, describe(hf_config), processes)
     return {
         "total": sum(total for total, _, _ in counts),
         "held": [held for _, held, _ in counts],

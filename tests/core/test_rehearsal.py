@@ -111,10 +111,11 @@ def real_step(run: RunConfig, hf_config) -> dict:
 
 
 def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
+    from megatron_vlm.models.families import describe
     from megatron_vlm.planning.rehearsal import rehearse
 
     run.model.load_weights = True  # pairs need it
-    one = rehearse(run, hf_config, 2, rank)
+    one = rehearse(run, describe(hf_config), 2, rank)
     return {
         "peak": one.peak,
         "held": one.weights + one.gradients + one.optimizer,
@@ -164,17 +165,18 @@ def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
 
 def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
     """All else is exchanged by training without adapters, too, and at most as often."""
+    from megatron_vlm.models.families import describe
     from megatron_vlm.planning.rehearsal import rehearse
 
-    hf_config, calls = config_of("gemma3"), {}
+    description, calls = describe(config_of("gemma3")), {}
     for r in (0, 4):
         run = run_of(ParallelConfig(tp=2))
         run.model.load_weights, run.adapter.r = True, r
-        found = rehearse(run, hf_config, 2).micro_batch.collectives
+        found = rehearse(run, description, 2).micro_batch.collectives
         calls[r] = {(call.kind, call.nbytes): count for call, count in found.items() if call.group == "tp"}
     assert all(calls[4].get(call, 0) <= count for call, count in calls[0].items())
     more = {call: count for call, count in calls[4].items() if call not in calls[0]}
-    linears = 7 * hf_config.text_config.num_hidden_layers
+    linears = 7 * description.text.num_hidden_layers
     for kind in ("allgather_base", "reduce_scatter_base"):
         sent = sum(nbytes * count for (each, nbytes), count in more.items() if each == kind)
         assert sent == linears * 2 * 256 * 4 * 4, kind  # of two rows, in fp32
@@ -182,14 +184,15 @@ def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapter
 
 
 def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
+    from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import RESERVE, make_plan
     from megatron_vlm.planning.rehearsal import rehearse
     from megatron_vlm.recipes import load_recipe
 
-    run, hf_config = load_recipe(recipe)(train_data_path="none"), load_config(path)
+    run, description = load_recipe(recipe)(train_data_path="none"), describe(load_config(path))
     gpus = run.parallel.model_size
-    return make_plan(run, hf_config, gpus).memory - RESERVE, rehearse(run, hf_config, gpus).peak
+    return make_plan(run, description, gpus).memory - RESERVE, rehearse(run, description, gpus).peak
 
 
 def test_a_plan_has_the_memory_of_the_rehearsal():
@@ -241,10 +244,11 @@ def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
 
 
 def test_a_rank_beyond_the_gpus_is_refused():
+    from megatron_vlm.models.families import describe
     from megatron_vlm.planning.rehearsal import rehearse
 
     with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
-        rehearse(run_of(ParallelConfig(tp=2)), config_of("gemma3"), 2, rank=2)
+        rehearse(run_of(ParallelConfig(tp=2)), describe(config_of("gemma3")), 2, rank=2)
 
 
 def test_an_unknown_number_of_the_gpu_is_refused():

@@ -325,7 +325,7 @@ def test_tied_is_what_transformers_makes_of_flag_and_weights(sources, kind):
     model = loaded_by_transformers(sources[kind])
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == TIED[kind]
     assert open_source(sources[kind]).description.hf_config.tie_word_embeddings == TIED[kind]
-    assert look_at(sources[kind])[0].tie_word_embeddings == TIED[kind]
+    assert look_at(sources[kind])[0].hf_config.tie_word_embeddings == TIED[kind]
 
 
 @pytest.mark.parametrize(("layout", "kind"), often(TIED_CELLS))

@@ -60,10 +60,11 @@ def recipe_for(
     gpus = memory_of_gpus()
     check_gpus(nproc or 1, len(gpus))
     with _gpus_hidden():  # before torch is imported: Megatron would use what it sees
+        from megatron_vlm.models.families import describe
         from megatron_vlm.models.hf import load_config
         from megatron_vlm.planning.proposal import propose
 
-        proposal = propose(source, load_config(model), gpus, own, nproc)
+        proposal = propose(source, describe(load_config(model)), gpus, own, nproc)
     config = proposal.config()
     text = proposal.to_yaml(shlex.join(["megatron-vlm", *sys.argv[1:]]))
     check(config, proposal.processes)

@@ -82,19 +82,19 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
 
 
 @reading("path")
-def look_at(path: str | Path) -> tuple[Any, str | None]:
-    """(config, what was assumed about the weights), without fetching any weights; for `plan`."""
-    hf_config = load_config(path)
-    description = describe(hf_config)
+def look_at(path: str | Path) -> tuple[Description, str | None]:
+    """(description, what was assumed about the weights), without fetching any weights; for `plan`."""
+    description = describe(load_config(path))
+    hf_config = description.hf_config
     if Path(path).is_dir() and has_weights(Path(path)):
         hf_config.tie_word_embeddings = are_tied(description.weight_map, Path(path))
     elif hf_config.tie_word_embeddings:
-        return hf_config, (
+        return description, (
             "Assumed, as the weights were not read: the output layer is the embedding, which config.json "
             "does not deny. If they hold another one, the model has "
             f"{hf_config.text_config.vocab_size * hf_config.text_config.hidden_size:,} parameters more."
         )
-    return hf_config, None
+    return description, None
 
 
 @reading("folder")

@@ -8,7 +8,6 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
@@ -18,7 +17,6 @@ from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.adapters import settled
 from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
@@ -85,6 +83,7 @@ class Stage:
 @dataclass(frozen=True)
 class MemoryPlan:
     config: RunConfig
+    description: Description
     gpus: int
     stages: tuple[Stage, ...]
     image: costs.ImageCost
@@ -123,13 +122,14 @@ class KnownCosts:
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
 
 
-def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: KnownCosts | None = None) -> MemoryPlan:
+def make_plan(
+    config: RunConfig, description: Description, gpus: int, known: KnownCosts | None = None
+) -> MemoryPlan:
     """The plan of a valid configuration on `gpus` GPUs. Plans that share `known` are made faster.
 
     Raises ConfigError or ValueError that says what to change if the layout does not divide GPUs or model.
     """
     validate(config, gpus)
-    description = describe(hf_config)
     architecture = description.architecture
     known = known or KnownCosts()
     image = known.image = known.image or costs.image_cost(config, description)
@@ -159,6 +159,7 @@ def make_plan(config: RunConfig, hf_config: Any, gpus: int, known: KnownCosts | 
     useful = language_model - again * layers + (tower - of_tower) * an_image
     return MemoryPlan(
         config=config,
+        description=description,
         gpus=gpus,
         stages=stages,
         image=image,

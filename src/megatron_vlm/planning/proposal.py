@@ -12,6 +12,7 @@ import yaml
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.search import planned_layouts
@@ -53,7 +54,7 @@ class Proposal:
 
 def propose(
     source: Mapping[str, Any],
-    hf_config: Any,
+    description: Description,
     gpus: Sequence[int],
     said: Mapping[str, Any],
     processes: int | None = None,
@@ -70,7 +71,7 @@ def propose(
         "name": (name, ""),
         "run_dir": (f"runs/{name}", "here the run lives, and from here it goes on if started again"),
         **{key: (value, "") for key, value in source.items()},
-        "model.hf_path": (model, f"{hf_config.model_type}, as its config.json says"),
+        "model.hf_path": (model, f"{description.model_type}, as its config.json says"),
     }
     processes = processes or len(gpus) or 1
     if not gpus:
@@ -87,7 +88,7 @@ def propose(
         found["train.eval_every"] = STEPS_BETWEEN_SAVES, "and at the end"
     found |= {key: (value, "") for key, value in said.items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):
-        found |= _layout({key: value for key, (value, _) in found.items()}, hf_config, gpus, processes)
+        found |= _layout({key: value for key, (value, _) in found.items()}, description, gpus, processes)
     values = {key: value for key, (value, _) in found.items()}
     config = dict(all_settings(apply_overrides(RunConfig(), values)))  # of the settings' own types
     given = dict.fromkeys(_setting(key, config) for key in found)
@@ -104,17 +105,17 @@ def _setting(key: str, config: Mapping[str, Any]) -> str:
 
 
 def _layout(
-    settings: Mapping[str, Any], hf_config: Any, gpus: Sequence[int], processes: int
+    settings: Mapping[str, Any], description: Description, gpus: Sequence[int], processes: int
 ) -> dict[str, tuple[Any, str]]:
     """The settings of the quickest layout that fits, by its plan."""
     config = begun(apply_overrides(RunConfig(), settings))
     capacity = min(gpus)
     there = f"{processes} GPUs" if processes > 1 else "a GPU"
     there += f" of {readable_size(capacity)}"
-    plans = planned_layouts(config, hf_config, processes, capacity, Gpu())
+    plans = planned_layouts(config, description, processes, capacity, Gpu())
     if not plans:
-        plan = make_plan(config, hf_config, processes)
-        ways = [f"{change} on {plan.gpus} GPUs" for change, plan in ways_to_fit(plan, hf_config, capacity)]
+        plan = make_plan(config, description, processes)
+        ways = [f"{change} on {plan.gpus} GPUs" for change, plan in ways_to_fit(plan, capacity)]
         raise ConfigError(
             f"--model: all of {printable(config.model.hf_path)} cannot be trained on {there}, as it needs "
             f"{readable_size(plan.memory)}. Try {' or '.join(ways[:2]) or 'more GPUs'}; or train "

@@ -20,7 +20,6 @@ from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import ConfigError, RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.families import describe
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.work import costs
@@ -85,7 +84,7 @@ class Rehearsal:
             yield from ((what, count * times) for what, count in seen.items() if isinstance(what, kind))
 
 
-def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Rehearsal:
+def rehearse(config: RunConfig, description: Description, gpus: int, rank: int = 0) -> Rehearsal:
     """A step of `rank` among `gpus` processes, after one in which the optimizer's state was made.
 
     Rows are full: one sample each, whose documents are of one length, with `data.visual_share` of the
@@ -101,7 +100,6 @@ def rehearse(config: RunConfig, hf_config: Any, gpus: int, rank: int = 0) -> Reh
     if torch.cuda.is_available():
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
     config = _as_on_a_gpu(config)
-    description = describe(hf_config)
     with (
         setup.pretended(config.parallel, gpus, rank),
         cpu.standing_in(META),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
@@ -31,14 +30,14 @@ def gpu_with(settings: Sequence[str]) -> Gpu:
     return gpu
 
 
-def rehearsed(plan: MemoryPlan, hf_config: Any, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
+def rehearsed(plan: MemoryPlan, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
     """Lines about what each rank holds, sends and does in a real step, beside the plan; and its time."""
     gpu = gpu_with(settings)
     yield ""
     ranks = representatives(plan) if rank is None else [rank]
     found = []
     for number in ranks:
-        found.append(rehearse(plan.config, hf_config, plan.gpus, number))
+        found.append(rehearse(plan.config, plan.description, plan.gpus, number))
         yield from _of_rank(found[-1], plan)
     yield from _of_step(step_time(found, gpu, plan.useful_flops), gpu)
 
@@ -73,14 +72,14 @@ def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
     )
 
 
-def searched(plan: MemoryPlan, hf_config: Any, capacity: float, settings: Sequence[str]) -> Iterator[str]:
+def searched(plan: MemoryPlan, capacity: float, settings: Sequence[str]) -> Iterator[str]:
     """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
     gpu = gpu_with(settings)
     yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
-    plans = planned_layouts(plan.config, hf_config, plan.gpus, capacity, gpu)
+    plans = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu)
     yield f"{len(plans)} fit by their plans; the best are rehearsed:"
     best: list[Found] = []
-    for one in rehearse_all(plans, hf_config, gpu):
+    for one in rehearse_all(plans, gpu):
         best.append(one)
         memory = f"{one.memory / 1e9:.0f} GB" + ("" if one.memory <= capacity else ", which does not fit")
         yield f"  {' '.join(one.settings)}: {one.time.seconds:.2f} s, {one.time.utilisation:.0%}, {memory}"

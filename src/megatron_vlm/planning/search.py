@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models.attention_sizes import all_heads
-from megatron_vlm.models.families import describe
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
@@ -37,7 +36,7 @@ class Found:
 
 
 def planned_layouts(
-    config: RunConfig, hf_config: Any, gpus: int, capacity: float, gpu: Gpu
+    config: RunConfig, description: Description, gpus: int, capacity: float, gpu: Gpu
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
@@ -45,22 +44,24 @@ def planned_layouts(
     """
     known = KnownCosts()
     found = []
-    for settings in _layouts(config, hf_config, gpus, gpu):
+    for settings in _layouts(config, description, gpus, gpu):
         try:
-            plan = make_plan(apply_overrides(config, settings), hf_config, gpus, known)
+            plan = make_plan(apply_overrides(config, settings), description, gpus, known)
         except ValueError:
             continue  # it does not divide GPUs, model or batch
         if plan.memory <= capacity:
-            found.append((planned_seconds(plan, hf_config, gpu), settings, plan))
+            found.append((planned_seconds(plan, gpu), settings, plan))
     return [(settings, plan) for _, settings, plan in sorted(found, key=lambda each: each[0])]
 
 
 def rehearse_all(
-    plans: list[tuple[tuple[str, ...], MemoryPlan]], hf_config: Any, gpu: Gpu, most: int = MOST_REHEARSED
+    plans: list[tuple[tuple[str, ...], MemoryPlan]], gpu: Gpu, most: int = MOST_REHEARSED
 ) -> Iterator[Found]:
     """The first of the planned layouts, rehearsed one after the other."""
     for settings, plan in plans[:most]:
-        ranks = tuple(rehearse(plan.config, hf_config, plan.gpus, rank) for rank in representatives(plan))
+        ranks = tuple(
+            rehearse(plan.config, plan.description, plan.gpus, rank) for rank in representatives(plan)
+        )
         yield Found(settings, plan, ranks, step_time(ranks, gpu, plan.useful_flops))
 
 
@@ -71,8 +72,8 @@ def representatives(plan: MemoryPlan) -> list[int]:
     return [stage * plan.gpus // pp for stage in sorted({0, pp - 1, plan.fullest, busiest})]
 
 
-def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
-    experts = SIZES if describe(hf_config).has_experts else (1,)
+def _layouts(config: RunConfig, description: Description, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
+    experts = SIZES if description.has_experts else (1,)
     sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
         fits = tp <= gpu.per_node and gpus % (tp * pp * cp) == 0 and gpus % (pp * ep) == 0
@@ -82,10 +83,10 @@ def _layouts(config: RunConfig, hf_config: Any, gpus: int, gpu: Gpu) -> Iterator
             yield (*(f"parallel.{k}={v}" for k, v in layout.items()), f"model.recompute={recompute}")
 
 
-def planned_seconds(plan: MemoryPlan, hf_config: Any, gpu: Gpu) -> float:
+def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
     parallel = plan.config.parallel
-    architecture = describe(hf_config).architecture
+    architecture = plan.description.architecture
     busiest = max(plan.stages, key=lambda stage: stage.flops)
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
     value = DTYPES[plan.config.model.dtype].itemsize

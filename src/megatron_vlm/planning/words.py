@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
 
 from megatron_vlm.config import RunConfig, derived, fewest_processes
 from megatron_vlm.models.work import costs
@@ -16,14 +15,14 @@ MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to chan
 # --- advice ----------------------------------------------------------------------------------------------
 
 
-def ways_to_fit(plan: MemoryPlan, hf_config: Any, capacity: float) -> list[tuple[str, MemoryPlan]]:
+def ways_to_fit(plan: MemoryPlan, capacity: float) -> list[tuple[str, MemoryPlan]]:
     """Changes with which the fullest rank fits into `capacity` bytes, and their plans.
 
     These are single changes; if no single one is enough, pairs; empty if no pair is enough.
     """
     changes = list(_changes(plan.config))
     for together in (1, 2):
-        tried = ((pair, _changed(plan, pair, hf_config)) for pair in combinations(changes, together))
+        tried = ((pair, _changed(plan, pair)) for pair in combinations(changes, together))
         found = [(" ".join(pair), other) for pair, other in tried if other and other.memory <= capacity]
         if found:
             return found
@@ -44,12 +43,13 @@ def _changes(config: RunConfig) -> Iterator[str]:
     yield f"data.seq_length={config.data.seq_length // 2}"
 
 
-def _changed(plan: MemoryPlan, settings: tuple[str, ...], hf_config: Any) -> MemoryPlan | None:
+def _changed(plan: MemoryPlan, settings: tuple[str, ...]) -> MemoryPlan | None:
     """The plan with other settings, on more GPUs if they need more; None if nothing divides."""
     config = apply_overrides(plan.config, settings)
     fewest = fewest_processes(config.parallel)
     try:
-        return make_plan(config, hf_config, -(-plan.gpus // fewest) * fewest, KnownCosts(plan.image))
+        gpus = -(-plan.gpus // fewest) * fewest
+        return make_plan(config, plan.description, gpus, KnownCosts(plan.image))
     except ValueError:
         return None
 
@@ -118,14 +118,14 @@ def _flops(count: float) -> str:
     return f"{count / 1e9:.1f} GFLOP"
 
 
-def advice(plan: MemoryPlan, hf_config: Any, capacity: float) -> Iterator[str]:
+def advice(plan: MemoryPlan, capacity: float) -> Iterator[str]:
     """First whether the fullest rank fits into `capacity` bytes, then what to change, a line each."""
     need = f"{plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
     if plan.memory <= capacity:
         yield f"It fits: the fullest rank, of stage {plan.fullest}, needs {need}."
     else:
         yield f"It does not fit: the fullest rank, of stage {plan.fullest}, needs {need}."
-        ways = ways_to_fit(plan, hf_config, capacity)
+        ways = ways_to_fit(plan, capacity)
         for change, other in ways:
             yield f"  {change}: {other.memory / 1e9:.0f} GB on {_gpus(other)}"
         if not ways:
