@@ -76,7 +76,7 @@ def test_every_frame_of_a_video_is_shown(fast):
 
 def test_rows_show_replies_as_trained_and_images_in_their_place(config):
     with training_data(config) as (data, read):
-        rows = [read(next(data.train_batches())) for _ in range(19)]
+        rows = [row for _ in range(19) for row in read(next(data.train_batches()))]
     assert len({row.documents[0].key for row in rows}) == 19
     images = 0
     for row in rows:

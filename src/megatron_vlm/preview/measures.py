@@ -31,7 +31,7 @@ GRANULARITY = 256  # tokens; a proposed seq_length is a multiple of this
 def preview_page(config: RunConfig, rows: int, shown: int) -> str:
     """HTML that shows the first rows of the run's training data as the model will see them."""
     with training_data(config) as (data, read):
-        found = [read(batch) for batch in _first(data, rows)]
+        found = [row for batch in _first(data, rows) for row in read(batch)]
         drops = _drops(data)
     title = f"{config.name}: {_paths(config)}"
     return page(title, to_yaml(config), found, shown, drops)
@@ -55,7 +55,7 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> t
                     f"replay: rank {row['rank']}, micro batch {row['micro_batch']} held {row['keys']}, "
                     f"{_paths(config)} now gives {batch['__key__']}; the dataset has changed."
                 )
-            found += read.rows(batch)
+            found += read(batch)
         changed = _changed_since_saved(config, data)
     title = f"{config.name}: step {step}" + (f"; {changed}" if changed else "")
     return page(title, to_yaml(config), found, len(found), []), changed

@@ -57,12 +57,7 @@ class RowReader:
         self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)
         self._description = source.description
 
-    def __call__(self, batch: Batch) -> Row:
-        """The row of the page that shows a batch's only row."""
-        (row,) = self.rows(batch)
-        return row
-
-    def rows(self, batch: Batch) -> list[Row]:
+    def __call__(self, batch: Batch) -> list[Row]:
         items = self._items(batch) if batch["visual_inputs"] is not None else []
         found = []
         rows, length = batch["input_ids"].shape
