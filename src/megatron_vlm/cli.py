@@ -10,43 +10,16 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
-from megatron_vlm.commands.arguments import (
-    Checkpoint,
-    ConfigFile,
-    Data,
-    DatasetType,
-    GpuNumbers,
-    Gpus,
-    Model,
-    Processes,
-    ProfiledSteps,
-    Recipe,
-    Settings,
-    TrainData,
-    ValidData,
-    check,
-    check_profile,
-    check_run_folder,
-    config_of_data,
-    config_of_run,
-    config_to_export,
-    configs_of_two,
-    image_of,
-    one_or_all,
-    refuse_both,
-    show,
-    writable_page,
-)
-from megatron_vlm.commands.asking import generate
+from megatron_vlm.commands import arguments
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.supported import refuse
+from megatron_vlm.supported import read_config
 
 app = typer.Typer(
     cls=Commands,
@@ -58,18 +31,18 @@ app = typer.Typer(
 
 @app.command()
 def train(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    file: ConfigFile = None,
-    dataset_type: DatasetType = None,
-    train_data_path: TrainData = None,
-    valid_data_path: ValidData = None,
-    hf_path: Checkpoint = None,
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    train_data_path: arguments.TrainData = None,
+    valid_data_path: arguments.ValidData = None,
+    hf_path: arguments.Checkpoint = None,
     run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
-    model: Model = None,
-    data: Data = None,
-    nproc: Processes = None,
-    profile: ProfiledSteps = 0,
+    model: arguments.Model = None,
+    data: arguments.Data = None,
+    nproc: arguments.Processes = None,
+    profile: arguments.ProfiledSteps = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
     """Train by a recipe, or --model on --data without one. In torchrun's processes, or here with --nproc.
@@ -77,32 +50,31 @@ def train(
     The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), which each
     step was trained on (batches/, see `replay`), and what --profile recorded (profile/).
     """
-    flags = {
-        "dataset_type": dataset_type,
-        "train_data_path": one_or_all(train_data_path),
-        "valid_data_path": one_or_all(valid_data_path),
-        "hf_path": hf_path,
-        "run_dir": run_dir,
-    }
-    arguments = {name: value for name, value in flags.items() if value is not None}
+    flags = arguments.given_flags(
+        dataset_type=dataset_type,
+        train_data_path=train_data_path,
+        valid_data_path=valid_data_path,
+        hf_path=hf_path,
+        run_dir=run_dir,
+    )
     if model or data:
         from megatron_vlm.commands.proposing import recipe_for
 
-        refuse_both(recipe, file)
-        file, nproc = recipe_for(model, data, settings or (), arguments, nproc, dry_run)
+        arguments.refuse_both(recipe, file)
+        file, nproc = recipe_for(model, data, settings or (), flags, nproc, dry_run)
         settings = None
-        arguments = {}
+        flags = {}
         if dry_run:
             return
-    config = recipe_table.compose(recipe, file, settings or (), arguments)
+    config = recipe_table.compose(recipe, file, settings or (), flags)
     if dry_run:
-        show(config, nproc or world_size())
+        arguments.show(config, nproc or world_size())
         return
-    check(config, nproc)
-    check_run_folder(config)
-    check_profile(config, profile)
+    arguments.check(config, nproc)
+    arguments.check_run_folder(config)
+    arguments.check_profile(config, profile)
     if nproc:
-        options = {"recipe": recipe, "config": file, **arguments, "profile": profile}
+        options = {"recipe": recipe, "config": file, **flags, "profile": profile}
         raise typer.Exit(start_ranks(nproc, "train", options, settings))
 
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
@@ -123,15 +95,15 @@ def recipes() -> None:
 
 @app.command()
 def plan(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    file: ConfigFile = None,
-    gpus: Gpus = None,
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    gpus: arguments.Gpus = None,
     gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
     rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
-    gpu: GpuNumbers = None,
+    gpu: arguments.GpuNumbers = None,
 ) -> None:
     """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
 
@@ -143,8 +115,7 @@ def plan(
     missing = configs.missing_settings(config)
     config = apply_overrides(config, dict.fromkeys(missing, "given later"))
     validate(config, gpus)
-
-    refuse(config.model.hf_path)
+    read_config(config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
     from megatron_vlm.planning.plan import make_plan
@@ -168,12 +139,12 @@ def plan(
 
 @app.command()
 def preview(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    file: ConfigFile = None,
-    dataset_type: DatasetType = None,
-    train_data_path: TrainData = None,
-    hf_path: Checkpoint = None,
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    train_data_path: arguments.TrainData = None,
+    hf_path: arguments.Checkpoint = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
     shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
@@ -182,8 +153,9 @@ def preview(
 
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
-    writable_page(output)
-    config = config_of_data(recipe, file, settings, dataset_type, train_data_path, hf_path)
+    arguments.check_page(output)
+    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
+    config = arguments.config_of_data(recipe, file, settings, flags)
 
     from megatron_vlm.preview.measures import preview_page
 
@@ -193,16 +165,17 @@ def preview(
 
 @app.command()
 def stats(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    file: ConfigFile = None,
-    dataset_type: DatasetType = None,
-    train_data_path: TrainData = None,
-    hf_path: Checkpoint = None,
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    train_data_path: arguments.TrainData = None,
+    hf_path: arguments.Checkpoint = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
 ) -> None:
     """Print how long the training data's samples are, and propose seq_length and max_patches."""
-    config = config_of_data(recipe, file, settings, dataset_type, train_data_path, hf_path)
+    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
+    config = arguments.config_of_data(recipe, file, settings, flags)
 
     from megatron_vlm.preview.measures import stats_text
 
@@ -212,14 +185,14 @@ def stats(
 @app.command()
 def replay(
     run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
-    settings: Settings = None,
+    settings: arguments.Settings = None,
     step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
     output: Annotated[Path | None, typer.Option(help="An HTML file to write, that shows them.")] = None,
 ) -> None:
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
     if output is not None:
-        writable_page(output)
-    config = config_of_run(run_dir, settings, None)
+        arguments.check_page(output)
+    config = arguments.config_of_run(run_dir, settings, None)
 
     from megatron_vlm.run_folder.batch_log import read_step
 
@@ -244,15 +217,15 @@ app.command()(compose)
 
 @app.command("import")
 def import_(
-    settings: Settings = None,
-    recipe: Recipe = None,
-    file: ConfigFile = None,
-    nproc: Processes = None,
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    nproc: arguments.Processes = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
     config = recipe_table.compose(recipe, file, settings or ())
-    check(config, nproc, needs_data=False)
-    check_run_folder(config)
+    arguments.check(config, nproc, needs_data=False)
+    arguments.check_run_folder(config)
     if nproc:
         options = {"recipe": recipe, "config": file}
         raise typer.Exit(start_ranks(nproc, "import", options, settings))
@@ -267,12 +240,12 @@ def import_(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
     output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; must not exist.")],
-    settings: Settings = None,
-    nproc: Processes = None,
+    settings: arguments.Settings = None,
+    nproc: arguments.Processes = None,
     adapter: bool = False,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
-    config = config_to_export(run_dir, output, adapter, settings, nproc)
+    config = arguments.config_to_export(run_dir, output, adapter, settings, nproc)
     if nproc:
         given = ["--adapter"] if adapter else []
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))
@@ -299,8 +272,8 @@ def verify(
 
     Both are computed in this process, one after the other. A run is its latest checkpoint.
     """
-    encoded = image_of(image) if image else None
-    config, other = configs_of_two(checked, source)
+    encoded = arguments.image_of(image) if image else None
+    config, other = arguments.configs_of_two(checked, source)
 
     from megatron_vlm.commands.verify import verify as compare
     from megatron_vlm.commands.verify import worst_tensors
@@ -315,7 +288,34 @@ def verify(
     raise typer.Exit(1)
 
 
-app.command()(generate)
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A run folder, or a Hugging Face folder or hub name.")],
+    question: Annotated[str, typer.Argument(help="The user's turn; <image> stands for each image.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image file; give one for each <image>.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token, else sampled.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Sample among the likeliest, which together have this.")
+    ] = 1.0,
+    answers: Annotated[int, typer.Option(min=1, help="So many sampled answers, a line between them.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
+) -> None:
+    """Ask a run's latest checkpoint, or a Hugging Face checkpoint, a question, in one process."""
+    if answers > 1 and not temperature:
+        raise configs.ConfigError(
+            f"--answers {answers}: at temperature 0 all are the same; add --temperature 1, or ask for one."
+        )
+    images = [arguments.image_of(path) for path in image or ()]
+    config = arguments.config_of_model(model)
+
+    from megatron_vlm.commands.runs import generate_from_run
+
+    sampling = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
+    found = generate_from_run(config, question, images, max_new_tokens, **sampling)
+    typer.echo(printable_lines("\n---\n".join(found)))
 
 
 def main() -> None:

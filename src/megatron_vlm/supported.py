@@ -61,17 +61,13 @@ QUANTISED = ("quantization_config", "compression_config", "quantization")
 _OWN_CODE = ", and code of the checkpoint's own (auto_map) is never run"
 
 
-def refuse(path: str | Path) -> None:
-    """Raise ConfigError with the reason if the config.json of a checkpoint says that it cannot be trained.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The config.json, unchanged, of a checkpoint that can be trained. Raises ConfigError with the reason if
+    it says that it cannot.
 
     `path` is a folder, a config.json, or a hub name, from which only config.json is fetched. Raises
     FileNotFoundError if there is none.
     """
-    read_config(path)
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """The config.json, unchanged, of a checkpoint that `refuse` lets pass; raises as it does."""
     config = any_config(path)
     if problem := _problem(config):
         raise ConfigError(f"checkpoint {printable(path)}: {problem}")
@@ -109,7 +105,7 @@ def config_file(path: str | Path) -> Path:
     return Path(_fetched(path, lambda name: hf_hub_download(name, CONFIG_FILE)))
 
 
-def resolve(path: str | Path, check: Callable[[str | Path], Any] = refuse) -> Path:
+def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) -> Path:
     """The folder of a checkpoint; a name that is not a folder is fetched from the Hugging Face hub.
 
     For a hub name, config.json is checked first: raises as `check` before anything else is fetched.

@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.supported import SUPPORTED, config_file, read_config, refuse, resolve
+from megatron_vlm.supported import SUPPORTED, config_file, read_config, resolve
 
 QWEN = {"model_type": "qwen2_5_vl", "vision_config": {}}
 SUPPORTED_TEXT = f"supported are {', '.join(sorted(SUPPORTED))}, with their vision towers."
@@ -80,7 +80,7 @@ def saved(folder: Path, config: object) -> Path:
 def test_refused_by_config_json_alone(tmp_path, kind):
     config, message = REFUSED[kind]
     with pytest.raises(ConfigError) as refused:
-        refuse(saved(tmp_path, config))
+        read_config(saved(tmp_path, config))
     text = str(refused.value)
     assert text.startswith(f"checkpoint {tmp_path}: ") and message in text and "\n" not in text
 
@@ -88,7 +88,7 @@ def test_refused_by_config_json_alone(tmp_path, kind):
 @pytest.mark.parametrize("text", ["{", "", "[" * 100_000, "\x00"])
 def test_what_is_not_json_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"config.json is not JSON \(.*\); download it again\.$"):
-        refuse(saved(tmp_path, text))
+        read_config(saved(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_values_that_transformers_cannot_take_are_refused_in_one_line(tmp_path, 
 
 def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json in this folder; give the folder of a"):
-        refuse(tmp_path)
+        read_config(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder$"):
-        refuse(tmp_path / "not-there")
+        read_config(tmp_path / "not-there")
 
 
 @pytest.mark.parametrize("how", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
@@ -138,7 +138,7 @@ def test_a_text_model_without_its_type_is_the_one_that_transformers_takes(tmp_pa
 
 def test_refusing_needs_neither_torch_nor_transformers(tmp_path):
     code = (
-        "import sys; from megatron_vlm.supported import refuse; refuse(sys.argv[1])\n"
+        "import sys; from megatron_vlm.supported import read_config; read_config(sys.argv[1])\n"
         "sys.exit(any(heavy in sys.modules for heavy in ('torch', 'transformers', 'numpy', 'megatron.core')))"
     )
     assert subprocess.run([sys.executable, "-c", code, saved(tmp_path, QWEN)]).returncode == 0
@@ -210,7 +210,7 @@ def test_a_name_of_the_hub_is_read_and_refused_by_its_config_json(hub):
     snapshot = hub("me/qwen", QWEN, "tokenizer.json")
     assert config_file("me/qwen") == snapshot / "config.json" and resolve("me/qwen") == snapshot
     hub("me/other", REFUSED["sibling"][0])
-    for look in (refuse, resolve):
+    for look in (read_config, resolve):
         with pytest.raises(
             ConfigError, match=r"^checkpoint me/other: model type 'qwen2_5_omni' is not supported"
         ):
@@ -232,7 +232,7 @@ def test_a_name_that_is_nowhere(hub):
     with pytest.raises(
         FileNotFoundError, match=r"^checkpoint me/none: no such folder, and not to be had from"
     ):
-        refuse("me/none")
+        read_config("me/none")
 
 
 @pytest.mark.parametrize(

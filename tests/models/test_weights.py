@@ -348,7 +348,7 @@ def imported_then_without_weights(source: str, run_dir: str) -> list[torch.Tenso
     import_run(config)
     for file in Path(source).glob("*.safetensors"):
         file.unlink()
-    [chunk] = open_run(config).chunks
+    [chunk], _ = open_run(config)
     return [weight.detach() for name, weight in chunk.named_parameters() if "output_layer" in name]
 
 

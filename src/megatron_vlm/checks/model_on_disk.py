@@ -18,7 +18,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.supported import WEIGHT_FILE, refuse
+from megatron_vlm.supported import WEIGHT_FILE, read_config
 from megatron_vlm.weight_files import description_problems, has_weights, tensors_of, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -86,7 +86,7 @@ def checkpoint_problems(
     """Messages about a Hugging Face folder, or a hub name in the cache, that cannot be trained."""
     path = Path(hf_path).expanduser()
     shown = f"model.hf_path: {printable(hf_path)}"
-    problems = list(folder_problems("model.hf_path", hf_path, refuse))
+    problems = list(folder_problems("model.hf_path", hf_path, read_config))
     yield from problems
     if problems or not path.exists():
         return

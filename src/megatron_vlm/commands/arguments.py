@@ -182,13 +182,12 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     return apply_overrides(config, {"data.train_data_path": NO_DATA})
 
 
-def writable_page(path: Path) -> Path:
-    """The path. Raises ConfigError, before anything is read, if no page can be written there."""
+def check_page(path: Path) -> None:
+    """Raises ConfigError, before anything is read, if no page can be written there."""
     if path.is_dir():
         raise ConfigError(f"{printable(path)} is a folder; give the name of an HTML file to write.")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{printable(path)}: its folder does not exist; make it, or give another file.")
-    return path
 
 
 def image_of(path: Path) -> bytes:
@@ -208,18 +207,18 @@ def image_of(path: Path) -> bytes:
 
 
 def config_of_data(
-    recipe: str | None, file: Path | None, settings: list[str] | None, *flags: Any
+    recipe: str | None, file: Path | None, settings: list[str] | None, flags: dict[str, Any]
 ) -> RunConfig:
     """The checked configuration of a command that reads data only in this process."""
-    names = ("dataset_type", "train_data_path", "hf_path")
-    dataset_type, paths, hf_path = flags
-    given = zip(names, (dataset_type, one_or_all(paths), hf_path), strict=True)
-    arguments = {name: value for name, value in given if value is not None}
-    config = recipe_table.compose(recipe, file, settings or (), arguments, ONE_PROCESS)
+    config = recipe_table.compose(recipe, file, settings or (), flags, ONE_PROCESS)
     check(config, 1)
     return config
 
 
-def one_or_all(paths: list[str] | None) -> str | list[str] | None:
-    """A single path as text, as in a configuration file; several as a list."""
-    return paths[0] if paths and len(paths) == 1 else paths or None
+def given_flags(**flags: Any) -> dict[str, Any]:
+    """The flags that were given; of a list of one path the path, as in a configuration file."""
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    return {
+        name: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for name, value in given.items()
+    }

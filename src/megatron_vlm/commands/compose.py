@@ -19,7 +19,7 @@ from megatron_vlm.compose.sources import (
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_existing
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.supported import refuse
+from megatron_vlm.supported import read_config
 
 
 def compose(
@@ -69,11 +69,11 @@ def compose(
         raise ConfigError(f"--min-image-tokens {least} is more than --max-image-tokens {most}; give both.")
 
     from megatron_vlm.compose import composing
-    from megatron_vlm.compose.classes import Choices
+    from megatron_vlm.compose.classes import PROJECTOR_WIDTH, Choices
     from megatron_vlm.data.kinds.native import refuse_narrow
 
     refuse_narrow(least, most)
-    choices = Choices(min_image_tokens, max_image_tokens, projector_width)
+    choices = Choices(least, most, projector_width or PROJECTOR_WIDTH)
     plan = composing.plan(vision, language, named, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())
     if dry_run:
@@ -81,6 +81,6 @@ def compose(
     composing.write(plan, output)
     typer.echo(f"wrote {output}")
     try:
-        refuse(output)
+        read_config(output)
     except ConfigError as error:
         typer.echo(f"Transformers loads it; this package does not train it yet: {error}")

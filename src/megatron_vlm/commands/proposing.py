@@ -25,7 +25,7 @@ from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import said
 from megatron_vlm.run_folder.folder import is_used
-from megatron_vlm.supported import refuse
+from megatron_vlm.supported import read_config
 
 RECIPE = "recipe.yaml"  # in the run folder
 
@@ -56,7 +56,7 @@ def recipe_for(
     own = said(settings, arguments)
     assumed = {"run_dir": "runs", **source, **own, "adapter.start": None}  # a run may have a copy of that
     validate_paths(apply_overrides(RunConfig(), assumed))
-    refuse(model)
+    read_config(model)
     gpus = memory_of_gpus()
     check_gpus(nproc or 1, len(gpus))
     with _gpus_hidden():  # before torch is imported: Megatron would use what it sees

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,18 +23,10 @@ from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
 
 
-@dataclass
-class TrainedModel:
-    """A model on this rank, in the layout of the given configuration."""
-
-    chunks: list[VLMModel]
-    source: Source
-
-
-def open_run(config: RunConfig) -> TrainedModel:
+def open_run(config: RunConfig) -> tuple[list[VLMModel], Source]:
     """Join the processes and load the run's latest checkpoint, or a Hugging Face one without a run folder.
 
-    Raises FileNotFoundError if the run has no checkpoint.
+    The model is in the layout of the configuration. Raises FileNotFoundError if the run has no checkpoint.
     """
     is_run = config.run_dir != MISSING
     if is_run and run_folder.latest_checkpoint(config.run_dir) is None:
@@ -48,7 +39,7 @@ def open_run(config: RunConfig) -> TrainedModel:
     chunks = open_model(config, source, resumes=is_run, raw_pixels=False)
     if is_run:
         checkpoint.load_latest(config.run_dir, chunks)
-    return TrainedModel(chunks, source)
+    return chunks, source
 
 
 def import_run(config: RunConfig) -> None:
@@ -72,14 +63,13 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
 
     With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`.
     """
-    run = open_run(config)
+    chunks, source = open_run(config)
     if adapter:
-        save_adapters(run.chunks, output, begun(config).adapter, config.model.hf_path)
-        return setup.shutdown()
-    if config.adapter.used:
-        for chunk in run.chunks:
+        save_adapters(chunks, output, begun(config).adapter, config.model.hf_path)
+    else:
+        for chunk in chunks if config.adapter.used else ():
             merge(chunk)
-    export_hf(run.chunks, output, run.source.folder, run.source.weight_map)
+        export_hf(chunks, output, source.folder, source.weight_map)
     setup.shutdown()
 
 
@@ -109,15 +99,13 @@ def answers(
 
     `sampling` are arguments of `generate`; without any, there is one greedy answer to each.
     """
-    run = open_run(config)
-    processor = run.source.processor
-    needs = run.source.needs
+    chunks, source = open_run(config)
     prompts = [
-        encode_prompt(processor, messages, files, needs)
+        encode_prompt(source.processor, messages, files, source.needs)
         for messages, files in zip(conversations, images, strict=True)
     ]
-    stop = stop_tokens(run.source.folder, run.source.description.hf_config)
-    found = generate(run.chunks, prompts, max_new_tokens, stop=stop, **sampling)
+    stop = stop_tokens(source.folder, source.description.hf_config)
+    found = generate(chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
-    decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
+    decode = partial(source.processor.tokenizer.decode, skip_special_tokens=True)
     return [[decode(answer.reply).strip() for answer in of_one] for of_one in found]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -40,12 +39,6 @@ class LogitsDifference:
         )
 
 
-class Question(NamedTuple):
-    processor: ProcessorMixin
-    messages: list[dict]  # as Transformers has them
-    images: list[bytes]
-
-
 def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | None) -> LogitsDifference:
     """How far the logits of two models are apart, each a run or an HF checkpoint.
 
@@ -57,10 +50,10 @@ def verify(checked: RunConfig, source: RunConfig, question: str, image: bytes | 
     folder = resolve(source.model.hf_path)
     processor = load_processor(folder)
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
-    prompt = Question(processor, [turn], [image or picture()])
-    logits_SV = _logits(checked, prompt)
+    image = image or picture()
+    logits_SV = _logits(checked, processor, turn, image)
     gc.collect()
-    return difference(logits_SV, _logits(source, prompt))
+    return difference(logits_SV, _logits(source, processor, turn, image))
 
 
 def difference(mine_SV: Tensor, theirs_SV: Tensor) -> LogitsDifference:
@@ -111,16 +104,16 @@ def picture() -> bytes:
 
 
 @torch.no_grad()
-def _logits(config: RunConfig, prompt: Question) -> Tensor:
+def _logits(config: RunConfig, processor: ProcessorMixin, turn: dict, image: bytes) -> Tensor:
     """Logits (S, V): a run's by Megatron, from its latest checkpoint; an HF checkpoint's by Transformers."""
     if config.run_dir == MISSING:
         model = load_model(resolve(config.model.hf_path), torch.float32)
-        inputs = processor_outputs(prompt.processor, prompt.messages, prompt.images)
+        inputs = processor_outputs(processor, [turn], [image])
         return model(**inputs, use_cache=False).logits[0]
     config.model.dtype = "fp32"
-    run = open_run(config)
-    encoded = encode_prompt(prompt.processor, prompt.messages, prompt.images, run.source.needs)
-    with in_evaluation(run.chunks):
-        [logits] = logits_of(run.chunks, [batch_of([encoded])])
+    chunks, source = open_run(config)
+    encoded = encode_prompt(processor, [turn], [image], source.needs)
+    with in_evaluation(chunks):
+        [logits] = logits_of(chunks, [batch_of([encoded])])
     setup.shutdown()
     return logits.cpu()

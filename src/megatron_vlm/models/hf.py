@@ -65,7 +65,7 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Transformers' config from a config.json that `supported.refuse` lets pass; no other file is read."""
+    """Transformers' config from what `supported.read_config` lets pass; no other file is read."""
     return as_hf_config(read_config(path), path)
 
 
