@@ -103,7 +103,7 @@ def rows_of(name: str, run: RunConfig, description: Description, gpus: int) -> I
             "plan_over_rehearsed": over(plan, one.stage, one.peak),
             "collective_bytes": dict(exchanged),
             "operations": round(one.operations),
-            "host_reads": round(sum(one.host_reads.values())),
+            "host_reads": round(sum(one.micro_batch.of(str).values())),
             "step_seconds": round(step.seconds, 3),
             "bubble": round(step.bubble / step.seconds, 3),
             "utilisation": round(step.utilisation, 3),

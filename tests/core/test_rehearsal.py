@@ -121,7 +121,7 @@ def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
         "held": one.weights + one.gradients + one.optimizer,
         "products": one.flops("matmul"),
         "collectives": one.collectives,
-        "host_reads": one.host_reads,
+        "host_reads": one.micro_batch.of(str),
     }
 
 
@@ -166,13 +166,14 @@ def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
 def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
     """All else is exchanged by training without adapters, too, and at most as often."""
     from megatron_vlm.models.families import describe
+    from megatron_vlm.planning.recorder import Collective
     from megatron_vlm.planning.rehearsal import rehearse
 
     description, calls = describe(config_of("gemma3")), {}
     for r in (0, 4):
         run = run_of(ParallelConfig(tp=2))
         run.model.load_weights, run.adapter.r = True, r
-        found = rehearse(run, description, 2).micro_batch.collectives
+        found = rehearse(run, description, 2).micro_batch.of(Collective)
         calls[r] = {(call.kind, call.nbytes): count for call, count in found.items() if call.group == "tp"}
     assert all(calls[4].get(call, 0) <= count for call, count in calls[0].items())
     more = {call: count for call, count in calls[4].items() if call not in calls[0]}

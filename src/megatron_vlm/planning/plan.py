@@ -7,7 +7,8 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from operator import add
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
@@ -52,11 +53,7 @@ class Parameters:
     trained_experts: int = 0
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*(a + b for a, b in zip(self.values, other.values, strict=True)))
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        return self.dense, self.experts, self.trained_dense, self.trained_experts
+        return Parameters(*map(add, astuple(self), astuple(other)))
 
     @property
     def total(self) -> int:

@@ -6,7 +6,6 @@ each read is counted, with its place, and answered by what `Recorder._answer` sa
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -51,17 +51,9 @@ class Collective(NamedTuple):
 class Seen(Counter):
     """How often each DeviceWork, Collective and place of a host read was seen."""
 
-    @property
-    def work(self) -> dict[DeviceWork, int]:
-        return {what: count for what, count in self.items() if isinstance(what, DeviceWork)}
-
-    @property
-    def collectives(self) -> dict[Collective, int]:
-        return {what: count for what, count in self.items() if isinstance(what, Collective)}
-
-    @property
-    def host_reads(self) -> dict[str, int]:
-        return {what: count for what, count in self.items() if isinstance(what, str)}
+    def of(self, kind: type) -> dict[Any, int]:
+        """The counts of one kind: DeviceWork, Collective, or str for the places of host reads."""
+        return {what: count for what, count in self.items() if isinstance(what, kind)}
 
 
 class Recorder(TensorMemory):
@@ -234,13 +226,11 @@ def _labels() -> Iterator[tuple[str, str]]:
 
 
 def _varlen(recorder: Recorder, given: dict[str, Any]) -> float:
-    lengths = (_lengths(recorder.numbers(given[bounds])) for bounds in ("cu_seq_q", "cu_seq_k"))
-    pairs = sum(_pairs(n, m, *given["window_size"]) for n, m in zip(*lengths, strict=True))
+    queries = np.diff(recorder.numbers(given["cu_seq_q"]))
+    keys = np.diff(recorder.numbers(given["cu_seq_k"]))
+    left, right = given["window_size"]
+    pairs = sum(_pairs(n, m, left, right) for n, m in zip(queries.tolist(), keys.tolist(), strict=True))
     return 4.0 * given["query"].shape[1] * given["query"].shape[2] * pairs
-
-
-def _lengths(bounds: list[int]) -> list[int]:
-    return [after - before for before, after in itertools.pairwise(bounds)]
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> float:

@@ -67,11 +67,6 @@ class Rehearsal:
         return found
 
     @property
-    def host_reads(self) -> dict[str, float]:
-        """Place in the code -> reads of the device by the host in forward and backward of a micro batch."""
-        return self.micro_batch.host_reads
-
-    @property
     def operations(self) -> float:
         return sum(count for _, count in self._of_step(DeviceWork))
 
@@ -81,7 +76,7 @@ class Rehearsal:
 
     def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:
         for seen, times in ((self.micro_batch, self.micro_batches), (self.once, 1)):
-            yield from ((what, count * times) for what, count in seen.items() if isinstance(what, kind))
+            yield from ((what, count * times) for what, count in seen.of(kind).items())
 
 
 def rehearse(config: RunConfig, description: Description, gpus: int, rank: int = 0) -> Rehearsal:
@@ -126,7 +121,7 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         recorder.seen, recorder.peak = micro_batch, recorder.alive
         step_loss = _then_counting(step_loss, recorder, once)
         train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
-    for what in [call for call in micro_batch.collectives if call.group == "dp"]:
+    for what in [call for call in micro_batch.of(Collective) if call.group == "dp"]:
         once[what] += micro_batch.pop(what)  # gradients of the last micro batch
     return Rehearsal(
         config=config,

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
 from megatron_vlm.planning.plan import RESERVE, MemoryPlan
 from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
-from megatron_vlm.planning.search import Found, planned_layouts, rehearse_all, representatives
+from megatron_vlm.planning.search import RehearsedLayout, planned_layouts, rehearse_all, representatives
 from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
 
 
 def gpu_with(settings: Sequence[str]) -> Gpu:
     """An H100 with other numbers, given as `name=number`. Raises ConfigError on an unknown name."""
-    gpu = Gpu()
-    known = asdict(Gpu())
+    numbers = asdict(Gpu())
     for setting in settings:
         name, _, value = setting.partition("=")
-        if name not in known:
-            raise ConfigError(f"--gpu {setting}: no such number{suggestion(name, list(known))}")
+        if name not in numbers:
+            raise ConfigError(f"--gpu {setting}: no such number{suggestion(name, numbers)}")
         try:
-            gpu = replace(gpu, **{name: type(known[name])(float(value))})
+            numbers[name] = type(numbers[name])(float(value))
         except ValueError as error:
             raise ConfigError(
-                f"--gpu {setting}: {value!r} is no number; write {name}={known[name]}"
+                f"--gpu {setting}: {value!r} is no number; write {name}={numbers[name]}"
             ) from error
-    return gpu
+    return Gpu(**numbers)
 
 
 def rehearsed(plan: MemoryPlan, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
@@ -53,9 +52,9 @@ def _of_rank(one: Rehearsal, plan: MemoryPlan) -> Iterator[str]:
     yield f"  {one.operations:,.0f} operations of {one.flops('matmul', 'attention') / 1e12:,.0f} TFLOP a step"
     for (group, kind), (calls, nbytes) in sorted(one.collectives.items()):
         yield f"  {group}: {kind}, {calls:,.0f} calls, {nbytes / 1e9:,.2f} GB a step"
-    reads = ", ".join(f"{place} {count:,.0f} times" for place, count in one.host_reads.items())
+    reads = ", ".join(f"{place} {count:,.0f} times" for place, count in one.micro_batch.of(str).items())
     yield f"  The host waits for the device in a micro batch's forward and backward: {reads or 'never'}."
-    yield f"  It waits {sum(one.once.host_reads.values()):,} times in the rest of a step."
+    yield f"  It waits {sum(one.once.of(str).values()):,} times in the rest of a step."
 
 
 def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
@@ -78,7 +77,7 @@ def searched(plan: MemoryPlan, capacity: float, settings: Sequence[str]) -> Iter
     yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
     plans = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu)
     yield f"{len(plans)} fit by their plans; the best are rehearsed:"
-    best: list[Found] = []
+    best: list[RehearsedLayout] = []
     for one in rehearse_all(plans, gpu):
         best.append(one)
         memory = f"{one.memory / 1e9:.0f} GB" + ("" if one.memory <= capacity else ", which does not fit")

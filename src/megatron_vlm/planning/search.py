@@ -13,7 +13,7 @@ from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective
-from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
+from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.planning.step_time import Gpu, StepTime, collective_seconds, step_time
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -23,16 +23,10 @@ MOST_REHEARSED = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class RehearsedLayout:
     settings: tuple[str, ...]
-    plan: MemoryPlan
-    rehearsals: tuple[Rehearsal, ...]
+    memory: int  # bytes of the fullest rank that was rehearsed, with the reserve
     time: StepTime
-
-    @property
-    def memory(self) -> float:
-        """The bytes of the fullest rank that was rehearsed, with the reserve."""
-        return max(one.peak for one in self.rehearsals) + RESERVE
 
 
 def planned_layouts(
@@ -54,15 +48,12 @@ def planned_layouts(
     return [(settings, plan) for _, settings, plan in sorted(found, key=lambda each: each[0])]
 
 
-def rehearse_all(
-    plans: list[tuple[tuple[str, ...], MemoryPlan]], gpu: Gpu, most: int = MOST_REHEARSED
-) -> Iterator[Found]:
+def rehearse_all(plans: list[tuple[tuple[str, ...], MemoryPlan]], gpu: Gpu) -> Iterator[RehearsedLayout]:
     """The first of the planned layouts, rehearsed one after the other."""
-    for settings, plan in plans[:most]:
-        ranks = tuple(
-            rehearse(plan.config, plan.description, plan.gpus, rank) for rank in representatives(plan)
-        )
-        yield Found(settings, plan, ranks, step_time(ranks, gpu, plan.useful_flops))
+    for settings, plan in plans[:MOST_REHEARSED]:
+        ranks = [rehearse(plan.config, plan.description, plan.gpus, rank) for rank in representatives(plan)]
+        memory = max(one.peak for one in ranks) + RESERVE
+        yield RehearsedLayout(settings, memory, step_time(ranks, gpu, plan.useful_flops))
 
 
 def representatives(plan: MemoryPlan) -> list[int]:

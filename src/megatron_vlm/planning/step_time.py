@@ -76,14 +76,14 @@ def step_time(rehearsals: Sequence[Rehearsal], gpu: Gpu, useful_flops: float) ->
 def _once(one: Rehearsal, gpu: Gpu) -> float:
     """Seconds of what a step does once. The last backward, two thirds of a micro batch, hides some of the
     reduction."""
-    calls = one.once.collectives.items()
+    calls = one.once.of(Collective).items()
     reduction = Seen({call: n for call, n in calls if call.group == "dp" and "reduce" in call.kind})
     hidden = min(exchanging_time(reduction, gpu), computing_time(one.micro_batch, gpu) * 2 / 3)
     return computing_time(one.once, gpu) + exchanging_time(one.once, gpu) - hidden
 
 
 def computing_time(seen: Seen, gpu: Gpu) -> float:
-    return sum(count * _seconds(work, gpu) for work, count in seen.work.items())
+    return sum(count * _seconds(work, gpu) for work, count in seen.of(DeviceWork).items())
 
 
 def _seconds(work: DeviceWork, gpu: Gpu) -> float:
@@ -93,7 +93,7 @@ def _seconds(work: DeviceWork, gpu: Gpu) -> float:
 
 
 def exchanging_time(seen: Seen, gpu: Gpu) -> float:
-    return sum(count * collective_seconds(call, gpu) for call, count in seen.collectives.items())
+    return sum(count * collective_seconds(call, gpu) for call, count in seen.of(Collective).items())
 
 
 def collective_seconds(call: Collective, gpu: Gpu) -> float:
