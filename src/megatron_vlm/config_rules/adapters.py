@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_vlm.config import AdapterConfig, RunConfig, all_settings
 from megatron_vlm.config_rules.patterns import problem
 from megatron_vlm.messages import printable
+
+# peft takes modules_to_save for patterns when it leaves out their adapters
+PATTERNS = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
 def adapter_problems(config: RunConfig) -> Iterator[str]:
@@ -34,11 +36,6 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
                 f"adapter.{name}: {getattr(adapter, name)} with target_parameters: peft has it for modules "
                 "alone and could not load such an adapter; set one of them."
             )
-    if not (adapter.target_modules == [] and adapter.target_parameters):
-        yield from _name_problems("adapter.target_modules", adapter.target_modules)
-    yield from _name_problems("adapter.exclude_modules", adapter.exclude_modules)
-    for name in adapter.modules_to_save:  # peft takes them for patterns when it leaves out their adapters
-        yield from _regex_problems("adapter.modules_to_save", name)
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         yield (
             f"adapter.layers_to_transform: {adapter.layers_to_transform} with the regex of target_modules: "
@@ -46,20 +43,17 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         )
     if adapter.layers_pattern and not adapter.layers_to_transform:
         yield "adapter.layers_pattern: is set without adapter.layers_to_transform; set both, or none."
-    for pattern in adapter.layers_pattern:
-        yield from _regex_problems("adapter.layers_pattern", pattern)
-    for name in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(adapter, name):
-            yield from _regex_problems(f"adapter.{name}", pattern)
-
-
-def _name_problems(key: str, names: Any) -> Iterator[str]:
-    if isinstance(names, str):
-        yield from _regex_problems(key, names)
-    elif names == []:
-        yield f"{key}: [] names no modules; give ends of their names, as [q_proj, v_proj]."
-
-
-def _regex_problems(key: str, pattern: str) -> Iterator[str]:
-    if why := problem(pattern):
-        yield f"{key}: {printable(pattern)} is no regular expression ({why}); names go into a list."
+    for name in ("target_modules", "exclude_modules"):
+        is_none_needed = name == "target_modules" and adapter.target_parameters
+        if getattr(adapter, name) == [] and not is_none_needed:
+            yield f"adapter.{name}: [] names no modules; give ends of their names, as [q_proj, v_proj]."
+    for name in ("target_modules", "exclude_modules", *PATTERNS):
+        patterns = getattr(adapter, name)
+        if name not in PATTERNS:
+            patterns = [patterns] if isinstance(patterns, str) else []
+        for pattern in patterns:
+            if why := problem(pattern):
+                yield (
+                    f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
+                    "list."
+                )

@@ -70,28 +70,17 @@ def compose(
 
 def said(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
-    bare, dotted = _split_settings(settings)
-    _check_said_once(arguments, bare, dotted)
-    return {**as_settings({**arguments, **bare}), **dotted}
-
-
-def _split_settings(settings: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
     pairs = dict(split_override(text) for text in settings)
-    dotted = {key: value for key, value in pairs.items() if "." in key}
-    return {key: value for key, value in pairs.items() if key not in dotted}, dotted
-
-
-def _check_said_once(flags: Mapping[str, Any], bare: Mapping[str, Any], dotted: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a command line gives a setting two values under two names."""
-    written = [(f"--{name} {value}", as_settings({name: value})) for name, value in flags.items()]
-    written += [(f"{name}={value}", as_settings({name: value})) for name, value in bare.items()]
-    written += [(f"{key}={value}", {key: value}) for key, value in dotted.items()]
-    said: dict[str, tuple[str, str]] = {}
-    for text, settings in written:
-        for key, value in settings.items():
-            before, other = said.setdefault(key, (text, str(value)))
-            if other != str(value):
-                raise ConfigError(f"{before} and {text} both set {key}; give one of them.")
+    written = [(f"--{name} {value}", name, value) for name, value in arguments.items()]
+    written += [(f"{name}={value}", name, value) for name, value in pairs.items()]
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    for text, name, value in written:
+        (key,) = [name] if "." in name else as_settings({name: value})
+        if str(values.setdefault(key, value)) != str(value):
+            raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
+        texts.setdefault(key, text)
+    return values
 
 
 def _read_run_file(file: Path) -> dict[str, Any]:

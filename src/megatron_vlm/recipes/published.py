@@ -19,6 +19,10 @@ DEMO = "_tiny_digits"  # the end of a demo recipe's name
 ONE, TWO, FOUR = "one 80 GB GPU and up", "two 80 GB GPUs and up", "four 80 GB GPUs and up"
 NODE, NODES = "one node of eight 80 GB GPUs", "nodes of eight 80 GB GPUs and up"
 TWO_NODES, FOUR_NODES = f"two {NODES}", f"four {NODES}"
+# layouts that several sizes share, as arguments
+TP8_PP2 = "tp=8 pp=2 recompute=full"
+TP8_PP4 = "tp=8 pp=4 recompute=full"
+PP2_EP8 = "pp=2 ep=8 recompute=full"
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,7 @@ SIZES: dict[str, list[Recipe]] = {  # by family
             "gemma4_31b", "Gemma 4 31B, dense", TWO_NODES, "google/gemma-4-31B-it", "tp=4 pp=2 recompute=full"
         ),
         _size(
-            "gemma4_26b_a4b",
-            "Gemma 4 26B with 128 experts",
-            TWO_NODES,
-            "google/gemma-4-26B-A4B-it",
-            "pp=2 ep=8 recompute=full",
+            "gemma4_26b_a4b", "Gemma 4 26B with 128 experts", TWO_NODES, "google/gemma-4-26B-A4B-it", PP2_EP8
         ),
     ],
     "mistral3": [
@@ -105,7 +105,7 @@ SIZES: dict[str, list[Recipe]] = {  # by family
             "LLaVA-OneVision 72B",
             FOUR_NODES,
             "llava-hf/llava-onevision-qwen2-72b-ov-hf",
-            "tp=8 pp=4 recompute=full",
+            TP8_PP4,
         ),
     ],
     "internvl": [
@@ -126,43 +126,19 @@ SIZES: dict[str, list[Recipe]] = {  # by family
     "qwen2_vl": [
         _size("qwen2_vl_2b", "Qwen2-VL 2B", ONE, "Qwen/Qwen2-VL-2B-Instruct"),
         _size("qwen2_vl_7b", "Qwen2-VL 7B", FOUR, "Qwen/Qwen2-VL-7B-Instruct", "tp=4"),
-        _size(
-            "qwen2_vl_72b",
-            "Qwen2-VL 72B",
-            FOUR_NODES,
-            "Qwen/Qwen2-VL-72B-Instruct",
-            "tp=8 pp=4 recompute=full",
-        ),
+        _size("qwen2_vl_72b", "Qwen2-VL 72B", FOUR_NODES, "Qwen/Qwen2-VL-72B-Instruct", TP8_PP4),
     ],
     "qwen2_5_vl": [
         _size("qwen25_vl_3b", "Qwen2.5-VL 3B", TWO, "Qwen/Qwen2.5-VL-3B-Instruct", "tp=2"),
         _size("qwen25_vl_7b", "Qwen2.5-VL 7B", FOUR, "Qwen/Qwen2.5-VL-7B-Instruct", "tp=4"),
-        _size(
-            "qwen25_vl_32b",
-            "Qwen2.5-VL 32B",
-            TWO_NODES,
-            "Qwen/Qwen2.5-VL-32B-Instruct",
-            "tp=8 pp=2 recompute=full",
-        ),
-        _size(
-            "qwen25_vl_72b",
-            "Qwen2.5-VL 72B",
-            FOUR_NODES,
-            "Qwen/Qwen2.5-VL-72B-Instruct",
-            "tp=8 pp=4 recompute=full",
-        ),
+        _size("qwen25_vl_32b", "Qwen2.5-VL 32B", TWO_NODES, "Qwen/Qwen2.5-VL-32B-Instruct", TP8_PP2),
+        _size("qwen25_vl_72b", "Qwen2.5-VL 72B", FOUR_NODES, "Qwen/Qwen2.5-VL-72B-Instruct", TP8_PP4),
     ],
     "qwen3_vl": [
         _size("qwen3_vl_2b", "Qwen3-VL 2B", ONE, "Qwen/Qwen3-VL-2B-Instruct"),
         _size("qwen3_vl_4b", "Qwen3-VL 4B", TWO, "Qwen/Qwen3-VL-4B-Instruct", "tp=2"),
         _size("qwen3_vl_8b", "Qwen3-VL 8B", FOUR, "Qwen/Qwen3-VL-8B-Instruct", "tp=4"),
-        _size(
-            "qwen3_vl_32b",
-            "Qwen3-VL 32B",
-            TWO_NODES,
-            "Qwen/Qwen3-VL-32B-Instruct",
-            "tp=8 pp=2 recompute=full",
-        ),
+        _size("qwen3_vl_32b", "Qwen3-VL 32B", TWO_NODES, "Qwen/Qwen3-VL-32B-Instruct", TP8_PP2),
     ],
     "qwen3_vl_moe": [
         _size(
@@ -170,7 +146,7 @@ SIZES: dict[str, list[Recipe]] = {  # by family
             "Qwen3-VL 30B with 128 experts",
             TWO_NODES,
             "Qwen/Qwen3-VL-30B-A3B-Instruct",
-            "pp=2 ep=8 recompute=full",
+            PP2_EP8,
         ),
         _size(
             "qwen3_vl_235b_a22b",
