@@ -25,7 +25,6 @@ EXPONENTS = ("F8_E8M0", "U8")  # of scales, which are 2 ** (e - 127)
 SCALES = {"_scale_inv": "", "_scale": "", ".scale": ".weight", ".qscale_weight": ".weight"}
 UNREAD = dict.fromkeys((".activation_scale", ".input_scale", ".qscale_act"), ".weight")
 UNREAD["_activation_scale"] = ""
-_SCALE_ENDS = tuple(SCALES | UNREAD)
 # buffers that models make themselves and older files hold; Transformers ignores them, too
 # (`PreTrainedModel._adjust_missing_and_unexpected_keys`)
 OF_THE_MODEL = re.compile(r"(^|\.)(position_ids|(original_)?inv_freq)$")
@@ -121,8 +120,6 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
 
 def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
     """The FP8 tensor of which this is a scale, by its name."""
-    if not key.endswith(_SCALE_ENDS):
-        return None
     named = (key.removesuffix(end) + own for end, own in (SCALES | UNREAD).items() if key.endswith(end))
     return next((of for of in named if of in found and found[of].dtype == FP8), None)
 

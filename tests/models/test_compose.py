@@ -554,7 +554,10 @@ def changed_copy(folder: Path, output: Path, **config) -> Path:
 
 def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path):
     cases = {
-        "lacks": ({"num_hidden_layers": 3}, r"its weights lack model\.layers\.2\..*; put config\.json and"),
+        "lacks": (
+            {"num_hidden_layers": 3},
+            r"model\.layers\.2\..* is missing in its weights .*; put config",
+        ),
         "unused": ({"num_hidden_layers": 1}, r"9 tensors that its config\.json does not ask for, such as m"),
         "shape": ({"intermediate_size": 96}, r"is \[.*128.*\] in its weights and \[.*96.*\] by its config"),
         "refused": ({"rms_norm_eps": "small"}, r"Transformers refuses its config\.json"),
@@ -650,7 +653,7 @@ def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts,
     plan = planned(
         parts("siglip2"), changed_copy(parts("llama"), tmp_path / "tied", tie_word_embeddings=True)
     )
-    assert not plan.tied and "lm_head.weight" in plan.writer.stored
+    assert not plan.config.tie_word_embeddings and "lm_head.weight" in plan.writer.stored
 
 
 def test_a_disk_that_is_too_small_is_refused(parts, tmp_path, monkeypatch):
@@ -670,7 +673,7 @@ def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_
     plan, limit = planned(parts("siglip2"), parts("llama")), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[at], limit[1]))
     try:
-        with pytest.raises(OSError, match=r"new/start(/\S+)?: File too large; give another path\.$"):
+        with pytest.raises(OSError, match=r"new/start(/\S+)?: File too large; the limit of"):
             composing.write(plan, tmp_path / "new" / "start")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

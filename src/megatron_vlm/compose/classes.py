@@ -24,7 +24,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from megatron_vlm.compose.sources import IMAGE_TOKENS, Component
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them
@@ -40,9 +40,9 @@ _ABOUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_nam
 class Choices:
     """The choices about images and the projector that a class leaves to the user."""
 
-    min_image_tokens: int | None = None
-    max_image_tokens: int | None = None
-    projector_width: int | None = None
+    min_image_tokens: int = IMAGE_TOKENS[0]
+    max_image_tokens: int = IMAGE_TOKENS[1]
+    projector_width: int = PROJECTOR_WIDTH
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Composed:
         [Any, Any, int], dict[str, Any]
     ]  # (vision config, text config, image token) → its own keys
     images: Callable[[Component, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
-    # (image processor, tokenizer, {role: token}, vision config, chat template)
-    processor: Callable[[Any, Any, dict[str, str], Any, str], ProcessorMixin]
+    processor: type[ProcessorMixin]
+    # (vision config, {role: token}) → its processor's own settings
+    settings: Callable[[Any, dict[str, str]], dict[str, Any]] = lambda vision, tokens: {}
     hub_names: tuple[tuple[str, str], ...] = ()  # patterns in names of parameters → as files spell them
 
     def hub_name(self, name: str) -> str:
@@ -98,15 +99,10 @@ def part_config(part: Component) -> PreTrainedConfig:
     return as_hf_config({key: value for key, value in part.config.items() if key not in _ABOUT}, part.folder)
 
 
+@reading("tower.folder")
 def _own_images(tower: Component) -> Any:
-    """The tower's image processor; raises ConfigError if Transformers cannot read it."""
-    try:
-        return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--tower {printable(tower.folder)}: Transformers cannot read its image processor "
-            f"({printable(str(error).strip().partition(chr(10))[0])}); download it again."
-        ) from error
+    """The tower's image processor."""
+    return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)
 
 
 def _colours(tower: Component) -> dict[str, Any]:
@@ -116,20 +112,15 @@ def _colours(tower: Component) -> dict[str, Any]:
 
 
 def _lfm2_vl_images(tower: Component, vision: Any, choices: Choices) -> Any:
-    least, most = IMAGE_TOKENS
     return Lfm2VlImageProcessor(
         do_image_splitting=False,
         use_thumbnail=False,
-        min_image_tokens=choices.min_image_tokens or least,
-        max_image_tokens=choices.max_image_tokens or most,
+        min_image_tokens=choices.min_image_tokens,
+        max_image_tokens=choices.max_image_tokens,
         encoder_patch_size=vision.patch_size,
         downsample_factor=MERGED,
         **_colours(tower),
     )
-
-
-def _lfm2_vl(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
-    return Lfm2VlProcessor(image_processor=images, tokenizer=tokenizer, chat_template=template)
 
 
 def _llava_images(tower: Component, vision: Any, choices: Choices) -> Any:
@@ -148,36 +139,11 @@ def _llava_images(tower: Component, vision: Any, choices: Choices) -> Any:
     return images
 
 
-def _llava(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
-    return LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=vision.patch_size,
-        vision_feature_select_strategy=_features(vision.model_type),
-        num_additional_image_tokens=int(_has_class_token(vision.model_type)),
-        chat_template=template,
-        image_token=tokens["image"],
-    )
-
-
 def _mistral3_images(tower: Component, vision: Any, choices: Choices) -> Any:
     return PixtralImageProcessor(
         size={"longest_edge": vision.image_size},
         patch_size={"height": vision.patch_size, "width": vision.patch_size},
         **_colours(tower),
-    )
-
-
-def _mistral3(images: Any, tokenizer: Any, tokens: dict[str, str], vision: Any, template: str) -> Any:
-    return PixtralProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=vision.patch_size,
-        spatial_merge_size=MERGED,
-        chat_template=template,
-        image_token=tokens["image"],
-        image_break_token=tokens["row_break"],
-        image_end_token=tokens["image_end"],
     )
 
 
@@ -204,10 +170,10 @@ COMPOSED = {
         config=lambda vision, image, choices: {
             "image_token_id": image,
             "downsample_factor": MERGED,
-            "projector_hidden_size": choices.projector_width or PROJECTOR_WIDTH,
+            "projector_hidden_size": choices.projector_width,
         },
         images=_lfm2_vl_images,
-        processor=_lfm2_vl,
+        processor=Lfm2VlProcessor,
     ),
     "llava": Composed(
         "llava",
@@ -220,7 +186,13 @@ COMPOSED = {
             "vision_feature_select_strategy": _features(vision.model_type),
         },
         images=_llava_images,
-        processor=_llava,
+        processor=LlavaProcessor,
+        settings=lambda vision, tokens: {
+            "patch_size": vision.patch_size,
+            "vision_feature_select_strategy": _features(vision.model_type),
+            "num_additional_image_tokens": int(_has_class_token(vision.model_type)),
+            "image_token": tokens["image"],
+        },
         hub_names=_HUB_NAMES,
     ),
     "mistral3": Composed(
@@ -229,7 +201,14 @@ COMPOSED = {
         roles={"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
         config=lambda vision, image, choices: {"image_token_index": image, "spatial_merge_size": MERGED},
         images=_mistral3_images,
-        processor=_mistral3,
+        processor=PixtralProcessor,
+        settings=lambda vision, tokens: {
+            "patch_size": vision.patch_size,
+            "spatial_merge_size": MERGED,
+            "image_token": tokens["image"],
+            "image_break_token": tokens["row_break"],
+            "image_end_token": tokens["image_end"],
+        },
         hub_names=_HUB_NAMES,
     ),
 }

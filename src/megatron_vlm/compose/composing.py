@@ -21,7 +21,7 @@ from megatron_vlm.compose.classes import (
 )
 from megatron_vlm.compose.sources import ROLES, TOWERS, Component
 from megatron_vlm.compose.templates import chat_template
-from megatron_vlm.compose.tensors import Writer, dtype_name, is_tied, open_weights, sources_of
+from megatron_vlm.compose.tensors import EMBEDDING_KEY, TOWER_PREFIX, Writer, is_tied, sources_of
 from megatron_vlm.compose.tokenizer import (
     begins_texts,
     open_tokenizer,
@@ -34,6 +34,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
 from megatron_vlm.messages import printable, readable_size, reading
 from megatron_vlm.models.families import load
+from megatron_vlm.models.weights import HFCheckpoint
 from megatron_vlm.supported import CONFIG_FILE
 
 GENERATION_FILE = "generation_config.json"
@@ -64,28 +65,23 @@ class ComposePlan:
             row = "is there" if each.id < self.rows_before else "new"
             lines.append((each.role, ROLES[each.role], printable(each.token), str(each.id), each.how, row))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
+        table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        rows = self.config.text_config.vocab_size
+        vision = self.config.vision_config
+        language = self.config.text_config
+        rows = language.vocab_size
+        tied = self.config.tie_word_embeddings
         added = sum(each.how == ADDED for each in self.tokens)
         grows = f"{self.rows_before} → {rows} rows" if rows > self.rows_before else f"{rows} rows, as before"
-        text.append(f"{added} tokens are added; embedding{'' if self.tied else ' and output layer'}: {grows}")
-        return "\n".join([f"{self.composed.architecture}: {self.what}", *text])
-
-    @property
-    def tied(self) -> bool:
-        return self.config.tie_word_embeddings
-
-    @property
-    def what(self) -> str:
-        vision = self.config.vision_config
-        text = self.config.text_config
-        return (
-            f"{vision.model_type} of width {vision.hidden_size}, {text.model_type} of width "
-            f"{text.hidden_size}, {len(self.writer.stored)} tensors, {readable_size(self.writer.nbytes)}"
+        table.append(f"{added} tokens are added; embedding{'' if tied else ' and output layer'}: {grows}")
+        what = (
+            f"{self.composed.architecture}: {vision.model_type} of width {vision.hidden_size}, "
+            f"{language.model_type} of width {language.hidden_size}, {len(self.writer.stored)} tensors, "
+            f"{readable_size(self.writer.nbytes)}"
         )
+        return "\n".join([what, *table])
 
 
 @reading("language.folder")
@@ -103,7 +99,7 @@ def plan(
     composed = COMPOSED[TOWERS[tower.config["model_type"]]]
     text = part_config(language)
     tokenizer = open_tokenizer(language.folder)
-    weights = open_weights(language, is_tower=False)
+    weights = HFCheckpoint(language.folder)
     tied = is_tied(weights, bool(text.tie_word_embeddings))
     rows = text.vocab_size
     tokens = assign(tokenizer, composed.roles, named)
@@ -114,10 +110,11 @@ def plan(
         "vocab_size": grown_rows(tokens, rows, vocab_multiple),
         "pad_token_id": by_role["pad"].id,
     }
-    dtype = dtype_name(weights.stored("model.embed_tokens.weight").dtype)
+    dtype = str(weights.stored(EMBEDDING_KEY).dtype).removeprefix("torch.")
     config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype, choices)
     shapes = expected_shapes(config)
-    sources = sources_of(shapes, open_weights(tower, is_tower=True), weights, rows, tied)
+    in_tower = HFCheckpoint(tower.folder, ((TOWER_PREFIX, ""),))  # by their names in the tower
+    sources = sources_of(shapes, in_tower, weights, rows, tied)
     template = _template(tokenizer, by_role, template)
     return ComposePlan(
         composed,
@@ -181,7 +178,10 @@ def _write_words(plan: ComposePlan, folder: Path) -> None:
     names = {TOKENIZER_NAMES[role]: token for role, token in tokens.items() if role in TOKENIZER_NAMES}
     tokenizer = save_tokenizer(plan.tokenizer, folder, names)
     processor = plan.composed.processor(
-        plan.images, tokenizer, tokens, plan.config.vision_config, plan.template
+        image_processor=plan.images,
+        tokenizer=tokenizer,
+        chat_template=plan.template,
+        **plan.composed.settings(plan.config.vision_config, tokens),
     )
     processor.save_pretrained(folder)
     again = AutoProcessor.from_pretrained(folder, trust_remote_code=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_vlm.compose.sources import Component
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.models.weights import HFCheckpoint
-from megatron_vlm.models.weights.shards import DTYPE_NAMES, SafetensorsFile, Stored, name_shards, split
+from megatron_vlm.models.weights.shards import SafetensorsFile, Stored, name_shards, split
 from megatron_vlm.models.weights.ties import differ
 
 TOWER, PROJECTOR, TEXT, HEAD = (
@@ -52,11 +51,6 @@ class RowStatistics:
     def scale(self) -> float:
         """The root of the mean square of all values."""
         return (self.mean_D.square() + self.deviation_D.square()).mean().sqrt().item()
-
-
-def open_weights(part: Component, is_tower: bool) -> HFCheckpoint:
-    """The checkpoint, a tower's tensors by their names in the tower."""
-    return HFCheckpoint(part.folder, ((TOWER_PREFIX, ""),) if is_tower else ())
 
 
 def is_tied(language: HFCheckpoint, asked: bool) -> bool:
@@ -98,16 +92,11 @@ def sources_of(
 
 
 def _copied(option: str, source: HFCheckpoint, key: str, shape: tuple[int, ...]) -> Copied:
-    shown = f"{option} {printable(source.folder)}"
-    if key not in source.files:
+    stored = source.shape(key) if key in source.files else "missing"
+    if stored != list(shape):
         raise ConfigError(
-            f"{shown}: its weights lack {key}, which its config.json asks for; put config.json and weights "
-            "of the same model into that folder."
-        )
-    if (stored := source.shape(key)) != list(shape):
-        raise ConfigError(
-            f"{shown}: {key} is {stored} in its weights and {list(shape)} by its config.json; put "
-            "config.json and weights of the same model into that folder."
+            f"{option} {printable(source.folder)}: {key} is {stored} in its weights and {list(shape)} by its "
+            "config.json; put config.json and weights of the same model into that folder."
         )
     return Copied(source, key)
 
@@ -202,20 +191,10 @@ def rows_of(copied: Copied) -> RowStatistics:
     count, width = matrix.get_shape()
     total_D = torch.zeros(width, dtype=torch.float64)
     squares_D = torch.zeros(width, dtype=torch.float64)
-    for part in _parts(matrix, count):
+    for start in range(0, count, ROWS):
+        part = matrix[slice(start, start + ROWS),].double()
         total_D += part.sum(0)
         squares_D += part.square().sum(0)
         copied.source.release(part.nbytes)
     mean_D = total_D / count
     return RowStatistics(mean_D.float(), (squares_D / count - mean_D.square()).clamp(min=0).sqrt().float())
-
-
-def _parts(matrix, count: int) -> Iterator[Tensor]:
-    for start in range(0, count, ROWS):
-        yield matrix[slice(start, start + ROWS),].double()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as config.json spells it."""
-    assert dtype in DTYPE_NAMES
-    return str(dtype).removeprefix("torch.")
