@@ -17,6 +17,7 @@ from megatron_vlm.compose.sources import (
     open_tower,
 )
 from megatron_vlm.config import ConfigError
+from megatron_vlm.config_rules.image_tokens import refuse_narrow
 from megatron_vlm.files import read_text, refuse_existing
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import read_config
@@ -70,7 +71,6 @@ def compose(
 
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import PROJECTOR_WIDTH, Choices
-    from megatron_vlm.data.kinds.native import refuse_narrow
 
     refuse_narrow(least, most)
     choices = Choices(least, most, projector_width or PROJECTOR_WIDTH)
