@@ -687,11 +687,6 @@ MISTAKES = [
         tower="clip",
     ),
     compose(
-        "more tokens of an image than the most by default",
-        r"--min-image-tokens 300 is more than --max-image-tokens 256; give both",
-        "--min-image-tokens=300",
-    ),
-    compose(
         "tokens of an image that small oblong ones cannot have",
         r"with min_image_tokens 256 a small image, scaled up, has up to 288 tokens, .* raise max_image_tok",
         "--min-image-tokens=256",

@@ -13,12 +13,12 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 33_371
+LINES = 33_186
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
-    "lines of the core path": 11_560,
+    "lines of the core path": 11_558,
     "lines of rl that train imports": 0,
-    "signatures with hf_config": 34,
+    "signatures with hf_config": 21,
     "signatures with family and hf_config": 0,
     "files of data that name a kind of image": 2,
     "calls of build_model": 2,

@@ -66,13 +66,11 @@ def compose(
         )
     least = min_image_tokens or IMAGE_TOKENS[0]
     most = max_image_tokens or IMAGE_TOKENS[1]
-    if least > most:
-        raise ConfigError(f"--min-image-tokens {least} is more than --max-image-tokens {most}; give both.")
+    refuse_narrow(least, most)
 
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import PROJECTOR_WIDTH, Choices
 
-    refuse_narrow(least, most)
     choices = Choices(least, most, projector_width or PROJECTOR_WIDTH)
     plan = composing.plan(vision, language, named, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())
