@@ -76,49 +76,32 @@ def complete_checkpoints(run_dir: str | Path) -> list[str]:
         if os.path.lexists(folder):
             raise ConfigError(f"run_dir: {printable(folder)} is not a folder; give another run_dir.")
         return []
-    return sorted(name for name in os.listdir(folder) if not _what_lacks(folder, name))
+    return sorted(name for name in os.listdir(folder) if _is_complete(folder / name))
 
 
-def _what_lacks(folder: Path, name: str) -> str:
-    """Why this name does not belong to a complete checkpoint; "" if it does."""
-    path = folder / name
-    if not _STEP.fullmatch(name):
-        return "is no step's name"
-    if path.is_symlink():
-        return "is a link"
-    if not path.is_dir():
-        return "is not there"
-    return "" if (path / STATE).is_file() else f"has no {STATE}"
+def _is_complete(path: Path) -> bool:
+    """Whether this is a complete checkpoint; a link is none."""
+    return bool(_STEP.fullmatch(path.name)) and not path.is_symlink() and (path / STATE).is_file()
 
 
 def _named(pointer: Path) -> str | None:
     """The name of a step that a file holds; None if it holds anything else."""
-    text = _text(pointer) if pointer.is_file() else ""
+    if not pointer.is_file():
+        return None
+    with open_file(pointer) as file:
+        text = file.read(100).decode(errors="replace").strip()
     return text if _STEP.fullmatch(text) else None
 
 
-def _text(pointer: Path) -> str:
-    with open_file(pointer) as file:
-        return file.read(100).decode(errors="replace").strip()
-
-
 def _no_latest(folder: Path, complete: list[str]) -> str:
-    latest = folder / "latest"
-    name = _named(latest)
-    if not os.path.lexists(latest):
-        fact = f"{printable(latest)} is missing, which names the checkpoint to go on from"
-    elif not latest.is_file():
-        fact = f"{printable(latest)} is not a file"
-    elif name is None:
-        fact = f"{printable(latest)} holds {printable(_text(latest))!r} and not the name of a checkpoint"
-    else:
-        fact = f"{printable(latest)} names {name}, which is not complete: it {_what_lacks(folder, name)}"
+    latest = printable(folder / "latest")
+    fact = f"checkpoint: {latest} is missing or names no complete checkpoint"
     if not complete:
-        return f"checkpoint: {fact}. Restore it, or delete {printable(latest)} to begin from step 1."
+        return f"{fact}. Restore it, or delete {latest} to begin from step 1."
     shown = ", ".join(complete[-3:])
     return (
-        f"checkpoint: {fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
-        f"{_choose(folder, complete, name)}"
+        f"{fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
+        f"{_choose(folder, complete, _named(folder / 'latest'))}"
     )
 
 
