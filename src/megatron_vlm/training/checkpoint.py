@@ -26,7 +26,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.base import check_same
-from megatron_vlm.parallel.setup import on_first_rank
+from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
@@ -104,13 +104,13 @@ def save(
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
     if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
         return final
-    ranks = _gather(_rank_state(loader_state))
+    ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
-    needed = sum(_gather(bytes_to_write(tensors)))
+    needed = sum(from_all_ranks(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
     write_tensors(partial, tensors, needed)
     with run_folder.naming(partial):
-        written = _gather(checksums(partial, _files_of_rank(os.listdir(partial))))
+        written = from_all_ranks(checksums(partial, _files_of_rank(os.listdir(partial))))
 
     def finish() -> Path:
         files = {name: known for rank in written for name, known in rank.items()}
@@ -190,7 +190,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
     state = {} if problems else read_state(path)
     if not problems:
         mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        problems = [text for rank in _gather(checksum_problems(path, mine)) for text in rank]
+        problems = [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]
     if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
@@ -236,9 +236,3 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
 def _loader_states(state: dict[str, Any]) -> list[Any]:
     saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
     return [saved[rank] for rank in sorted(saved)]
-
-
-def _gather(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
