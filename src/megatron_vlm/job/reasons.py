@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.last_words import START_AGAIN, by_signal
+from megatron_vlm.job.ranks import START_AGAIN, by_signal
 from megatron_vlm.messages import printable
 
 USERS_CODE, BUG_CODE = 2, 1
