@@ -52,8 +52,9 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     figures = StepFigures(config, description, model, feed.sources)
     is_first_rank = setup.is_first_rank()
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
-    messages = resumed.words() if resumed else ()
-    for message in chain(messages, words_of_start(config), feed.words(), exports.words(config, source)):
+    if resumed:
+        log.message(f"resumed after step {resumed.step} from {resumed.path}")
+    for message in chain(words_of_start(config), feed.words(), exports.words(config, source)):
         log.message(message)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
     with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:

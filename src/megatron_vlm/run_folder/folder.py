@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import (
-    naming,
-    need_room,
-    open_file,
-    read_file,
-    refuse_odd,
-    sync,
-    write_whole,
-)
+from megatron_vlm.files import naming, need_room, open_file, read_file, refuse_odd, sync, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
@@ -187,13 +179,6 @@ def _absolute(path: str) -> str:
 
 
 # ---- a checkpoint becomes complete, old ones go -----------------------------------------------------------
-
-
-def saved_last(run_dir: str | Path, step: int) -> Path | None:
-    """The folder of the checkpoint of `step`, if `latest` names it and nothing is left to write."""
-    name = f"step_{step:08d}"
-    is_last = _named(checkpoints(run_dir) / "latest") == name and name in complete_checkpoints(run_dir)
-    return checkpoints(run_dir) / name if is_last else None
 
 
 def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:

@@ -140,11 +140,6 @@ def _schedule(config: RunConfig, steps: int) -> tuple[int, int]:
             f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; lower "
             "optimizer.warmup_steps, or raise train.steps or train.epochs."
         )
-    if not 0 <= config.optimizer.min_lr <= config.optimizer.lr:
-        raise ValueError(
-            f"optimizer: min_lr {config.optimizer.min_lr} is not between 0 and lr {config.optimizer.lr}; "
-            "change one of them."
-        )
     return warmup, steps
 
 
