@@ -1,4 +1,4 @@
-"""What a run does in a step and after it: it trains, evaluates, saves and logs."""
+"""Trains the steps of a run, and evaluates, saves and logs after them."""
 
 from __future__ import annotations
 

@@ -66,19 +66,15 @@ class BatchBroadcaster:
     def _agree(self, failure: ReadFailed | None, counts: DropReport | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
         told = counts.to_tell() if counts is not None else [0, 0, 0]
-        failures, *everywhere = self._added([failure is not None, *told])
+        total = torch.tensor([failure is not None, *told], dtype=torch.int64)
+        dist.all_reduce(total, group=self._all)
+        failures, *everywhere = total.tolist()
         if counts is not None:
             counts.tell_others([total - own for total, own in zip(everywhere, told, strict=True)])
         if not failures:
             return
         texts = from_all_ranks(failure and str(failure), self._all)
         raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
-
-    def _added(self, numbers: list[int]) -> list[int]:
-        """The sums of `numbers` over all ranks."""
-        total = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(total, group=self._all)
-        return total.tolist()
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch; None on every rank when the iterator has ended.

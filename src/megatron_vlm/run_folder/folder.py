@@ -27,7 +27,7 @@ from megatron_vlm.files import naming, need_room, open_file, read_file, refuse_o
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
+from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
 OWN = {"config.yaml", "recipe.yaml", "lock", "checkpoints", "errors", "ranks"}  # one of them is in every run
@@ -281,15 +281,7 @@ def damaged(path: Path, problems: list[str]) -> str:
         )
     more = f", and {len(problems) - 1} more of its files are not as saved" if len(problems) > 1 else ""
     others = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
-    whole = [name for name in others if _sizes_fit(path.parent / name)]
     fact = f"checkpoint: {problems[0]}{more}. Restore it from a copy, or"
-    if not whole:
+    if not others:
         return f"{fact} begin in another run_dir: no other checkpoint here is complete."
-    return f"{fact} go on from another complete one: {_choose(path.parent, whole, path.name)}"
-
-
-def _sizes_fit(path: Path) -> bool:
-    try:
-        return not size_problems(path, read_state(path)["files"])
-    except (ValueError, OSError):
-        return False
+    return f"{fact} go on from another complete one: {_choose(path.parent, others, path.name)}"

@@ -6,14 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig as MegatronOptimizerConfig,
-)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
