@@ -202,7 +202,7 @@ def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
         if number == errno.EFBIG:
-            remedy = "raise the limit of a file's size (`ulimit -f`) and start again"
+            remedy = "the limit of a file's size (`ulimit -f`) is reached; raise it and start again"
         kind = type(error) if isinstance(error, OSError) else OSError
         raise kind(f"{printable(place)}: {os.strerror(number)}; {remedy}.") from error
 

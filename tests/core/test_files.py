@@ -198,7 +198,7 @@ def test_an_error_of_the_disk_has_the_path_the_free_bytes_and_the_remedy(tmp_pat
 
 def test_a_page_on_a_full_disk_is_named(tmp_path):
     """As `preview` writes it."""
-    with small_files(1000), pytest.raises(OSError, match=r"page.html: File too large; raise the limit of"):
+    with small_files(1000), pytest.raises(OSError, match=r"page.html: File too large; the limit of"):
         files.write_whole(tmp_path / "page.html", "a" * 2000)
     assert list(tmp_path.iterdir()) == []
 
@@ -210,7 +210,7 @@ def test_preparing_where_there_is_no_room_names_the_output(tmp_path, output):
         prepare_energon_dataset(source, out, workers=1, progress=False)
     why = "No such file or directory; give another path."
     if output == "out":
-        why = "File too large; raise the limit of a file's size (`ulimit -f`) and start again."
+        why = "File too large; the limit of a file's size (`ulimit -f`) is reached; raise it and start again."
     assert str(caught.value) == f"{out}: {why}"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

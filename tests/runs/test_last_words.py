@@ -288,7 +288,8 @@ def test_a_process_that_nothing_waits_for_has_its_last_line_too(fault, tmp_path)
         "    watchdog.beat('training step 3', step=2)\n"
         f"    {fault}"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    # a shell's `nohup` would leave SIGHUP ignored
+    command = ["env", "--default-signal=HUP", sys.executable, "-c", program, str(tmp_path)]
     with (tmp_path / "screen").open("w+") as screen:  # a pipe would wait for all that may write into it
         assert subprocess.run(command, stderr=screen, timeout=60).returncode == code
         screen.seek(0)

@@ -32,9 +32,9 @@ from megatron_vlm.recipes import compose
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
     given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
-    config = apply_overrides(RunConfig(), given | {f"data.{name}": value for name, value in settings.items()})
+    given |= {f"data.{name}": value for name, value in settings.items()}
     with pytest.raises(ConfigError, match=message):
-        validate(config)
+        validate(apply_overrides(RunConfig(), given))
 
 
 @pytest.fixture(scope="module")

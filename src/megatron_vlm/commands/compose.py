@@ -70,7 +70,7 @@ def compose(
 
     from megatron_vlm.compose import composing
     from megatron_vlm.compose.classes import Choices
-    from megatron_vlm.data.kinds.native import refuse_narrow
+    from megatron_vlm.config_rules.image_tokens import refuse_narrow
 
     refuse_narrow(least, most)
     choices = Choices(min_image_tokens, max_image_tokens, projector_width)

@@ -131,7 +131,7 @@ def _paths(config: RunConfig) -> str:
 
 def _drops(data: RunData) -> list[dict]:
     """The drops, each sample once, however often it was read."""
-    return list({drop["key"]: drop for drop in data.accounts.drops.examples()}.values())
+    return list({drop["key"]: drop for drop in data.drops.examples()}.values())
 
 
 def _measures(data: RunData, batch: Batch) -> tuple[int, int, int, int]:
