@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -29,8 +28,7 @@ from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, mi
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
-from megatron_vlm.parallel.counts import add_counts
-from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples
+from megatron_vlm.run_folder.batch_log import BatchLog
 from megatron_vlm.training.checkpoint import CheckpointState, Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
@@ -105,7 +103,7 @@ class Feed:
         if self._data:
             self._dropped = self._data.drops.arrived_everywhere()
             self._log.write(step, micro_batches)
-        if self._reader is not None and not self._pauses_after(step):
+        if self._reader is not None and self.milestones.goes_on_after(step):
             self._coming = self._started(take)
         return micro_batches
 
@@ -113,10 +111,6 @@ class Feed:
         """Starts `do`; returns a function that waits for its result. All reading is the reader's: there, a
         data worker's death is an error like others; torch would let it interrupt a step."""
         return do if self._reader is None else self._reader.apply_async(do).get
-
-    def _pauses_after(self, step: int) -> bool:
-        """Whether the loader's state or the validation split is read before the next step."""
-        return self.milestones.saves_after(step) or self.milestones.evaluates_after(step)
 
     def rows_after(self, step: int) -> int:
         """How many rows of the data were trained when `step` ends, on all ranks together."""
@@ -145,10 +139,6 @@ class Feed:
             yield from self._epochs.words(self._config, last, self.rows_after(last))
         yield from self.milestones.words(self._begun[0])
 
-    def naming_samples(self, step: int, micro_batches: list[Batch]) -> AbstractContextManager[None]:
-        """Makes errors from inside also say which samples the step had."""
-        return naming_samples(self._config.run_dir, step, micro_batches)
-
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""
         batches = self._data and self._data.valid_batches()
@@ -165,7 +155,7 @@ class Feed:
     def dropped_by_reason(self) -> dict[str, int]:
         """The same until now by reason. Every rank calls it; a checkpoint holds it as `dropped`."""
         arrived = self._data.drops.arrived if self._data else {}
-        return dict(self._dropped_before + Counter(add_counts(arrived)))
+        return dict(sum(map(Counter, setup.from_all_ranks(arrived)), self._dropped_before))
 
     def close(self) -> None:
         """End the data workers at once."""

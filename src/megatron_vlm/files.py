@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import stat
@@ -202,18 +201,10 @@ def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
         )
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
-        if number == errno.EFBIG and (limit := size_limit()):
-            remedy = f"{limit}; raise it and start again"
+        if number == errno.EFBIG:
+            remedy = "the limit of a file's size (`ulimit -f`) is reached; raise it and start again"
         kind = type(error) if isinstance(error, OSError) else OSError
         raise kind(f"{printable(place)}: {os.strerror(number)}; {remedy}.") from error
-
-
-def size_limit() -> str:
-    """How large a file of this process may become, in words; empty if there is no limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"the limit of a file's size (`ulimit -f`) is {readable_size(limit)}"
 
 
 def free_bytes(path: Path) -> int:

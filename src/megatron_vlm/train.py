@@ -21,6 +21,7 @@ from megatron_vlm.models.weights import parameters_by_part
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.adapter_start import begun
+from megatron_vlm.run_folder.batch_log import naming_samples
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.evaluate import validation_loss
@@ -30,21 +31,6 @@ from megatron_vlm.training.losses.tokens import StepLoss
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
 from megatron_vlm.training.profile import Profile
 from megatron_vlm.training.step import train_step
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run on one rank, when all is there that its steps need."""
-
-    config: RunConfig
-    source: Source
-    feed: Feed
-    model: list[Module]
-    optimizer: Any  # Megatron's, like the scheduler
-    scheduler: Any
-    step_loss: StepLoss
-    figures: StepFigures
-    log: RunLogger
 
 
 def train(config: RunConfig, profile_steps: int = 0) -> None:
@@ -72,19 +58,20 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     figures = StepFigures(config, description, model, feed.sources)
     is_first_rank = setup.is_first_rank()
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
-    messages = resumed.words() if resumed else ()
-    for message in chain(messages, words_of_start(config), feed.words(), exports.words(config, source)):
+    if resumed:
+        log.message(f"resumed after step {resumed.step} from {resumed.path}")
+    for message in chain(words_of_start(config), feed.words(), exports.words(config, source)):
         log.message(message)
-    run = Run(config, source, feed, model, optimizer, scheduler, step_loss, figures, log)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
     with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
-            train_and_log(run, step)
+            run.train(step)
             profile.step()
-            valid_loss = evaluate(run, step) if milestones.evaluates_after(step) else None
+            valid_loss = run.evaluate(step) if milestones.evaluates_after(step) else None
             if milestones.saves_after(step):
-                save(run, step, valid_loss)
+                run.save(step, valid_loss)
             if milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
         if dropped := feed.dropped_by_reason():
@@ -102,61 +89,72 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
     return data_parallel(chunks, config)
 
 
-def train_and_log(run: Run, step: int) -> None:
-    """One optimizer step with the next global batch."""
-    began = time.monotonic()
-    rates_of_parts = learning_rates(run.scheduler)
-    lr = rates_of_parts.pop("lr")
-    micro_batches = run.feed.train(step)
-    waited = time.monotonic() - began
-    watchdog.beat(f"training step {step}")
-    with run.feed.naming_samples(step, micro_batches):
-        loss, tokens, grad_norm = train_step(
-            run.model,
-            run.optimizer,
-            run.scheduler,
-            micro_batches,
-            step_loss=run.step_loss,
-            figures=run.figures,
-            goes_on=run.feed.milestones.goes_on_after(step),
+@dataclass(frozen=True)
+class Run:
+    """A run on one rank, when all is there that its steps need."""
+
+    config: RunConfig
+    feed: Feed
+    model: list[Module]
+    optimizer: Any  # Megatron's, like the scheduler
+    scheduler: Any
+    step_loss: StepLoss
+    figures: StepFigures
+    log: RunLogger
+
+    def train(self, step: int) -> None:
+        """One optimizer step with the next global batch."""
+        began = time.monotonic()
+        rates_of_parts = learning_rates(self.scheduler)
+        lr = rates_of_parts.pop("lr")
+        micro_batches = self.feed.train(step)
+        waited = time.monotonic() - began
+        watchdog.beat(f"training step {step}")
+        with naming_samples(self.config.run_dir, step, micro_batches):
+            loss, tokens, grad_norm = train_step(
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                micro_batches,
+                step_loss=self.step_loss,
+                figures=self.figures,
+                goes_on=self.feed.milestones.goes_on_after(step),
+            )
+        watchdog.beat(step=step)
+        seconds = time.monotonic() - began
+        self.log.log_step(
+            step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            trained_tokens=tokens,
+            seconds=seconds,
+            dropped=self.feed.dropped_everywhere(),
+            figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates_of_parts,
         )
-    watchdog.beat(step=step)
-    seconds = time.monotonic() - began
-    run.log.log_step(
-        step,
-        loss=loss,
-        lr=lr,
-        grad_norm=grad_norm,
-        trained_tokens=tokens,
-        seconds=seconds,
-        dropped=run.feed.dropped_everywhere(),
-        figures=run.figures.of_step(seconds, waited) | run.feed.epoch_after(step) | rates_of_parts,
-    )
 
+    def evaluate(self, step: int) -> float | None:
+        """The validation loss after a step, which is logged."""
+        watchdog.beat(f"evaluating after step {step}")
+        loss, figures = validation_loss(
+            self.config, self.model, self.step_loss, take=self.feed.valid(), sources=self.feed.valid_sources
+        )
+        self.log.log_eval(step, loss, figures)
+        return loss
 
-def evaluate(run: Run, step: int) -> float | None:
-    """The validation loss after a step, which is logged."""
-    watchdog.beat(f"evaluating after step {step}")
-    loss, figures = validation_loss(
-        run.config, run.model, run.step_loss, take=run.feed.valid(), sources=run.feed.valid_sources
-    )
-    run.log.log_eval(step, loss, figures)
-    return loss
-
-
-def save(run: Run, step: int, valid_loss: float | None) -> None:
-    """Write a checkpoint of a step, and the pictures of the run so far."""
-    extra = {**run.log.totals, "rows": run.feed.rows_after(step), "valid_loss": valid_loss}
-    extra["dropped"] = run.feed.dropped_by_reason()
-    checkpoint.save(
-        run.config.run_dir,
-        step,
-        run.model,
-        run.optimizer,
-        run.scheduler,
-        loader_state=run.feed.state(),
-        keep=run.config.train.keep_checkpoints,
-        extra=extra,
-        keep_best=run.config.train.keep_best,
-    )
-    run.log.save()
+    def save(self, step: int, valid_loss: float | None) -> None:
+        """Write a checkpoint of a step, and the pictures of the run so far."""
+        extra = {**self.log.totals, "rows": self.feed.rows_after(step), "valid_loss": valid_loss}
+        extra["dropped"] = self.feed.dropped_by_reason()
+        checkpoint.save(
+            self.config.run_dir,
+            step,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            loader_state=self.feed.state(),
+            keep=self.config.train.keep_checkpoints,
+            extra=extra,
+            keep_best=self.config.train.keep_best,
+        )
+        self.log.save()

@@ -13,10 +13,17 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 60
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 33186
+<<<<<<< HEAD
+LINES = 33017
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
     "lines of the core path": 11_558,
+=======
+LINES = 33017
+# Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
+HOUSE = {
+    "lines of the core path": 11_468,
+>>>>>>> part-x2
     "lines of rl that train imports": 0,
     "signatures with hf_config": 21,
     "signatures with family and hf_config": 0,
@@ -26,7 +33,7 @@ HOUSE = {
     "forward steps": 1,
     "class names with several meanings": 0,
     "calls that unpack a local tuple": 63,
-    "parallel tuple assignments": 381,
+    "parallel tuple assignments": 380,
 }
 ROOMS = rooms.read()  # from the ground up
 # at module level, and with them what they import; each line after what the lines above it imported
@@ -123,7 +130,7 @@ def test_the_core_path_goes_from_train_to_gradients():
         if not SOURCE.joinpath(*name.split(".")).exists() and name not in modules()
     ]
     assert unknown == []
-    assert lines_of(modules()["train"]) <= 165
+    assert lines_of(modules()["train"]) <= 160
 
 
 def lines_of(path: Path) -> int:

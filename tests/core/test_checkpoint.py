@@ -129,7 +129,7 @@ def test_a_half_written_folder_is_not_loaded_and_goes_at_the_next_save(folders):
 
 
 def test_a_latest_that_names_nothing_is_an_error_that_says_what_to_do(folders):
-    assert "latest names step_00000004, which is not complete" in folders[1]["gone"]
+    assert "latest is missing or names no complete checkpoint" in folders[1]["gone"]
 
 
 @pytest.mark.parametrize(

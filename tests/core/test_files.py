@@ -210,7 +210,7 @@ def test_preparing_where_there_is_no_room_names_the_output(tmp_path, output):
         prepare_energon_dataset(source, out, workers=1, progress=False)
     why = "No such file or directory; give another path."
     if output == "out":
-        why = "File too large; the limit of a file's size (`ulimit -f`) is 0.0 MB; raise it and start again."
+        why = "File too large; the limit of a file's size (`ulimit -f`) is reached; raise it and start again."
     assert str(caught.value) == f"{out}: {why}"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

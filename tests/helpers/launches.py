@@ -162,6 +162,7 @@ def _second(root: str, cases: list[str]) -> dict:
                 "losses": losses,
                 "digest": _digest(run),
                 "draws": draws,
+                "extra": checkpoint.saved(_run_dir(root, saved)).extra,
                 "state": {name: value for name, value in asdict(state).items() if name != "path"},
             }
     return results

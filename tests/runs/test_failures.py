@@ -201,7 +201,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
     (result,) = run_distributed(1, _save_on_a_full_disk, str(tmp_path))
     assert result["after"] == 1 and result["then"] == 3
     assert str(tmp_path) in result["error"] and "OSError" in result["error"]
-    assert "the limit of a file's size (`ulimit -f`) is 0.0 MB: raise it" in result["error"]
+    assert result["error"].endswith("make room (a quota and `ulimit -f` count, too) and start again.")
 
 
 # -- datasets

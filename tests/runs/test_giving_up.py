@@ -61,7 +61,7 @@ def _run(parallel: ParallelConfig, dropped_by_rank: list[int], steps: int) -> tu
 
 def _not_finite(by_rank: list[list[float]], run_dir: str) -> str:
     """What this rank raises when these are the losses of its micro batches."""
-    from megatron_vlm.training.not_finite import raise_not_finite
+    from megatron_vlm.training.step import raise_not_finite
 
     rank = dist.get_rank()
     reports = [{"sums": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]

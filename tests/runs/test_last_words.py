@@ -17,9 +17,8 @@ from places import HELPERS
 from programs import run_program
 
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.job.last_words import last_words
+from megatron_vlm.job.ranks import hung, last_words
 from megatron_vlm.job.reasons import named
-from megatron_vlm.job.watchdog import describe
 
 AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
@@ -202,7 +201,7 @@ def test_a_data_worker_that_is_stopped_is_no_reason_to_wait_longer():
         "doing": "saving step 6",
         "hang": {"waits": False, "where": where},
     }
-    said = describe({0: content}, 20, Path("run/errors"))
+    said = hung({0: content}, 20, Path("run/errors"))
     assert "its data worker (pid 7) is stopped (SIGSTOP)" in said and "raise train.hang_seconds" not in said
     assert said.endswith("; start again: a run goes on from its last checkpoint, if it has saved one.")
 

@@ -17,7 +17,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
-from megatron_vlm.job.last_words import LAUNCHER_SPEAKS, interrupted, last_words, say
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, interrupted, last_words, say
 from megatron_vlm.messages import PrintableRecord
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import NotAFile, open_to_write, write_whole
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.last_words import START_AGAIN, interrupted, say
+from megatron_vlm.job.ranks import START_AGAIN, interrupted, say
 from megatron_vlm.job.reasons import BUG_CODE, explain, is_anothers_end, is_for_users, without_traceback
 
 PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason

@@ -2,7 +2,7 @@
 
 A crash in compiled code, a kill, and code that never lets the interpreter go leave no time for Python. The
 guard needs nothing of the process that it guards. faulthandler writes stacks to it, through a socket so small
-that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `last_words`.
+that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `ranks.last_words`.
 
 It ends a process whose watchdog has not looked for too long. It counts its own waits and not the clock, and
 none while the process is stopped: so time in which either of them could not run is not counted.
@@ -20,7 +20,7 @@ import socket
 import time
 
 from megatron_vlm.job import ranks
-from megatron_vlm.job.last_words import by_signal, held, say
+from megatron_vlm.job.ranks import by_signal, held, say
 
 # as faulthandler calls them
 _CRASHES = {"Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}

@@ -1,5 +1,7 @@
 """Lets the ranks of one job know about each other: each has a small file, which outlives it.
 
+When the job has ended, the files tell what is said last: the reason, and in the last line the remedy.
+
 A rank's file says what it does (`doing`; `step` is the last completed), how often it made progress (`beats`)
 and how it ended (`ended`). The files lie in torchrun's own folder of this start or, if the job has several
 machines, in the run folder, which all of them see.
@@ -11,18 +13,34 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.files import open_to_write, read_file
+from megatron_vlm.messages import listed, printable_lines
 
 ROOM = 1 << 15  # bytes reserved at the start, so that a rank can write its last word on a full disk
 LONGEST_WORD = 12_000  # characters of the last word
 SPOKEN = "spoken"  # the file of the rank that speaks for all
 STALE_SECONDS = 120  # a file that is older than ours by more than this is from an earlier job
+LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # set for the ranks that --nproc starts
+HANG_CODE = 3  # the exit code when no rank makes progress
+START_AGAIN = "start again: a run goes on from its last checkpoint, if it has saved one"
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+_WHY = dict.fromkeys(
+    _FROM_OUTSIDE,
+    "something outside did it, most often for want of memory (see `dmesg`); fewer data workers or smaller "
+    "buffers need less",
+)
+_WHY[signal.SIGBUS] = "a file that it reads became shorter or cannot be read any more, or /dev/shm is full"
+# torchrun sends SIGTERM to all others when one rank ends, so this counts only without another reason
+_BEST_FIRST = ("hang", "cause", "interrupt", "signal", "silence", "lost", "SIGTERM")
+_WORST_FIRST = ("is stopped (SIGSTOP)", "is no more", "does not answer", "hangs", "waits for other ranks")
 
 
 class AnotherRankFailed(RuntimeError):
@@ -164,3 +182,87 @@ def _job() -> str:
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"rank{number}.json"
+
+
+# ---- the last words ----------------------------------------------------------------------------------------
+
+
+def say(message: str) -> None:
+    """Print the message, unless the launcher does it."""
+    if message and not os.environ.get(LAUNCHER_SPEAKS):
+        print(printable_lines(message), file=sys.stderr, flush=True)
+
+
+def last_words(contents: dict[int, dict[str, Any]], codes: dict[int, int]) -> tuple[int, str]:
+    """(exit code, message) for a job. `codes` are the ranks' exit codes other than 0, as their parent process
+    saw them; `contents` is what the ranks said."""
+    every = sorted({*contents, *codes})
+    reasons = [_reason(f"rank {rank}", contents.get(rank), codes.get(rank, 0)) for rank in every]
+    *_, code, message = min(filter(None, reasons), key=lambda reason: reason[:2])
+    return code, message
+
+
+def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, float, int, str] | None:
+    """(place in _BEST_FIRST, time, exit code of the job, message) for a rank; None if it says nothing."""
+    ended = content["ended"] if content else None
+    if ended and ended["message"]:
+        return _BEST_FIRST.index(ended["kind"]), ended["time"], ended.get("code", HANG_CODE), ended["message"]
+    if code == 0:
+        return None
+    kind, said = "silence", f"{who} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
+    if code < 0:
+        kind, said = "SIGTERM" if -code == signal.SIGTERM else "signal", by_signal(who, -code, content)
+        code = 128 - code
+    elif content and not ended and time.time() - content["looked"] > content["hang_seconds"]:
+        code, said = HANG_CODE, held(who, content, ", or was stopped for so long")
+    return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
+
+
+def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> str:
+    """The last words of a process that a signal has ended; None: nobody knows which signal."""
+    signalled = f"was ended by signal {number} ({signal.Signals(number).name})" if number else "is no more"
+    doing = f" while {content['doing']}" if content else ""
+    stacks = "; its stacks are in errors/ of the run folder" if number not in (None, *_FROM_OUTSIDE) else ""
+    why = _WHY.get(number or signal.SIGKILL, "it crashed in compiled code")
+    return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
+
+
+def held(who: str, content: dict[str, Any], or_else: str = "") -> str:
+    """The last words of a process that faulthandler ended, as its interpreter could not run for too long."""
+    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}{or_else}"
+    return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
+
+
+def interrupted(contents: list[dict[str, Any]], by: str) -> str:
+    """The line after Ctrl-C or a signal; empty after Ctrl-C if no run was active."""
+    if not contents:
+        return "" if by == "Ctrl-C" else f"stopped by {by}."
+    step = max(content["step"] for content in contents)
+    return f"stopped by {by} after step {step}; {START_AGAIN}."
+
+
+def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
+    """The last words of a job without progress: which rank hangs, where, and what to do."""
+    hows = {number: _how(content) for number, content in sorted(contents.items())}
+    worst = min(hows.values(), key=_WORST_FIRST.index)  # the other ranks only wait for these
+    texts = []
+    for number in (number for number, how in hows.items() if how == worst):
+        content = contents[number]
+        where = f", in {content['hang']['where']}" if content["hang"] else ""
+        texts.append(f"rank {number} (pid {content['pid']}) {worst} while {content['doing']}{where}")
+    who = listed(texts, 3, "; ")
+    only_slow = worst in _WORST_FIRST[3:] and "SIGSTOP" not in who
+    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else START_AGAIN
+    return (
+        f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
+        f"The stacks of all ranks and workers are in {errors}; {remedy}."
+    )
+
+
+def _how(content: dict[str, Any]) -> str:
+    letter, hang = state(content), content["hang"]
+    if letter in ("T", "", "Z"):
+        return "is stopped (SIGSTOP)" if letter == "T" else "is no more"
+    if hang is None:
+        return "does not answer"
+    return "waits for other ranks" if hang["waits"] else "hangs"

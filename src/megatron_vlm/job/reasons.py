@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.last_words import START_AGAIN, by_signal
+from megatron_vlm.job.ranks import START_AGAIN, by_signal
 from megatron_vlm.messages import printable
 
 USERS_CODE, BUG_CODE = 2, 1
@@ -31,13 +31,11 @@ _REMEDIES = {
     errno.EFBIG: "the limit of a file's size is reached: raise `ulimit -f` and start again",
     errno.EDQUOT: "your quota is used up: make room and start again",
     errno.EACCES: "you may not read or write there: give another path, or ask for access",
-    errno.EPERM: "you may not do this there: give another path, or ask for access",
     errno.EROFS: "that file system is read-only: give another path",
     errno.EMFILE: "too many files are open: raise `ulimit -n`, or lower data.num_workers",
     errno.ENOMEM: "memory is used up: lower data.num_workers, the buffers or the batch",
     errno.EADDRINUSE: "another program listens on that port: set another MASTER_PORT",
     errno.EIO: "the disk or the network file system fails: look at `dmesg`, then start again",
-    errno.ESTALE: "the network file system lost the file: start again",
 }
 
 

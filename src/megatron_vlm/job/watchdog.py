@@ -32,13 +32,11 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import open_to_write
 from megatron_vlm.job import guard, ranks
-from megatron_vlm.job.last_words import HANG_CODE, START_AGAIN, say
-from megatron_vlm.messages import listed
+from megatron_vlm.job.ranks import HANG_CODE, say
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
 TIMER_AFTER = 10  # seconds after the watchdog, which has better words
-WORST_FIRST = ("is stopped (SIGSTOP)", "is no more", "does not answer", "hangs", "waits for other ranks")
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
@@ -199,7 +197,7 @@ class Watch:
         others = self._hear_others()
         contents = {ranks.rank(): self.record.content, **others}
         if self.record.claim():
-            self.record.end("hang", describe(contents, self.hang_seconds, self.errors))
+            self.record.end("hang", ranks.hung(contents, self.hang_seconds, self.errors))
             say(self.record.content["ended"]["message"])
         else:
             self.record.end("hang", "")
@@ -218,10 +216,7 @@ class Watch:
 
     def _write_stacks(self) -> None:
         content = self.record.content
-        self.file.write(
-            f"rank {ranks.rank()}, pid {os.getpid()}: no progress for {self.hang_seconds:g} s; "
-            f"{content['doing']}\n"
-        )
+        self.file.write(f"rank {ranks.rank()}: no progress for {self.hang_seconds:g} s; {content['doing']}\n")
         self.file.flush()
         faulthandler.dump_traceback(self.file)
         for worker in multiprocessing.active_children():
@@ -247,32 +242,6 @@ class Watch:
                 os.kill(pid, signal.SIGUSR2)
         time.sleep(2)
         return self.record.others()
-
-
-def describe(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
-    """Which rank hangs, where, and what to do; `contents` are of the ranks' files, by rank."""
-    found: dict[str, list[str]] = {how: [] for how in WORST_FIRST}
-    for number, content in sorted(contents.items()):
-        how = _how(content)
-        where = f", in {content['hang']['where']}" if content["hang"] else ""
-        found[how].append(f"rank {number} (pid {content['pid']}) {how} while {content['doing']}{where}")
-    worst = next(filter(found.get, WORST_FIRST))  # the other ranks only wait for these
-    who = listed(found[worst], 3, "; ")
-    only_slow = worst in WORST_FIRST[3:] and "SIGSTOP" not in who
-    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else START_AGAIN
-    return (
-        f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
-        f"The stacks of all ranks and workers are in {errors}; {remedy}."
-    )
-
-
-def _how(content: dict[str, Any]) -> str:
-    letter, hang = ranks.state(content), content["hang"]
-    if letter in ("T", "", "Z"):
-        return "is stopped (SIGSTOP)" if letter == "T" else "is no more"
-    if hang is None:
-        return "does not answer"
-    return "waits for other ranks" if hang["waits"] else "hangs"
 
 
 def _outwards(frame) -> Iterable[Any]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
+from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.reasons import named
-from megatron_vlm.parallel.counts import SharedCounts
-from megatron_vlm.parallel.setup import collective_timeout, parallel_state
+from megatron_vlm.parallel.setup import collective_timeout, from_all_ranks, parallel_state
 
 _HOST = torch.device("cpu")
 
@@ -46,7 +46,7 @@ class BatchBroadcaster:
         return dist.get_rank() == self._source
 
     def take(
-        self, iterator: Iterator[Batch] | None, count: int, counts: SharedCounts | None = None
+        self, iterator: Iterator[Batch] | None, count: int, counts: DropReport | None = None
     ) -> list[Batch]:
         """Up to `count` batches, fewer if the iterator ends; all ranks of the run call it together.
 
@@ -63,23 +63,18 @@ class BatchBroadcaster:
         self._agree(failure, counts)
         return batches
 
-    def _agree(self, failure: ReadFailed | None, counts: SharedCounts | None) -> None:
+    def _agree(self, failure: ReadFailed | None, counts: DropReport | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
         told = counts.to_tell() if counts is not None else [0, 0, 0]
-        failures, *everywhere = self._added([failure is not None, *told])
+        total = torch.tensor([failure is not None, *told], dtype=torch.int64)
+        dist.all_reduce(total, group=self._all)
+        failures, *everywhere = total.tolist()
         if counts is not None:
             counts.tell_others([total - own for total, own in zip(everywhere, told, strict=True)])
         if not failures:
             return
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, failure and str(failure), group=self._all)
+        texts = from_all_ranks(failure and str(failure), self._all)
         raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
-
-    def _added(self, numbers: list[int]) -> list[int]:
-        """The sums of `numbers` over all ranks."""
-        total = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(total, group=self._all)
-        return total.tolist()
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch; None on every rank when the iterator has ended.
@@ -141,8 +136,7 @@ class BatchBroadcaster:
 
 def _group_of(key: Any) -> dist.ProcessGroup:
     """A new group on the host of all ranks with the same `key`."""
-    keys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(keys, key)
+    keys = from_all_ranks(key)
     members = [[rank for rank, theirs in enumerate(keys) if theirs == one] for one in sorted(set(keys))]
     return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout(), backend="gloo")[0]
 

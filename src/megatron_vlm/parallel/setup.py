@@ -107,6 +107,13 @@ def on_first_rank(do: Callable, *arguments: Any) -> Any:
     return answer[0]
 
 
+def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The `value` of each rank of a group, of all without one; each of these ranks calls it."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 @contextmanager
 def folder_aside(output: str | Path) -> Iterator[Path]:
     """`files.folder_aside`, made and named by rank 0 for all ranks, which must share the file system.

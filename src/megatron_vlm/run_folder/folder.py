@@ -23,19 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import (
-    naming,
-    need_room,
-    open_file,
-    read_file,
-    refuse_odd,
-    sync,
-    write_whole,
-)
+from megatron_vlm.files import naming, need_room, open_file, read_file, refuse_odd, sync, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, size_problems, state_text
+from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
 OWN = {"config.yaml", "recipe.yaml", "lock", "checkpoints", "errors", "ranks"}  # one of them is in every run
@@ -76,49 +68,32 @@ def complete_checkpoints(run_dir: str | Path) -> list[str]:
         if os.path.lexists(folder):
             raise ConfigError(f"run_dir: {printable(folder)} is not a folder; give another run_dir.")
         return []
-    return sorted(name for name in os.listdir(folder) if not _what_lacks(folder, name))
+    return sorted(name for name in os.listdir(folder) if _is_complete(folder / name))
 
 
-def _what_lacks(folder: Path, name: str) -> str:
-    """Why this name does not belong to a complete checkpoint; "" if it does."""
-    path = folder / name
-    if not _STEP.fullmatch(name):
-        return "is no step's name"
-    if path.is_symlink():
-        return "is a link"
-    if not path.is_dir():
-        return "is not there"
-    return "" if (path / STATE).is_file() else f"has no {STATE}"
+def _is_complete(path: Path) -> bool:
+    """Whether this is a complete checkpoint; a link is none."""
+    return bool(_STEP.fullmatch(path.name)) and not path.is_symlink() and (path / STATE).is_file()
 
 
 def _named(pointer: Path) -> str | None:
     """The name of a step that a file holds; None if it holds anything else."""
-    text = _text(pointer) if pointer.is_file() else ""
+    if not pointer.is_file():
+        return None
+    with open_file(pointer) as file:
+        text = file.read(100).decode(errors="replace").strip()
     return text if _STEP.fullmatch(text) else None
 
 
-def _text(pointer: Path) -> str:
-    with open_file(pointer) as file:
-        return file.read(100).decode(errors="replace").strip()
-
-
 def _no_latest(folder: Path, complete: list[str]) -> str:
-    latest = folder / "latest"
-    name = _named(latest)
-    if not os.path.lexists(latest):
-        fact = f"{printable(latest)} is missing, which names the checkpoint to go on from"
-    elif not latest.is_file():
-        fact = f"{printable(latest)} is not a file"
-    elif name is None:
-        fact = f"{printable(latest)} holds {printable(_text(latest))!r} and not the name of a checkpoint"
-    else:
-        fact = f"{printable(latest)} names {name}, which is not complete: it {_what_lacks(folder, name)}"
+    latest = printable(folder / "latest")
+    fact = f"checkpoint: {latest} is missing or names no complete checkpoint"
     if not complete:
-        return f"checkpoint: {fact}. Restore it, or delete {printable(latest)} to begin from step 1."
+        return f"{fact}. Restore it, or delete {latest} to begin from step 1."
     shown = ", ".join(complete[-3:])
     return (
-        f"checkpoint: {fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
-        f"{_choose(folder, complete, name)}"
+        f"{fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
+        f"{_choose(folder, complete, _named(folder / 'latest'))}"
     )
 
 
@@ -204,13 +179,6 @@ def _absolute(path: str) -> str:
 
 
 # ---- a checkpoint becomes complete, old ones go -----------------------------------------------------------
-
-
-def saved_last(run_dir: str | Path, step: int) -> Path | None:
-    """The folder of the checkpoint of `step`, if `latest` names it and nothing is left to write."""
-    name = f"step_{step:08d}"
-    is_last = _named(checkpoints(run_dir) / "latest") == name and name in complete_checkpoints(run_dir)
-    return checkpoints(run_dir) / name if is_last else None
 
 
 def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
@@ -313,15 +281,7 @@ def damaged(path: Path, problems: list[str]) -> str:
         )
     more = f", and {len(problems) - 1} more of its files are not as saved" if len(problems) > 1 else ""
     others = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
-    whole = [name for name in others if _sizes_fit(path.parent / name)]
     fact = f"checkpoint: {problems[0]}{more}. Restore it from a copy, or"
-    if not whole:
+    if not others:
         return f"{fact} begin in another run_dir: no other checkpoint here is complete."
-    return f"{fact} go on from another complete one: {_choose(path.parent, whole, path.name)}"
-
-
-def _sizes_fit(path: Path) -> bool:
-    try:
-        return not size_problems(path, read_state(path)["files"])
-    except (ValueError, OSError):
-        return False
+    return f"{fact} go on from another complete one: {_choose(path.parent, others, path.name)}"

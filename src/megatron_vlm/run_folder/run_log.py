@@ -78,7 +78,6 @@ class RunLogger:
 
             self._events = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start_step)
         self._wandb = _wandb(config) if config.logging.wandb_project else None
-        self._valid_loss: float | None = None
         self._first_step = start_step
         self._started = time.monotonic()
         self._bar: tqdm | None = None
@@ -117,7 +116,6 @@ class RunLogger:
         if there is no validation data."""
         if loss is None or not self.is_writer:
             return
-        self._valid_loss = loss
         figures = {f"valid_{name}": number for name, number in (by_source or {}).items()}
         self._write(step, {"valid_loss": loss, **figures})
         words = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]

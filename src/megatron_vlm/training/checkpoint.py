@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.base import check_same
-from megatron_vlm.parallel.setup import on_first_rank
+from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
@@ -36,20 +36,11 @@ from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sha
 
 @dataclass
 class CheckpointState:
-    """The state that `load_latest` restored, and what it could not restore."""
+    """The state that `load_latest` restored, and what the data loaders are to restore."""
 
     step: int
     path: Path
     loader_states: list[Any]  # one per data-parallel rank that saved, in order; their number may differ now
-    rng_restored: bool  # only if the layout is the one that saved
-    extra: dict[str, Any] = field(default_factory=dict)
-    later: list[str] = field(default_factory=list)  # complete checkpoints of later steps
-
-    def words(self) -> Iterator[str]:
-        """Lines that a user should know about it."""
-        yield f"resumed after step {self.step} from {self.path}"
-        if self.later:
-            yield f"{', '.join(self.later)} stay until their steps are saved again"
 
 
 @dataclass
@@ -98,19 +89,17 @@ def save(
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
     the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `valid_loss` in its
-    `extra`. A step that `latest` already names is not written again. Raises OSError with the place, the bytes
-    to write and the bytes free; `latest` then stays as it was.
+    `extra`. Raises OSError with the place, the bytes to write and the bytes free; `latest` then stays as it
+    was.
     """
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
-    if (final := on_first_rank(run_folder.saved_last, run_dir, step)) is not None:
-        return final
-    ranks = _gather(_rank_state(loader_state))
+    ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
-    needed = sum(_gather(bytes_to_write(tensors)))
+    needed = sum(from_all_ranks(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
     write_tensors(partial, tensors, needed)
     with run_folder.naming(partial):
-        written = _gather(checksums(partial, _files_of_rank(os.listdir(partial))))
+        written = from_all_ranks(checksums(partial, _files_of_rank(os.listdir(partial))))
 
     def finish() -> Path:
         files = {name: known for rank in written for name, known in rank.items()}
@@ -161,11 +150,9 @@ def load_latest(
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
-    same_layout = state["layout"] == layout()
-    if same_layout:
+    if state["layout"] == layout():
         restore_generators(state["ranks"][dist.get_rank()]["rng"])
-    later = [name for name in run_folder.complete_checkpoints(run_dir) if name > path.name]
-    return CheckpointState(state["step"], path, _loader_states(state), same_layout, state["extra"], later)
+    return CheckpointState(state["step"], path, _loader_states(state))
 
 
 def _adapters(model_chunks: list) -> list[str] | None:
@@ -186,18 +173,17 @@ def _files_of_rank(names: Iterable[str]) -> list[str]:
 
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
-    problems = on_first_rank(_problems_at_sight, path)
-    state = {} if problems else read_state(path)
-    if not problems:
-        mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        problems = [text for rank in _gather(checksum_problems(path, mine)) for text in rank]
-    if problems:
+    on_first_rank(_check_sizes, path)
+    state = read_state(path)
+    mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
+    if problems := [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
 
 
-def _problems_at_sight(path: Path) -> list[str]:
-    return size_problems(path, _state(path)["files"])
+def _check_sizes(path: Path) -> None:
+    if problems := size_problems(path, _state(path)["files"]):
+        raise ConfigError(run_folder.damaged(path, problems))
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -236,9 +222,3 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
 def _loader_states(state: dict[str, Any]) -> list[Any]:
     saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
     return [saved[rank] for rank in sorted(saved)]
-
-
-def _gather(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

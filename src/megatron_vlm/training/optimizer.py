@@ -6,14 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig as MegatronOptimizerConfig,
-)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -139,11 +133,6 @@ def _schedule(config: RunConfig, steps: int) -> tuple[int, int]:
         raise ValueError(
             f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; lower "
             "optimizer.warmup_steps, or raise train.steps or train.epochs."
-        )
-    if not 0 <= config.optimizer.min_lr <= config.optimizer.lr:
-        raise ValueError(
-            f"optimizer: min_lr {config.optimizer.min_lr} is not between 0 and lr {config.optimizer.lr}; "
-            "change one of them."
         )
     return warmup, steps
 

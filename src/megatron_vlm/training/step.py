@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -11,11 +12,19 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
+from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients, finalize_gradients, step_in_flight
 from megatron_vlm.training.losses.tokens import Reports, StepLoss, token_losses
-from megatron_vlm.training.not_finite import raise_not_finite
+
+
+class NotFinite(ValueError):
+    """A loss or gradient is NaN or infinite. `micro_batches`: the indices of those with such a loss, here."""
+
+    def __init__(self, message: str, micro_batches: list[int]):
+        super().__init__(message)
+        self.micro_batches = micro_batches
 
 
 @record_function("step")
@@ -69,3 +78,19 @@ def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[flo
     if figures:
         figures.added(sums)
     return (loss_sum / weight if weight else float("nan")), int(count)
+
+
+def raise_not_finite(what: str, reports: Reports) -> NoReturn:
+    """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
+    guilty = [n for n, report in enumerate(reports) if not report["sums"].isfinite().all()]
+    ranks = dist.get_world_size()
+    first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if (speaker := first.item() % ranks) != dist.get_rank():
+        raise AnotherRankFailed(f"training: {what}, as rank {speaker} says")
+    raise NotFinite(
+        f"training: {what}"
+        + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
+        + ". Start again with a lower optimizer.lr or without these samples.",
+        guilty,
+    )

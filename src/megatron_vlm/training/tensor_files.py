@@ -17,15 +17,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import free_bytes, naming, size_limit
+from megatron_vlm.files import free_bytes, naming
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models import adapters
 from megatron_vlm.run_folder import folder as run_folder
@@ -51,14 +49,13 @@ def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
         with naming(path):
             dist_checkpointing.save(state, str(path), strategy)
     except CheckpointException as error:
-        free, limit = free_bytes(path), size_limit()
-        remedy = f"{limit}: raise it" if limit else "make room (a quota counts too)"
+        free = free_bytes(path)
         if dist.get_rank() == 0:
             run_folder.remove(path)
         raise OSError(
             f"checkpoint: {printable(path)} could not be written: {_reasons(error)}. It takes "
             f"{readable_size(needed)}; {readable_size(free)} were left. The last complete checkpoint stays; "
-            f"{remedy} and start again."
+            "make room (a quota and `ulimit -f` count, too) and start again."
         ) from error
 
 
