@@ -30,9 +30,7 @@ def first_words(table: Table | StreamedRows) -> Iterator[str]:
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
-        if isinstance(part, Blend):
-            yield from first_words(part)
-        elif records := list(_some_records(part)):
+        if records := list(_some_records(part)):
             for words in (*_unread(records), *_other_paths(records), *_placeholders(records)):
                 yield f"data: {printable(part.origin(0)[0])}: {words}"
 
