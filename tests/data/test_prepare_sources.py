@@ -219,7 +219,8 @@ def test_the_card_of_a_dataset_names_its_own_data(tmp_path, monkeypatch, card, s
         file.write_text('{"messages": "x"}\n')
     if "l" in card.partition("data_files: ")[2][:2]:
         (folder / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
-    opened = partial(hub.open_stream if streaming else hub.open_rows, folder, None if CARDS[card] else "val")
+    split = {} if streaming or CARDS[card] else {"split": "val"}
+    opened = partial(hub.open_stream if streaming else hub.open_rows, folder, **split)
     if CARDS[card]:
         with pytest.raises(ValueError, match=CARDS[card]):
             opened()

@@ -201,7 +201,6 @@ def test_some_datasets_of_a_meta_file(tmp_path, processor):
         ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),
         ({"tags": {"user": "U"}}, "dataset a: tags: user is no tag"),
         ({"ranking": True}, "ranking data has no replies"),
-        ({"formatting": "share"}, "formatting share; did you mean sharegpt"),
     ],
 )
 def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron_vlm.checks.model_on_disk import ROWS, cache, is_hub_name, is_offline, is_prepared, kind_of
+from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.on_disk.named import is_base64, meant
-from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, paths_of, sources_of
+from megatron_vlm.data.on_disk.named import is_path, meant
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of, sources_of
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
 from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
@@ -26,24 +26,19 @@ DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_inf
 _SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
 FIRST_RECORDS, FIRST_BYTES = 20, 1 << 20
 RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one is none of a meta file
-NO_PATHS = ("data:", "::")  # these mark media that are not paths: base64, keys of an LMDB
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
-    """Messages about paths that cannot be read; remote paths are not checked."""
-    for path in paths_of(paths):
-        if "://" not in path:
-            yield from dataset_problems(data, key, path)
-
-
-def dataset_problems(data: DataConfig, key: str, name: str) -> Iterator[str]:
-    """Messages about a local path that cannot be read as a `data.dataset_type`."""
-    path = Path(name).expanduser()
-    shown = f"{key}: {printable(name)}"
-    if data.dataset_type == "energon":
-        yield from _energon_problems(path, shown)
-    else:
-        yield from _hf_problems(data, path, name, shown)
+    """Messages about paths that cannot be read as a `data.dataset_type`; remote paths are not checked."""
+    for name in paths_of(paths):
+        path = Path(name).expanduser()
+        shown = f"{key}: {printable(name)}"
+        if "://" in name:
+            continue
+        if data.dataset_type == "energon":
+            yield from _energon_problems(path, shown)
+        else:
+            yield from _hf_problems(data, path, name, shown)
 
 
 def _energon_problems(path: Path, shown: str) -> Iterator[str]:
@@ -200,8 +195,7 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     """The media paths that a record names as plain text, under any of their names."""
     values = [record.get(columns.get(name, name)) for names in MEDIA.values() for name in names]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    texts = (item for item in flat if isinstance(item, str) and item and not is_base64(item))
-    return [text for text in texts if not any(mark in text for mark in NO_PATHS)]
+    return [item for item in flat if item and is_path(item)]
 
 
 def _leads_into(root: Path, name: str) -> bool:

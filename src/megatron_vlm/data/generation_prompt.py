@@ -17,7 +17,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import listed, printable, reading
 
 MOST_LISTED = 5  # tokens that a message names
 
@@ -94,8 +94,7 @@ def vocabulary_words(processor: ProcessorMixin, size: int) -> list[str]:
 def _listed(names: Mapping[int, str], tokens: Iterable[int]) -> str:
     """How many tokens these are, with the first few."""
     some = [f"{printable(names[token])} ({token})" for token in sorted(tokens)]
-    more = ", …" if len(some) > MOST_LISTED else ""
-    return f"{len(some)} {'tokens' if len(some) > 1 else 'token'}, {', '.join(some[:MOST_LISTED])}{more}"
+    return f"{len(some)} {'tokens' if len(some) > 1 else 'token'}, {listed(some, MOST_LISTED)}"
 
 
 def _written(processor: ProcessorMixin) -> set[int]:

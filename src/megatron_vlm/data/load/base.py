@@ -13,10 +13,24 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch, fully_masked
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.data.load.limits import LimitedDrops, close_loader, next_or_too_many_drops
+from megatron_vlm.data.on_disk.paths import sources_of
+
+
+def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
+    """The settings of a loader's fingerprint that decide the order of samples, whatever their source."""
+    shares = [one.rows or one.share for one in sources_of(data.train_data_path)]
+    return {
+        "micro_batch_size": micro_batch_size,
+        "seed": seed,
+        "packing": data.packing,
+        "packing_buffer_size": data.packing_buffer_size if data.packing == "stream" else None,
+        "repetitions": shares if any(shares) else None,
+    }
 
 
 class TrainLoader(ABC):

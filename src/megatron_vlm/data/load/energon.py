@@ -30,7 +30,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
 from megatron_vlm.data.load.energon_state import (
     as_restored,
@@ -89,15 +89,9 @@ class EnergonProvider:
         _check_restorable(dataset)
         held = data.shuffle_buffer_size + (packing_buffer_size or 0)
         encoder.drops.set_share(largest_share, held)
-        shares = [one.share for one in sources]
-        settings = {
+        settings = order_settings(data, micro_batch_size, seed) | {
             "shuffle_buffer_size": data.shuffle_buffer_size,
             "max_samples_per_sequence": data.max_samples_per_sequence,
-            "micro_batch_size": micro_batch_size,
-            "seed": seed,
-            "packing": data.packing,
-            "packing_buffer_size": packing_buffer_size,
-            "repetitions": shares if any(shares) else None,
         }
         of_epoch = partial(_samples_of_an_epoch, open_dataset, workers) if data.packing == "none" else None
         loader = EnergonTrainLoader(dataset, workers, encoder, settings, of_epoch)

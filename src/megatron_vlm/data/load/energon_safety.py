@@ -54,7 +54,8 @@ def split_names(path: str | EPath) -> list[str]:
         return []
     if _is_file(path, ".yaml"):
         return sorted(_read_description(path).get("splits") or {})
-    return sorted(_split_parts(path))
+    file = path / META / "split.yaml"
+    return sorted(_read_description(file).get("split_parts") or {}) if file.is_file() else []
 
 
 def _check_path(path: EPath, within: tuple[str, ...], met: list[EPath]) -> None:
@@ -238,12 +239,6 @@ def _references(value: Any) -> Iterator[str]:
         yield from (item for item in aux.values() if isinstance(item, str) and "filesystem" not in item)
         for item in value.values():
             yield from _references(item)
-
-
-def _split_parts(path: EPath) -> dict[str, list[str]]:
-    """The patterns of each split's shards."""
-    file = path / META / "split.yaml"
-    return (_read_description(file).get("split_parts") or {}) if file.is_file() else {}
 
 
 def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:

@@ -63,21 +63,11 @@ def to_json_data(value: Any) -> Any:
         return int(value)
     if isinstance(value, bytes):
         return {"$": "bytes", "v": _to_base64(value)}
-    if isinstance(value, torch.Tensor):
-        value = value.contiguous().numpy()
-        return {
-            "$": "tensor",
-            "dtype": str(value.dtype),
-            "shape": value.shape,
-            "v": _to_base64(value.tobytes()),
-        }
-    if isinstance(value, np.ndarray):
-        return {
-            "$": "array",
-            "dtype": str(value.dtype),
-            "shape": value.shape,
-            "v": _to_base64(value.tobytes()),
-        }
+    if isinstance(value, torch.Tensor | np.ndarray):
+        kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+        array = np.asarray(value)
+        content = _to_base64(array.tobytes())
+        return {"$": kind, "dtype": str(array.dtype), "shape": array.shape, "v": content}
     raise TypeError(
         f"loader state: cannot save a {type(value).__qualname__}; add it to data/load/energon_state.py."
     )

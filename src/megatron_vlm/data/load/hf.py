@@ -14,20 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.accounts.ledger import Ledger, lost
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import close_loader, with_limited_drops
 from megatron_vlm.data.load.orders import Place, RandomOrder, pieces
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
-from megatron_vlm.data.load.rows import EncodedRows
-from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.load.rows import EncodedRows, loader_of
 from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import sources_of_keys
@@ -74,16 +72,10 @@ class HFProvider:
                     "or more data."
                 )
             rows.encoder.drops.epoch = count
-        shares = [one.rows or one.share for one in sources_of(data.train_data_path)]
-        settings = {
+        settings = order_settings(data, micro_batch_size, seed) | {
             "dataset": rows.fingerprint,
-            "repetitions": shares if any(shares) else None,
             "rank": rank,
             "world_size": world_size,
-            "seed": seed,
-            "micro_batch_size": micro_batch_size,
-            "packing": data.packing,
-            "packing_buffer_size": data.packing_buffer_size if data.packing == "stream" else None,
             "group_by_length": data.group_by_length,
             "shuffle_buffer_size": data.shuffle_buffer_size if data.streaming else None,
         }
@@ -180,7 +172,7 @@ class _Measuring(Dataset):
     def __call__(self, order: RandomOrder) -> Iterator[Measured]:
         self.close()
         asked, given = itertools.tee(pieces(order, MEASURED_AT_ONCE))
-        self._loader = _loader(self, given, self._num_workers, self._ahead)
+        self._loader = loader_of(self, given, self._num_workers, self._ahead)
         return self._settled(asked)
 
     def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
@@ -213,7 +205,7 @@ class HFTrainLoader(TrainLoader):
         self.sources, self.words = sources_of_keys(rows.table), list(first_words(rows.table))
         rows.encoder.drops.note(self.words)
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
-        self._loader = _loader(rows, self._ledger, num_workers)
+        self._loader = loader_of(rows, self._ledger, num_workers)
         self._place = order.place
 
     def _make_batches(self) -> Iterator[Batch]:
@@ -274,27 +266,8 @@ class HFValidLoader(ValidLoader):
     def _open(self) -> DataLoader:
         order, documents = [(None, [index]) for index in self._mine], self._encoder.documents
         ledger = Ledger(order, self._table.key, documents.per_sample)
-        return _loader(EncodedRows(self._table, self._encoder), ledger, self._num_workers)
+        return loader_of(EncodedRows(self._table, self._encoder), ledger, self._num_workers)
 
     def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
         rows, settled = EncodedRows(self._table, self._encoder), loader.sampler.settled(loader)
         return (batch for _, batch in rows.batches(settled, self._micro_batch_size))
-
-
-def _loader(rows: Dataset, order, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
-    loader = DataLoader(
-        rows,
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
-        collate_fn=_unchanged,
-        generator=torch.Generator(),  # the run's own random numbers stay as they are
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    return through_arenas(loader)
-
-
-def _unchanged(item: Any) -> Any:
-    return item

@@ -11,25 +11,20 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 import transformers
 from numpy import ndarray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 from xxhash import xxh3_64_digest
 
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
+from megatron_vlm.data.load.rows import loader_of
 from megatron_vlm.files import naming, read_file, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 
 PART = 1000  # rows in a file
 DROPPED = -1
-
-
-def default_folder() -> Path:
-    """The folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_vlm" / "lengths"
 
 
 def measure_dataset(
@@ -40,7 +35,8 @@ def measure_dataset(
     Reads the parts that `folder` has and measures the rest, with a progress bar on rank 0. Ranks begin with
     different parts; a rank measures the parts of others too if they are missing, so no rank waits.
     """
-    folder = Path(folder or default_folder()) / _key(rows)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = Path(folder or cache / "megatron_vlm" / "lengths") / _key(rows)
     with naming(folder, "set data.lengths_cache to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
     parts = _Parts(rows, folder)
@@ -48,14 +44,7 @@ def measure_dataset(
     if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
         tqdm.write(f"data.lengths_cache: {damaged} damaged files of {printable(folder)} are measured again")
     missing.sort(key=lambda number: (number - rank) % world_size)
-    loader = DataLoader(
-        parts,
-        batch_size=None,
-        sampler=missing,
-        num_workers=num_workers if missing else 0,
-        generator=torch.Generator(),  # the run's own random numbers stay as they are
-        multiprocessing_context="fork" if num_workers and missing else None,
-    )
+    loader = loader_of(parts, missing, num_workers if missing else 0)
     done = len(rows) - sum(min(PART, len(rows) - number * PART) for number in missing)
     with tqdm(
         total=len(rows), initial=done, desc="measuring", unit="row", disable=rank > 0 or not missing

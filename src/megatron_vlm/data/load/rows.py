@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from megatron.energon import SkipSample
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.ledger import lost
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
+from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.normalise import read_record
 from megatron_vlm.data.records.streams import StreamedRows
@@ -97,3 +99,23 @@ class EncodedRows(Dataset):
     @functools.cached_property
     def fingerprint(self) -> str:
         return self.table.fingerprint()
+
+
+def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
+    """A loader whose workers look up each entry of an order in `rows`."""
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # the run's own random numbers stay as they are
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return through_arenas(loader)
+
+
+def _unchanged(item: Any) -> Any:
+    return item

@@ -57,6 +57,5 @@ FIELD_KINDS: dict[str, Callable[[Any], bool]] = {
     "mapping of lists of text": lambda value: (
         isinstance(value, dict) and all(map(_is_list_of_text, value.values()))
     ),
-    "list": lambda value: isinstance(value, list),
     "list of text": _is_list_of_text,
 }

@@ -16,6 +16,7 @@ from megatron_vlm.files import open_file
 from megatron_vlm.signatures import what_file, what_is
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
+REPAIR = "repair it or convert it to JSON Lines"
 TRIED = 100  # lines that tell whether lines are records
 # What stands before a value: a comma, and the key in a mapping
 _BEFORE = re.compile(r'[\s,]*+(?:("(?:[^"\\]++|\\.)*+")\s*+:\s*+)?', re.DOTALL)
@@ -32,8 +33,7 @@ def lines_file(path: str | Path) -> Path:
     try:
         return plain if _is_lines(plain) else in_cache(plain, _write_lines)
     except (ValueError, RecursionError) as error:
-        repair = "repair it or convert it to JSON Lines"
-        raise ValueError(f"data: {path}: is not valid JSON ({error}); {repair}.") from error
+        raise ValueError(f"data: {path}: is not valid JSON ({error}); {REPAIR}.") from error
 
 
 def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:

@@ -8,6 +8,7 @@ import os
 import unicodedata
 from collections import defaultdict
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megatron_vlm.signatures import is_medium, what_is
 
@@ -38,6 +39,13 @@ def _names(folder: Path) -> dict[str, list[str]]:
 
 def _form(name: str) -> str:
     return unicodedata.normalize("NFC", name).strip().casefold()
+
+
+def is_path(name: Any) -> bool:
+    """Whether this is how a record names a file, and neither base64 nor a key of an LMDB."""
+    if not isinstance(name, str) or name.startswith("data:") or "::" in name:
+        return False
+    return not is_base64(name)
 
 
 def is_base64(text: str) -> bool:

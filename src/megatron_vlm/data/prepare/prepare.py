@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron_vlm.data.accounts.drops import REASONS
@@ -176,8 +177,6 @@ def _plan(source, options: dict, splits, seed: int) -> list[_Part]:
 
 
 def _rows(source: RecordSource, seed: int) -> Any:
-    import numpy as np
-
     return np.sort(source.open().rows_of(0, seed))
 
 
@@ -209,8 +208,6 @@ def _check_split_name(name: str) -> None:
 
 
 def _divide(source: RecordSource, ratios: Mapping[str, float], seed: int) -> _Part:
-    import numpy as np
-
     for name, ratio in ratios.items():
         _check_split_name(name)
         if not (math.isfinite(ratio) and ratio > 0):

@@ -147,7 +147,7 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
         ray.init(log_to_driver=False, **alone)
     try:
         workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        task = ray.remote(max_retries=0)(_write_shard_quietly)
+        task = ray.remote(max_retries=0)(write_shard)
         for done in _completed(jobs, task.remote, ray.wait, workers):
             yield _counted(ray.get(done), bar)
     finally:
@@ -155,14 +155,10 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
             ray.shutdown()  # ends its tasks too
 
 
-def _write_shard_quietly(job: ShardJob) -> ShardResult:
-    return write_shard(job, lambda: None)
-
-
 ENGINES = {"local": run_here, "ray": run_on_ray}
 
 
-def write_shard(job: ShardJob, tick) -> ShardResult:
+def write_shard(job: ShardJob, tick: Callable = lambda: None) -> ShardResult:
     """Writes one tar, and beside it `<shard>.skipped` with the records left out."""
     from megatron_vlm.data.conversation.chatml import BadSample
 

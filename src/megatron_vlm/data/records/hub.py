@@ -19,7 +19,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from megatron_vlm.data.on_disk.descriptions import check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
 from megatron_vlm.files import check_file, read_file
 from megatron_vlm.messages import printable
@@ -27,14 +27,8 @@ from megatron_vlm.overrides import load_yaml
 from megatron_vlm.signatures import what_file
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
-WRONG_CONTENT = (KeyError, TypeError, AttributeError)  # raised by readers that do not check a description
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
-SAVED = {  # the description files of `save_to_disk`, and the fields that are read from them
-    "dataset_dict.json": {"splits": "list of text"},
-    "state.json": {"_data_files": "list", "_fingerprint": "text"},
-    "dataset_info.json": {"features": "mapping"},
-}
 
 
 def split_names(path: str | Path, subset: str | None = None) -> list[str]:
@@ -56,8 +50,8 @@ def open_rows(path: str | Path, split: str | None = None, subset: str | None = N
     return _keep_media_encoded(loaded)
 
 
-def open_stream(path: str | Path, split: str | None = None) -> datasets.IterableDataset:
-    """The rows of `path` as a stream; nothing is written to disk first. Images stay encoded.
+def open_stream(path: str | Path) -> datasets.IterableDataset:
+    """The training rows of `path` as a stream; nothing is written to disk first. Images stay encoded.
 
     Raises ValueError as `open_rows`, and for a folder saved by `datasets`: its rows are on disk already.
     """
@@ -68,7 +62,7 @@ def open_stream(path: str | Path, split: str | None = None) -> datasets.Iterable
     builder = _builder(path)
     with naming_the_damaged(path):
         loaded = builder.as_streaming_dataset()
-    split = next(iter(loaded)) if split is None and len(loaded) == 1 else split or "train"
+    split = next(iter(loaded)) if len(loaded) == 1 else "train"
     stream = loaded[_split_of(path, split, loaded)]
     return stream.decode(False) if stream.features is not None else stream
 
@@ -114,43 +108,34 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises ValueError if a description of a saved folder is wrong, or any file is a pipe."""
+    """Raises ValueError if any file is a pipe, or a description of a saved folder is wrong."""
     for file in path.rglob("*") if path.is_dir() else [path]:
         read = file == path or file.suffix in READERS
         if read and file.exists() and (file.suffix == ".json" or not file.is_dir()):
             check_file(file)
-    if not _is_saved_folder(path):
-        return
-    folders = [path]
     if (path / "dataset_dict.json").exists():
-        found = _saved_description(path, "dataset_dict.json")
-        folders = [path / split for split in found.get("splits", [])]
-        for split in found.get("splits", []):
+        content = read_mapping(path / "dataset_dict.json")
+        with naming_the_damaged(path / "dataset_dict.json"):
+            splits = [str(split) for split in content["splits"]]
+        for split in splits:
             _check_inside(path, split, path / "dataset_dict.json")
-    for folder in folders:
-        state = _saved_description(folder, "state.json")
-        info = _saved_description(folder, "dataset_info.json")
-        try:
-            datasets.Features.from_dict(info["features"])
-        except (ValueError, *WRONG_CONTENT) as error:
-            raise damaged(folder / "dataset_info.json", f"has features that are none ({error})") from error
-        if not state["_data_files"]:
-            raise damaged(folder / "state.json", "names no data file: it has no rows")
-        for entry in state["_data_files"]:
-            if not (isinstance(entry, dict) and isinstance(entry.get("filename"), str)):
-                raise damaged(folder / "state.json", f"names a data file {entry}")
-            _check_inside(path, str(folder / entry["filename"]), folder / "state.json")
-            if not (folder / entry["filename"]).is_file():
-                raise damaged(folder / entry["filename"], "is missing")
+            _check_saved(path, path / split)
+    elif _is_saved_folder(path):
+        _check_saved(path, path)
 
 
-def _saved_description(folder: Path, name: str) -> dict:
-    content = read_mapping(folder / name)
-    for field in SAVED[name]:
-        if field not in content:
-            raise damaged(folder / name, f"has no {field}")
-    check_fields(folder / name, content, SAVED[name])
-    return content
+def _check_saved(path: Path, folder: Path) -> None:
+    """Checks the descriptions of the split in a folder of `path`."""
+    content = read_mapping(folder / "dataset_info.json")
+    with naming_the_damaged(folder / "dataset_info.json"):
+        datasets.Features.from_dict(content["features"])
+    content = read_mapping(folder / "state.json")
+    with naming_the_damaged(folder / "state.json"):
+        names = [str(entry["filename"]) for entry in content["_data_files"]]
+    if not names:
+        raise damaged(folder / "state.json", "names no data file: it has no rows")
+    for name in names:
+        _check_inside(path, str(folder / name), folder / "state.json")
 
 
 def _read_arrow(file: Path) -> None:

@@ -14,14 +14,13 @@ import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
-from megatron_vlm.data.on_disk.lines import first_records, lines_file, record_places
+from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
 from megatron_vlm.data.records.blends import WholeTable
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import open_file
 from megatron_vlm.signatures import what_is
 
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
-REPAIR = "repair it or convert it to JSON Lines"
 
 
 class JsonTable(WholeTable):

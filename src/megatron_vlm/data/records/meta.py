@@ -15,16 +15,15 @@ from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
 META_SOURCES = ("file_name", "hf_hub_url")
-META_KEYS = {
+META_KEYS = {  # `formatting` is not read: the record itself tells
     *META_SOURCES,
     *("columns", "tags", "formatting", "media_dir", "sample_ratio", "num_samples", "split", "subset"),
     "ranking",
 }
 FIELDS = {
-    **dict.fromkeys((*META_SOURCES, "formatting", "media_dir", "split", "subset"), "text"),
+    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), "text"),
     **dict.fromkeys(("columns", "tags"), "mapping"),
 }
-FORMATTINGS = ("alpaca", "sharegpt", "openai")  # accepted but not needed: the record itself tells
 LARGEST_META = 1 << 24  # bytes
 
 
@@ -64,8 +63,6 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
         raise ValueError(f"{place}: {key} is no setting that is read{suggestion(key, sorted(META_KEYS))}")
     if entry.get("ranking"):
         raise ValueError(f"{place}: ranking data has no replies to train on; leave the dataset out.")
-    if (formatting := entry.get("formatting", "sharegpt")) not in FORMATTINGS:
-        raise ValueError(f"{place}: formatting {formatting}{suggestion(str(formatting), FORMATTINGS)}")
     try:
         columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:

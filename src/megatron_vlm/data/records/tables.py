@@ -132,7 +132,4 @@ def _open_entry(entry: Entry) -> Table:
     if kind_of(path) == "meta":
         raise ValueError(f"{entry.place}: {path} is a meta file itself; name its datasets here.")
     split = entry.split or ("train" if "train" in source_splits(path) else None)
-    table = open_table(path, split, columns=entry.columns, media_dir=entry.media_dir, subset=subset)
-    if not len(table):
-        raise ValueError(f"{entry.place}: {path} has no records.")
-    return table
+    return open_table(path, split, columns=entry.columns, media_dir=entry.media_dir, subset=subset)

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
 from megatron_vlm.data.on_disk.fields import MEDIA
-from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.named import is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
 from megatron_vlm.data.records.blends import Blend, Table
@@ -30,9 +30,7 @@ def first_words(table: Table | StreamedRows) -> Iterator[str]:
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
-        if isinstance(part, Blend):
-            yield from first_words(part)
-        elif records := list(_some_records(part)):
+        if records := list(_some_records(part)):
             for words in (*_unread(records), *_other_paths(records), *_placeholders(records)):
                 yield f"data: {printable(part.origin(0)[0])}: {words}"
 
@@ -73,7 +71,7 @@ def _other_paths(records: list[Record]) -> Iterator[str]:
     """Paths that exist in another form."""
     found = []
     for _, root, _, media in records:
-        for name in (name for named in media.values() for name in named if _is_path(name)):
+        for name in (name for named in media.values() for name in named if is_path(name)):
             with suppress(OSError):
                 if not os.path.lexists(root / name) and (path := meant(name, root)):
                     found.append((name, path.relative_to(root)))
@@ -83,10 +81,6 @@ def _other_paths(records: list[Record]) -> Iterator[str]:
             f"{len(found)} media paths of {len(records)} records looked at differ from those of files in "
             f"slashes, case or spaces; '{printable(name)}' is read as {printable(path)}"
         )
-
-
-def _is_path(named: Any) -> bool:
-    return isinstance(named, str) and named[:5] != "data:" and not is_base64(named)
 
 
 def _placeholders(records: list[Record]) -> Iterator[str]:
