@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megatron_vlm.compose.sources import Component
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
-from megatron_vlm.models.weights import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, SafetensorsFile, Stored, name_shards, split
 from megatron_vlm.models.weights.ties import differ
 

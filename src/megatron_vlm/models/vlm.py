@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
-from megatron_vlm.models.adapters import Adapters
+from megatron_vlm.models.adapters.model import Adapters
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
@@ -27,6 +25,7 @@ from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
 from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
+from megatron_vlm.models.weights.streaming import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
@@ -184,14 +183,10 @@ def save_adapters(
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
-    ranks = dist.get_process_group_ranks(group := parallel_state.get_pipeline_model_parallel_group())
-    mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if 0 in ranks}
-    stages: list[Any] = [None] * len(ranks)
-    if 0 in ranks:  # other pipelines hold the same
-        dist.gather_object(mine, stages if dist.get_rank() == 0 else None, group=group)
+    every = from_every_stage(adapter_tensors(chunks))
+    tensors = {key: tensor.cpu() for key, tensor in every if dist.get_rank() == 0}
 
     def write() -> None:
-        tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
         with folder_aside(output) as aside:

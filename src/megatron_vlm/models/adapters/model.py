@@ -22,7 +22,7 @@ from megatron_vlm.models.adapters.saved import (
     sharded_saved,
 )
 from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights import ADAPTERS, named_weights
+from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
 
 
 class Adapters(nn.Module):

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.weights import (
-    Rule,
-    Vocabulary,
-    WeightMap,
-    find_weight,
-    hf_tensors,
-    hub_name,
-    named_weights,
-)
+from megatron_vlm.models.weights.exporting import hf_tensors
+from megatron_vlm.models.weights.files import hub_name
+from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight, named_weights
 from megatron_vlm.weight_files import FLOATS
 
 PREFIX = "base_model.model."  # of all keys in peft's files
