@@ -24,7 +24,7 @@ from megatron_vlm.files import folder_aside, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
-from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
+from megatron_vlm.models.adapters.saved import PREFIX, check_finite, fill_saved, sliced
 from megatron_vlm.models.weights.streaming import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
@@ -136,11 +136,11 @@ def load_adapters(
     with safe_open(file, framework="pt") as stored:
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
-            _fill(chunk, file, stored)
             try:
+                _fill(chunk, stored)
                 fill_saved(chunk, stored)
             except ValueError as error:
-                raise ConfigError(f"adapter.start: {printable(file)}: {error}.") from error
+                raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
         on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
 
@@ -159,21 +159,13 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 
 
 @torch.no_grad()
-def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
+def _fill(chunk: MegatronModule, stored: Any) -> None:
     for lora in adapters_of(chunk):
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
-            values, local = stored.get_slice(key), getattr(lora, name)
-            if list(values.get_shape()) != shape or values.get_dtype() not in weight_files.FLOATS:
-                raise ConfigError(
-                    f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
-                    f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
-                )
-            local.copy_(lora.part(name, values))
-            if not local.isfinite().all():
-                raise ConfigError(
-                    f"adapter.start: {printable(file)}: {printable(key)} holds values that are not finite."
-                )
+            local = getattr(lora, name)
+            local.copy_(lora.part(name, sliced(stored, key, shape)))
+            check_finite(key, local)
 
 
 def save_adapters(

@@ -107,8 +107,10 @@ def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tens
 
 
 def blank_patches(width: int, patch_size: int, factor: int, pixels: int) -> dict[str, Tensor]:
-    """A black square of about that area, of patches of `width` numbers, of which squares of `factor` become
-    one feature."""
+    """A black square of about that area.
+
+    Its patches have `width` numbers each, and squares of `factor` x `factor` of them become one feature.
+    """
     side = factor * max(1, round(pixels**0.5 / (patch_size * factor)))
     return {
         "pixel_values": torch.zeros(side**2, width),
