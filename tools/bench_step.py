@@ -40,7 +40,7 @@ from megatron_vlm.models.families import describe  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
 from megatron_vlm.models.language_model import DTYPES  # noqa: E402
 from megatron_vlm.models.opened import build_model  # noqa: E402
-from megatron_vlm.models.weights import import_hf  # noqa: E402
+from megatron_vlm.models.weights.importing import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
 from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
 from megatron_vlm.training import gradients, step  # noqa: E402

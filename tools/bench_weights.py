@@ -213,7 +213,7 @@ def measure(folder: Path, repeats: int) -> Iterator[dict]:
 
 
 def read_once(run, folder: Path, cache: str) -> dict:
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
 
     prepare, plain_way = (forget, plain_read) if cache == "cold" else (plain_read, plain_load)
     release_freed()
@@ -227,7 +227,8 @@ def read_once(run, folder: Path, cache: str) -> dict:
 
 
 def write_once(run, folder: Path) -> dict:
-    from megatron_vlm.models.weights import export_hf, import_hf
+    from megatron_vlm.models.weights.exporting import export_hf
+    from megatron_vlm.models.weights.importing import import_hf
 
     release_freed()
     chunks, weight_map = empty_model(run, folder)
@@ -292,7 +293,7 @@ def check_equal(source: Path, exported: Path) -> None:
     """Raises AssertionError unless the tensors are the same, bit by bit."""
     import torch
 
-    from megatron_vlm.models.weights import HFCheckpoint
+    from megatron_vlm.models.weights.files import HFCheckpoint
 
     mine, theirs = HFCheckpoint(exported), HFCheckpoint(source)
     assert mine.files.keys() == theirs.files.keys()
@@ -302,7 +303,7 @@ def check_equal(source: Path, exported: Path) -> None:
 
 
 def largest(folder: Path) -> int:
-    from megatron_vlm.models.weights import HFCheckpoint
+    from megatron_vlm.models.weights.files import HFCheckpoint
 
     checkpoint = HFCheckpoint(folder)
     return max(checkpoint.stored(key).nbytes for key in checkpoint.files)

@@ -16,9 +16,10 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.files import free_bytes, naming, need_room
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import readable_size
-from megatron_vlm.models.adapters import save_adapters
+from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
-from megatron_vlm.models.weights import HFCheckpoint, export_hf
+from megatron_vlm.models.weights.exporting import export_hf
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import remove_leftovers
 

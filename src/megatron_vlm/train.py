@@ -14,10 +14,10 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.adapters import words_of_start
+from megatron_vlm.models.adapters.files import words_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
-from megatron_vlm.models.weights import parameters_by_part
+from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.adapter_start import begun

@@ -182,7 +182,7 @@ def stand_in_backward(
 ):
     assert g.is_contiguous() and lse.is_contiguous()
     segments = of_lists(cu_q, cu_k, max_q, max_k, is_causal, window_size)
-    return KERNELS["documents"].backward(g, q, k, v, out, lse, segments, scale)
+    return KERNELS["documents"].backward(g, (q, k, v), (out, lse), segments, scale)
 
 
 def test_varlen_gets_the_same_lists(monkeypatch):

@@ -47,8 +47,8 @@ def started(run: RunConfig, path: str):
 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf, parameters_by_part
-    from megatron_vlm.models.weights.by_part import _trained_parameters
+    from megatron_vlm.models.weights.by_part import _trained_parameters, parameters_by_part
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer

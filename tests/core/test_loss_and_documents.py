@@ -38,7 +38,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
@@ -65,7 +65,7 @@ def in_one_process(path: str, cases: str) -> dict:
 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.gradients import data_parallel
 

@@ -90,7 +90,7 @@ def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] 
 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import Whole, find_rule, named_global_weights
+    from megatron_vlm.models.weights.rules import Whole, find_rule, named_global_weights
     from megatron_vlm.parallel import setup
 
     def parameters(weight: torch.Tensor) -> torch.Tensor | None:

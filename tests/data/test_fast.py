@@ -499,7 +499,7 @@ def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
 def losses(path: str, family: str) -> list[torch.Tensor]:
     """Of the model on a batch with raw and on one with ready pixels."""
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     processor = known_as(family, AutoProcessor.from_pretrained(path))

@@ -10,8 +10,7 @@ import parity
 import torch
 
 from megatron_vlm.config import AdapterConfig, ParallelConfig
-from megatron_vlm.models.adapters import find_targets
-from megatron_vlm.models.adapters.targets import fitting, hf_modules
+from megatron_vlm.models.adapters.targets import find_targets, fitting, hf_modules
 
 # name of the adapter -> peft's LoraConfig. All of the model; and few layers, so that embeddings, a stage and
 # whole layers have nothing that is trained.

@@ -158,8 +158,9 @@ def replicas(path: str, cases: str) -> dict[str, bool]:
 def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
     """Train, save, continue in this and in other layouts, export in three ways."""
     from megatron_vlm.config import ConfigError
-    from megatron_vlm.models.adapters import merge, save_adapters
-    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.models.adapters.files import save_adapters
+    from megatron_vlm.models.adapters.model import merge
+    from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
 
     folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
@@ -218,7 +219,7 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
 
 def modules_kept(path: str, case: dict, folder: Path) -> dict[str, Any]:
     """A run that trains modules whole next to adapters: exported, saved, continued in other layouts."""
-    from megatron_vlm.models.adapters import save_adapters
+    from megatron_vlm.models.adapters.files import save_adapters
 
     settings = config(path, ParallelConfig(tp=2), WITH_MODULES, folder / "run with modules")
     whole = Run(settings)
@@ -242,8 +243,9 @@ def modules_kept(path: str, case: dict, folder: Path) -> dict[str, Any]:
 
 def dora(path: str, cases: str, root: str) -> dict[str, Any]:
     """Logits before and after two steps, and what is written then."""
-    from megatron_vlm.models.adapters import merge, save_adapters
-    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.models.adapters.files import save_adapters
+    from megatron_vlm.models.adapters.model import merge
+    from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
@@ -261,7 +263,7 @@ def dora(path: str, cases: str, root: str) -> dict[str, Any]:
 
 def fused(path: str, cases: str, root: str) -> bool:
     """Train with TP2, save, go on with PP2, export from both; whether a continued run is bit-equal."""
-    from megatron_vlm.models.adapters import save_adapters
+    from megatron_vlm.models.adapters.files import save_adapters
     from megatron_vlm.parallel import setup
 
     folder, case = Path(root), torch.load(cases, weights_only=False)
@@ -282,8 +284,9 @@ def fused(path: str, cases: str, root: str) -> bool:
 
 def experts(path: str, cases: str, root: str) -> dict[str, Any]:
     """Train adapters of experts with EP2, save, continue, go on in other layouts, export in three ways."""
-    from megatron_vlm.models.adapters import merge, save_adapters
-    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.models.adapters.files import save_adapters
+    from megatron_vlm.models.adapters.model import merge
+    from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
 
     folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
@@ -357,7 +360,7 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
     """A run begins with a copy of the folder `sound`, which is then changed, and then removed: whether it
     goes on to the bit, and what is said of a run of other weights in its folder."""
     from megatron_vlm.config import ConfigError
-    from megatron_vlm.models.adapters import words_of_start
+    from megatron_vlm.models.adapters.files import words_of_start
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)

@@ -54,7 +54,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.weights import hub_name
+    from megatron_vlm.models.weights.files import hub_name
     from tiny.checkpoints import build_tiny_checkpoint
 
     moved = build_tiny_checkpoint(family, Path(path).with_name("moved"), seed=5)
@@ -185,7 +185,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     from megatron.core import parallel_state
 
     from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.objectives import OBJECTIVES
     from megatron_vlm.train import starting_model
     from megatron_vlm.training.figures import BySource

@@ -413,7 +413,7 @@ class Reference:
     def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
         """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.
         The trained tokens have `weights` in turn; without any they all count alike."""
-        from megatron_vlm.models.weights import hub_name
+        from megatron_vlm.models.weights.files import hub_name
 
         hf, batch, single = encode(self.processor, self.description, rows)
         self.model.zero_grad(set_to_none=True)  # earlier cases keep theirs
@@ -472,10 +472,10 @@ class Model:
     ):
         from transformers import AutoConfig
 
-        from megatron_vlm.models.adapters import load_adapters
+        from megatron_vlm.models.adapters.files import load_adapters
         from megatron_vlm.models.families import describe
         from megatron_vlm.models.opened import build_model
-        from megatron_vlm.models.weights import import_hf
+        from megatron_vlm.models.weights.importing import import_hf
         from megatron_vlm.parallel import setup
         from megatron_vlm.training import gradients
 
@@ -573,8 +573,8 @@ def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], flo
 
 def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF key, whole gradient) of every trained parameter of this stage; adapters have peft's keys."""
-    from megatron_vlm.models.adapters import adapter_tensors
-    from megatron_vlm.models.weights import hf_tensors
+    from megatron_vlm.models.adapters.model import adapter_tensors
+    from megatron_vlm.models.weights.exporting import hf_tensors
 
     if chunks[0].adapters is None:
         return hf_tensors(chunks, rules, value=lambda weight: getattr(weight, "main_grad", None))

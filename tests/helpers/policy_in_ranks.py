@@ -55,7 +55,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.weights import hub_name
+    from megatron_vlm.models.weights.files import hub_name
 
     description = describe(AutoConfig.from_pretrained(path))
     kind = kind_of(AutoProcessor.from_pretrained(path))
@@ -203,7 +203,7 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
 
 def details(path: str, held: str, exported: str) -> dict[str, Any]:
     """On two processes: what holds besides the numbers, by name."""
-    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.rl import losses
 
     samples, _ = torch.load(held, weights_only=False)

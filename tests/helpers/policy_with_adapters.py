@@ -32,8 +32,9 @@ def measure(given: dict[str, tuple[str, str]], folder: str) -> dict[str, Any]:
 
 
 def _measure(name: str, path: str, held: str, folder: Path) -> dict[str, Any]:
-    from megatron_vlm.models.adapters import merge, save_adapters
-    from megatron_vlm.models.weights import export_hf
+    from megatron_vlm.models.adapters.files import save_adapters
+    from megatron_vlm.models.adapters.model import merge
+    from megatron_vlm.models.weights.exporting import export_hf
 
     samples, _ = torch.load(held, weights_only=False)
     _, layout, adapter = CASES[name]

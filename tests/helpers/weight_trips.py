@@ -16,9 +16,10 @@ EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, 
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
     """(layout, source, output) one after the other: import, export."""
-    from megatron_vlm.models import weights
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.weights.exporting import export_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     if not torch.distributed.is_initialized():
@@ -30,8 +31,8 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="bf16" if "bf16" in source else "fp32"))
         chunks = build_model(run, description, setup.device())
         weight_map = description.weight_map
-        weights.import_hf(chunks, source, weight_map)
-        weights.export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
+        import_hf(chunks, source, weight_map)
+        export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

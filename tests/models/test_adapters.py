@@ -11,7 +11,7 @@ import torch
 
 from megatron_vlm.models.adapters.lora import Lora, adapt
 from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     prompts = torch.load(prompts_file, weights_only=False)
@@ -78,7 +78,7 @@ def calls_per_token(path: str, file: str) -> dict[str, float]:
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_model
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights import import_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)

@@ -158,9 +158,10 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
     """Losses of steps 3 and 4 at EP2, and after a checkpoint of step 2 in other layouts."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models import weights
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.weights.exporting import hf_tensors
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint, gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
@@ -174,7 +175,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         run = RunConfig(parallel=layout)
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
         chunks = build_model(run, description, setup.device())
-        weights.import_hf(chunks, path, description.weight_map)
+        import_hf(chunks, path, description.weight_map)
         ddp = gradients.data_parallel(chunks, run)
         return ddp, *build_optimizer(ddp, run)
 
@@ -193,7 +194,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         found[name] = losses(state, layout)
     biases = [
         (name, tensor)
-        for name, tensor in weights.hf_tensors([state[0][0].module], description.rules)
+        for name, tensor in hf_tensors([state[0][0].module], description.rules)
         if name.endswith("e_score_correction_bias")
     ]
     return found | {"biases": dict(biases)}

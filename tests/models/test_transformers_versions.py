@@ -45,8 +45,9 @@ def answers_of_megatron(family: str, source: str, folders: dict[str, str], pictu
 
     from megatron_vlm.data.generation_prompt import encode_prompt
     from megatron_vlm.generation.generate import generate
-    from megatron_vlm.models import weights
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.weights.exporting import export_hf
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     description = load(family)(AutoConfig.from_pretrained(source))
@@ -56,8 +57,8 @@ def answers_of_megatron(family: str, source: str, folders: dict[str, str], pictu
         setup.reset_layout(LAYOUTS[name], seed=1)
         run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
         chunks = build_model(run, description, setup.device())
-        weights.import_hf(chunks, source, description.weight_map)
-        weights.export_hf(chunks, folder, source, description.weight_map)
+        import_hf(chunks, source, description.weight_map)
+        export_hf(chunks, folder, source, description.weight_map)
         prompt = encode_prompt(
             AutoProcessor.from_pretrained(source),
             [{"role": "user", "content": content}],

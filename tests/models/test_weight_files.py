@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatron_vlm.checks.model_on_disk import weight_problems
 from megatron_vlm.config import ConfigError
-from megatron_vlm.models.weights import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
 from megatron_vlm.weight_files import header, weight_files
 

@@ -19,8 +19,8 @@ from weight_trips import EXPERT_LAYOUTS, LAYOUTS, all_tensors, check_equal, chec
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.models.weights import Vocabulary
 from megatron_vlm.models.weights.files import Dequantised
+from megatron_vlm.models.weights.rules import Vocabulary
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -461,9 +461,9 @@ def refusals(sources: list[str]) -> list[str]:
     """What import says to each of them."""
     from transformers import AutoConfig
 
-    from megatron_vlm.models import weights
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
@@ -475,7 +475,7 @@ def refusals(sources: list[str]) -> list[str]:
         for weight in chunks[0].parameters():
             weight.data.fill_(7)
         with pytest.raises(ValueError) as refused:
-            weights.import_hf(chunks, source, description.weight_map)
+            import_hf(chunks, source, description.weight_map)
         untouched = all((weight == 7).all() for weight in chunks[0].parameters())
         assert untouched == (spoil.__name__ not in source)  # nothing else is read before it is refused
         messages.append(str(refused.value))
@@ -586,7 +586,10 @@ BROKEN_VALUES = {  # Transformers loads each of them
         "gemma3",
         spell_twice,
     ): "down_proj.weight of .* and .*down_proj.weight of .* are the same tensor .*; remove",
-    ("gemma3", wrap): "lacks .*; its names begin with 'module.': save it without$",
+    (
+        "gemma3",
+        wrap,
+    ): "lacks .*; is the download complete, and does a name such as module.* begin as the hub's do.$",
     ("gemma3", as_integers): MLP + " is stored as I8; .*: take the checkpoint in bf16",
     ("gemma3", as_fp8): MLP + " is stored as F8_E4M3 without a scale",
     ("gemma3", scale_of_no_fp8): "does not have, such as " + MLP[:-1] + "_scale_inv' \\(\\)",

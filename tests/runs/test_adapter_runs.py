@@ -21,7 +21,8 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.models.adapters import find_targets, find_whole, settled, words_of_start
+from megatron_vlm.models.adapters.files import settled, words_of_start
+from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.adapters.files import _config_for_peft
 from megatron_vlm.models.adapters.targets import _all_but, hf_modules
 from megatron_vlm.models.hf import open_source

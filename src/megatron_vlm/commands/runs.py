@@ -9,11 +9,12 @@ from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.generation.generate import generate
-from megatron_vlm.models.adapters import merge, save_adapters
+from megatron_vlm.models.adapters.files import save_adapters
+from megatron_vlm.models.adapters.model import merge
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.vlm import VLMModel
-from megatron_vlm.models.weights import export_hf
+from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder

@@ -19,7 +19,7 @@ from megatron_vlm.messages import printable
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.schedule import in_evaluation
-from megatron_vlm.models.weights import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import resolve
 from megatron_vlm.training.logits import logits_of

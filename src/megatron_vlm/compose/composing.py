@@ -34,7 +34,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
 from megatron_vlm.messages import printable, readable_size, reading
 from megatron_vlm.models.families import load
-from megatron_vlm.models.weights import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import CONFIG_FILE
 
 GENERATION_FILE = "generation_config.json"

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
-from megatron_vlm.models.weights import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored, name_shards, split
 from megatron_vlm.models.weights.ties import differ
 

@@ -13,7 +13,7 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import kinds_by_token
 from megatron_vlm.models.stream import misfit
-from megatron_vlm.models.weights import Rule, WeightMap
+from megatron_vlm.models.weights.rules import Rule, WeightMap
 
 
 class Description(ABC):

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 from torch.profiler import record_function
@@ -25,16 +26,9 @@ CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
 
 
-@record_function("head")
-def output_losses(
-    *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
-) -> Tensor:
+def output_losses(**given) -> Tensor:
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
-    hidden_ND = _wanted(hidden_states, config, context)
-    weight = output_layer.weight if output_weight is None else output_weight
-    return -log_probabilities(
-        hidden_ND, weight, context.labels, config.vocab_size, softcap=config.logit_softcap
-    )[0]
+    return -output_scores(1.0, False, **given)[0]
 
 
 @record_function("head")
@@ -80,21 +74,8 @@ def of_all_context_ranks(local: Tensor, stream: Stream, dim: int) -> Tensor:
     shape = list(local.shape)
     shape[dim] = stream.outputs
     placed = local.new_zeros(shape).index_copy(dim, stream.output_places, local)
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return placed
-    return _SumOfContextRanks.apply(placed)
-
-
-class _SumOfContextRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, placed: Tensor) -> Tensor:
-        total = placed.clone()
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
+    # Megatron's name says tensor parallelism, but it sums over any group, and the gradient goes back as it is
+    return reduce_from_tensor_model_parallel_region(placed, parallel_state.get_context_parallel_group())
 
 
 def _wanted(hidden_T1D: Tensor, config, stream: Stream) -> Tensor:

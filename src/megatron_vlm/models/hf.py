@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_vlm.batch import DataNeeds
     from megatron_vlm.models.description import Description
-    from megatron_vlm.models.weights import WeightMap
+    from megatron_vlm.models.weights.rules import WeightMap
 
 
 @dataclass(frozen=True)

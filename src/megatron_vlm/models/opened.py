@@ -10,13 +10,15 @@ from megatron.core import parallel_state
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.adapters import add_adapters, find_targets, find_whole, load_adapters, settled
+from megatron_vlm.models.adapters.files import load_adapters, settled
+from megatron_vlm.models.adapters.model import add_adapters
+from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
 from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.vlm import VLMModel
-from megatron_vlm.models.weights import import_hf
+from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.work.costs import image_cost, stage_costs
 from megatron_vlm.parallel import setup
 

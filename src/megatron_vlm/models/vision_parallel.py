@@ -73,16 +73,3 @@ def _makers(shares: list[list[int]], sizes: list[int]) -> tuple[np.ndarray, np.n
 
 def _indices(indices: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(indices).to(device, non_blocking=True)
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The input itself, whose gradient is multiplied by `factor`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs
-from megatron_vlm.models.adapters import Adapters
+from megatron_vlm.models.adapters.model import Adapters
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
-from megatron_vlm.models.vision_parallel import ScaledGradient, spread_over_ranks
+from megatron_vlm.models.vision_parallel import spread_over_ranks
 
 
 class VLMModel(MegatronModule):
@@ -121,7 +121,9 @@ class VLMModel(MegatronModule):
                 features = features.index_select(-2, torch.from_numpy(mine).to(features.device))
         if self.config.sequence_parallel:
             # each tensor-parallel rank has a part of the tower's gradients, of which Megatron takes the mean
-            features = ScaledGradient.apply(features, self.config.tensor_model_parallel_size)
+            ranks = self.config.tensor_model_parallel_size
+            if features.requires_grad:
+                features.register_hook(lambda gradient: gradient * ranks)
         rows = torch.from_numpy(stream.feature_rows[mine] % held).to(features.device, non_blocking=True)
         return features.to(self.config.params_dtype), rows
 

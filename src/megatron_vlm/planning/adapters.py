@@ -7,7 +7,8 @@ from collections import Counter
 from math import prod
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import find_targets, find_whole, settled
+from megatron_vlm.models.adapters.files import settled
+from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 
 ATTENTION, FEED_FORWARD, EXPERTS = "self_attention", "mlp", "experts"

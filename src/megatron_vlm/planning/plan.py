@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.models.adapters import settled
+from megatron_vlm.models.adapters.files import settled
 from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import (

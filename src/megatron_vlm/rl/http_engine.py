@@ -93,10 +93,8 @@ class HttpEngine:
     def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
         source, reading = policy.source, threading.Lock()  # JSON may take 30 times its size
         stop = stop_tokens(source.folder, source.description.hf_config)
-        size, kinds = (
-            source.description.text.vocab_size,
-            source.description.visual_kinds,
-        )
+        size = source.description.text.vocab_size
+        kinds = source.description.visual_kinds
 
         def text_of(tokens: list[int]) -> list[int]:
             """Without placeholders, and what a server may put in their place."""
@@ -113,14 +111,7 @@ class HttpEngine:
                     return self._read(json.loads(said), address, prompt, size, text_of)
             except EngineError:
                 raise
-            except (
-                AttributeError,
-                LookupError,
-                OverflowError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except Exception as error:  # noqa: BLE001 - what strangers send may break the reading anywhere
                 raise EngineError(
                     f"{address}: the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."

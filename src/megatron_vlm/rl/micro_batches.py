@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
+from megatron_vlm.data.encode.packing import pack
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
@@ -168,23 +169,13 @@ def check_tokens(documents: list[Document], source: Source) -> None:
 
 
 def micro_batches(documents: list[Document], max_tokens: int) -> list[MicroBatch]:
-    """The documents in rows of at most `max_tokens`; a longer one has a row for itself.
-
-    Long ones first, each into the fullest row that has room: the same for the same documents.
-    """
-    rows: list[list[Document]] = []
-    room: list[int] = []
-    for document in sorted(documents, key=lambda each: -len(each.input_ids)):
-        length = len(document.input_ids)
-        fits = [row for row, left in enumerate(room) if left >= length]
-        if not fits:
-            rows.append([])
-            room.append(max_tokens)
-            fits = [len(rows) - 1]
-        best = min(fits, key=room.__getitem__)
-        rows[best].append(document)
-        room[best] -= length
-    return [_packed(row) for row in rows]
+    """The documents in rows of at most `max_tokens`; a longer one has a row for itself. The same documents
+    have the same rows."""
+    documents = sorted(documents, key=lambda each: -len(each.input_ids))
+    lengths = [len(each.input_ids) for each in documents]
+    room = min(max_tokens, sum(lengths))  # `pack` takes memory for each token of a row
+    rows = pack([min(length, room) for length in lengths], room)
+    return [_packed([documents[number] for number in row]) for row in rows]
 
 
 def _packed(documents: list[Document]) -> MicroBatch:

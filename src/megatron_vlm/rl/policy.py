@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
-from megatron_vlm.models.adapters import adapter_tensors, with_adapters
+from megatron_vlm.models.adapters.model import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream, check_positions
-from megatron_vlm.models.weights import from_every_stage, hf_weights, parameters_by_part
+from megatron_vlm.models.weights.by_part import parameters_by_part
+from megatron_vlm.models.weights.streaming import from_every_stage, hf_weights
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
@@ -217,7 +218,7 @@ class Policy:
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
         own = adapter_tensors([chunk.module for chunk in self.chunks])
-        return _to_the_end(from_every_stage(own, setup.device()))
+        return _to_the_end(from_every_stage(own))
 
     def compare(
         self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0

@@ -145,9 +145,6 @@ def reply(policy: Policy, sample: Sample) -> str:
 
 def own_share(samples: Sequence[Sample] | TensorBatch) -> list[Sample]:
     """The samples of this data-parallel rank: each goes to one, and their numbers differ by at most one."""
-    rank, size = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
     samples = samples.samples() if isinstance(samples, TensorBatch) else samples
-    return [*samples[rank::size]]
+    rank = parallel_state.get_data_parallel_rank()
+    return [*samples[rank :: parallel_state.get_data_parallel_world_size()]]

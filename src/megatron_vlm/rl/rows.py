@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -27,18 +27,17 @@ class Batched(ABC):
         """These rows, which exist; a slice shares memory."""
 
     def __getitem__(self, rows: Rows) -> Self:
-        size, name = self.batch_size, type(self).__name__
-        if isinstance(rows, slice):
-            chosen = range(size)[rows]
-            rows = rows if chosen.step > 0 else list(chosen)  # torch has no negative steps
-        else:
-            rows = chosen = _row_numbers(rows, size, name)
+        numbers, index = np.arange(self.batch_size), rows
+        if not isinstance(rows, slice):
+            index = torch.as_tensor(rows).cpu().numpy() if len(rows) else []
+        chosen = list(map(int, numbers[index]))
         if not chosen:
             raise ValueError(
-                f"{name}: none of {size} rows is selected, but a batch has at least one; "
-                "check the selection before you use it."
+                f"{type(self).__name__}: none of {len(numbers)} rows is selected, but a batch has at least "
+                "one; check the selection before you use it."
             )
-        return self._take(rows)
+        # torch has no negative steps
+        return self._take(rows if isinstance(rows, slice) and (rows.step or 1) > 0 else chosen)
 
     def chunk(self, chunk_size: int) -> list[Self]:
         """Pieces of `chunk_size` rows in order; the last may be smaller. `torch.chunk` takes their number."""
@@ -76,18 +75,3 @@ class Batched(ABC):
 def is_number(index: object) -> bool:
     """Whether this selects one row."""
     return isinstance(index, int | np.integer) or (isinstance(index, Tensor) and index.dim() == 0)
-
-
-def _row_numbers(rows: Any, size: int, name: str) -> list[int]:
-    chosen = torch.as_tensor(rows)
-    if chosen.dtype == torch.bool:
-        if chosen.shape != (size,):
-            raise IndexError(f"{name}: a mask of shape {tuple(chosen.shape)} cannot select from {size} rows.")
-        return chosen.nonzero()[:, 0].tolist()
-    if chosen.numel() and (chosen.dim() != 1 or chosen.is_floating_point()):
-        shown = f"{chosen.dtype} of shape {tuple(chosen.shape)}"
-        raise IndexError(f"{name}: {shown} selects no rows; give whole numbers in one axis.")
-    numbers = chosen.tolist()
-    if wrong := [number for number in numbers if not -size <= number < size]:
-        raise IndexError(f"{name}: there is no row {wrong[0]} among {size}.")
-    return [number % size for number in numbers]

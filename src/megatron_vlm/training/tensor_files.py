@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import free_bytes, naming
 from megatron_vlm.messages import printable, readable_size
-from megatron_vlm.models import adapters
+from megatron_vlm.models.adapters import model as adapters
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.metadata import check_metadata, weights_only
 from megatron_vlm.training.optimizer import fuse, parts, torch_adams

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
@@ -26,7 +24,8 @@ from megatron_vlm.files import folder_aside, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
-from megatron_vlm.models.adapters.saved import PREFIX, fill_saved
+from megatron_vlm.models.adapters.saved import PREFIX, check_finite, fill_saved, sliced
+from megatron_vlm.models.weights.streaming import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
@@ -137,11 +136,11 @@ def load_adapters(
     with safe_open(file, framework="pt") as stored:
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
-            _fill(chunk, file, stored)
             try:
+                _fill(chunk, stored)
                 fill_saved(chunk, stored)
             except ValueError as error:
-                raise ConfigError(f"adapter.start: {printable(file)}: {error}.") from error
+                raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
         on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
 
@@ -160,21 +159,13 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 
 
 @torch.no_grad()
-def _fill(chunk: MegatronModule, file: Path, stored: Any) -> None:
+def _fill(chunk: MegatronModule, stored: Any) -> None:
     for lora in adapters_of(chunk):
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
-            values, local = stored.get_slice(key), getattr(lora, name)
-            if list(values.get_shape()) != shape or values.get_dtype() not in weight_files.FLOATS:
-                raise ConfigError(
-                    f"adapter.start: {printable(file)}: {printable(key)} is {values.get_shape()} of "
-                    f"{values.get_dtype()} and must be floats of shape {shape}; is it of another base model?"
-                )
-            local.copy_(lora.part(name, values))
-            if not local.isfinite().all():
-                raise ConfigError(
-                    f"adapter.start: {printable(file)}: {printable(key)} holds values that are not finite."
-                )
+            local = getattr(lora, name)
+            local.copy_(lora.part(name, sliced(stored, key, shape)))
+            check_finite(key, local)
 
 
 def save_adapters(
@@ -184,14 +175,10 @@ def save_adapters(
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
-    ranks = dist.get_process_group_ranks(group := parallel_state.get_pipeline_model_parallel_group())
-    mine: dict[str, Tensor] = {key: tensor.cpu() for key, tensor in adapter_tensors(chunks) if 0 in ranks}
-    stages: list[Any] = [None] * len(ranks)
-    if 0 in ranks:  # other pipelines hold the same
-        dist.gather_object(mine, stages if dist.get_rank() == 0 else None, group=group)
+    every = from_every_stage(adapter_tensors(chunks))
+    tensors = {key: tensor.cpu() for key, tensor in every if dist.get_rank() == 0}
 
     def write() -> None:
-        tensors = {key: tensor for stage in stages for key, tensor in stage.items()}
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
         with folder_aside(output) as aside:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from megatron_vlm.models.adapters.saved import (
     sharded_saved,
 )
 from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights import ADAPTERS, named_weights
+from megatron_vlm.models.weights.exporting import to_all
+from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
 
 
 class Adapters(nn.Module):
@@ -100,11 +100,8 @@ def adapter_tensors(
     for chunk in chunks:
         for lora in adapters_of(chunk):
             for name, axis in lora.axes.items():
-                local = value(getattr(lora, name)).contiguous()
-                shards = [local]
-                if axis is not None and lora.group.size() > 1:
-                    shards = [torch.empty_like(local) for _ in range(lora.group.size())]
-                    dist.all_gather(shards, local, group=lora.group)
+                local = value(getattr(lora, name))
+                shards = [local] if axis is None else to_all(local, lora.group)
                 yield peft_key(lora.target, name), lora.as_in_peft(name, shards)
     yield from saved_tensors(chunks, value)
 

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.weights import (
-    Rule,
-    Vocabulary,
-    WeightMap,
-    find_weight,
-    hf_tensors,
-    hub_name,
-    named_weights,
-)
+from megatron_vlm.models.weights.exporting import hf_tensors
+from megatron_vlm.models.weights.files import hub_name
+from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight, named_weights
 from megatron_vlm.weight_files import FLOATS
 
 PREFIX = "base_model.model."  # of all keys in peft's files
@@ -130,14 +124,24 @@ def fill_saved(chunk: MegatronModule, stored: Any) -> None:
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for one, weight in saved_weights(chunk):
-        sources = [stored.get_slice(PREFIX + key) for _, key in one.keys]
-        for source, (_, key), shape in zip(sources, one.keys, one.shapes, strict=True):
-            if list(source.get_shape()) != shape or source.get_dtype() not in FLOATS:
-                stored = f"{source.get_shape()} of {source.get_dtype()}"
-                raise ValueError(f"{PREFIX}{key} is {stored} and must be floats of shape {shape}")
+        pairs = zip(one.keys, one.shapes, strict=True)
+        sources = [sliced(stored, PREFIX + key, shape) for (_, key), shape in pairs]
         one.rule.operation.load(weight, sources, rank, size)
-        if not weight.isfinite().all():
-            raise ValueError(f"{PREFIX}{one.keys[0][1]} holds values that are not finite")
+        check_finite(PREFIX + one.keys[0][1], weight)
+
+
+def sliced(stored: Any, key: str, shape: list[int]) -> Any:
+    """A tensor of a file, to be read in parts. Raises ValueError unless it is floats of this shape."""
+    values = stored.get_slice(key)
+    if list(values.get_shape()) != shape or values.get_dtype() not in FLOATS:
+        kind = f"{values.get_shape()} of {values.get_dtype()}"
+        raise ValueError(f"{key} is {kind} and must be floats of shape {shape}; is it of another base model?")
+    return values
+
+
+def check_finite(key: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"{key} holds values that are not finite.")
 
 
 def sharded_saved(chunk: MegatronModule) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.models.adapters.saved import SavedModule, find_saved, outside_saved
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.weights import Rule, WeightMap, find_weight, hub_name
+from megatron_vlm.models.weights.files import hub_name
+from megatron_vlm.models.weights.rules import Rule, WeightMap, find_weight
 
 ALL_LINEAR = "all-linear"
 

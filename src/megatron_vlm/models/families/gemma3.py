@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys, llama, llava_keys, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights import Rule
+from megatron_vlm.models.weights.rules import Rule
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -38,12 +38,7 @@ SECTIONS = keys.sections(
         rope=keys.ROPE,
         rope_by_layer=True,
     ),
-    keys.Section(
-        ("siglip_vision_model",),
-        keys.VISION
-        | keys.any_of("num_hidden_layers", "layer_norm_eps", "vision_use_head")
-        | {"num_channels": keys.COLOURS},
-    ),
+    towers.SIGLIP,
 )
 
 
@@ -105,14 +100,13 @@ class Gemma3(llava_keys.SideBySide):
 
     @property
     def rules(self) -> list[Rule]:
-        biases = {"qkv_bias": self.text.attention_bias, "proj_bias": self.text.attention_bias}
         after = {
             "self_attn_bda.norm": "post_attention_layernorm",
             "mlp_bda.norm": "post_feedforward_layernorm",
         }
         return [
             *self.outer_rules(),
-            *llama.attention_rules(self.text, llava_keys.LAYER, **biases, qk_norm=True),
+            *llama.attention_rules(self.architecture, llava_keys.LAYER),
             *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
             *llama.norm_rules(llava_keys.LAYER, after),
         ]

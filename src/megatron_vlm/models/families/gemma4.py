@@ -20,7 +20,7 @@ from megatron_vlm.models.family_parts import gemma4_layers, keys, llama, moe_rul
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
-from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Rule, Whole
+from megatron_vlm.models.weights.rules import Cut, GatedMLP, GroupedQKV, Rule, Whole
 
 FULL = "full_attention"
 MODEL = "model.language_model."
@@ -204,13 +204,8 @@ class Gemma4(Description):
         return Gemma4Vision(self.hf_config)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        """A black square of whole pooled patches."""
-        pooled, patch = self.vision.pooling_kernel_size, self.vision.patch_size
-        side = pooled * max(1, round(pixels**0.5 / (patch * pooled)))
-        return {
-            "pixel_values": torch.zeros(side**2, 3 * patch**2),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
-        }
+        patch = self.vision.patch_size
+        return towers.blank_patches(3 * patch**2, patch, self.vision.pooling_kernel_size, pixels)
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         vision = self.vision

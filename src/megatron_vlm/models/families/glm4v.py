@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vlm.models.family_parts import glm4v, keys, llama
-from megatron_vlm.models.weights import Rule
+from megatron_vlm.models.weights.rules import Rule
 
 TEXT = keys.Section(("glm4v_text",), keys.text() | {"head_dim": keys.WHOLE_HEADS}, rope=glm4v.MROPE.keys())
 VISION_TYPES = ("glm4v_vision", "glm4v")
@@ -26,7 +26,7 @@ class Glm4v(glm4v.GlmFamily):
         after = {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
         return [
             *self.outer_rules(),
-            *llama.attention_rules(self.text, glm4v.LAYER, qkv_bias=True),
+            *llama.attention_rules(self.architecture, glm4v.LAYER),
             *llama.mlp_rules(glm4v.LAYER, fused=True),
             *llama.norm_rules(glm4v.LAYER, after),
         ]

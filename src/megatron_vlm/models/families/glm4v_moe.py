@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 
 def _chosen(count: Any, text: Any) -> bool:
@@ -73,7 +73,7 @@ class Glm4vMoe(glm4v.GlmFamily):
         text, layer = self.text, glm4v.LAYER
         return [
             *self.outer_rules(),
-            *llama.attention_rules(text, layer, qkv_bias=text.attention_bias),
+            *llama.attention_rules(self.architecture, layer),
             *llama.mlp_rules(layer),
             *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
             *moe_rules.shared_rules(layer),

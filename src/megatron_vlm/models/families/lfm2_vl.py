@@ -16,7 +16,7 @@ from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProject
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
 
 MODEL = "model.language_model."
@@ -100,13 +100,8 @@ class Lfm2VL(texts.HoldsTexts):
         return self.vision.num_channels * self.vision.patch_size**2
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        """A black square of whole merged patches."""
         factor = self.hf_config.downsample_factor
-        side = factor * max(1, round(pixels**0.5 / (self.vision.patch_size * factor)))
-        return {
-            "pixel_values": torch.zeros(side**2, self.patch_width),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
-        }
+        return towers.blank_patches(self.patch_width, self.vision.patch_size, factor, pixels)
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of merged patches of each item."""

@@ -42,10 +42,7 @@ SECTIONS = keys.sections(
     texts.sections(SUPPORTED["llava"].text_types),
     [
         keys.Section((CLIP,), towers.TOWER | keys.any_of("layer_norm_eps"), no_effect=("projection_dim",)),
-        keys.Section(
-            ("siglip_vision_model",),
-            towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
-        ),
+        towers.SIGLIP,
         towers.PIXTRAL,
     ],
 )

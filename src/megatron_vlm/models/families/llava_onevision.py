@@ -19,7 +19,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
 
 
@@ -50,10 +50,7 @@ SECTIONS = keys.sections(
         },
     ),
     texts.sections(SUPPORTED["llava_onevision"].text_types),
-    keys.Section(
-        ("siglip_vision_model",),
-        towers.TOWER | keys.any_of("layer_norm_eps", "vision_use_head"),
-    ),
+    towers.SIGLIP,
 )
 
 

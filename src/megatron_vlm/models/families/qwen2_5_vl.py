@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
@@ -47,7 +47,7 @@ class Qwen25VL(patch_towers.PatchFamily):
         return [
             Rule("vision.visual.**", ("visual.**",), Whole()),
             *llama.outer_rules(self.text.vocab_size, self.tied, "model."),
-            *llama.attention_rules(self.text, "model.layers.*.", qkv_bias=True),
+            *llama.attention_rules(self.architecture, "model.layers.*."),
             *llama.mlp_rules("model.layers.*."),
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 HF_MODEL = "model.language_model."
 LAYER = HF_MODEL + "layers.*."
@@ -38,11 +38,10 @@ class Qwen3VL(patch_towers.PatchFamily):
 
     @property
     def rules(self) -> list[Rule]:
-        biases = {"qkv_bias": self.text.attention_bias, "proj_bias": self.text.attention_bias}
         return [
             Rule("vision.visual.**", ("model.visual.**",), Whole()),
             *llama.outer_rules(self.text.vocab_size, self.tied, HF_MODEL),
-            *llama.attention_rules(self.text, LAYER, **biases, qk_norm=True),
+            *llama.attention_rules(self.architecture, LAYER),
             *llama.mlp_rules(LAYER),
         ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_vlm.models.families import qwen3_vl
 from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
-from megatron_vlm.models.weights import Rule
+from megatron_vlm.models.weights.rules import Rule
 
 
 def _chosen(count: Any, text: Any) -> bool:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
 from megatron_vlm.models.positions import IMAGE, VIDEO
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 HF_MODEL = "model.language_model."
 MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)

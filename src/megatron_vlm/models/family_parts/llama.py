@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.models.weights import Cut, GatedMLP, GroupedQKV, Operation, Rule, Vocabulary, Whole
+from megatron_vlm.models.weights.rules import Cut, GatedMLP, GroupedQKV, Operation, Rule, Vocabulary, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
@@ -65,12 +65,11 @@ def outer_rules(vocab_size: int, tied: bool, hf_model: str, hf_head: str = "lm_h
     ]
 
 
-def attention_rules(
-    text: Any, hf_layer: str, qkv_bias: bool = False, proj_bias: bool = False, qk_norm: bool = False
-) -> list[Rule]:
+def attention_rules(architecture: dict, hf_layer: str) -> list[Rule]:
     """Rules for attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    operation = GroupedQKV(text.num_attention_heads, text.num_key_value_heads, head_dim(text))
+    sizes = (architecture[key] for key in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    operation = GroupedQKV(*sizes)
     rules = [
         *norm_rules(hf_layer, {"input_layernorm": "input_layernorm"}),
         layer_rule(
@@ -78,13 +77,13 @@ def attention_rules(
         ),
         layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)),
     ]
-    if qkv_bias:
+    if architecture.get("add_qkv_bias"):
         biases = tuple(f"{name}.bias" for name in qkv)
         rules.append(layer_rule(hf_layer, "self_attention.linear_qkv.bias", biases, operation))
-    if proj_bias:
+    if architecture.get("add_proj_bias"):
         proj = ("self_attn.o_proj.bias",)
         rules.append(layer_rule(hf_layer, "self_attention.linear_proj.bias", proj, Whole()))
-    if qk_norm:
+    if architecture.get("qk_layernorm"):
         rules += norm_rules(hf_layer, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
     return rules
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import llama
 from megatron_vlm.models.family_parts.texts import HoldsTexts
-from megatron_vlm.models.weights import Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 
 MODEL = "language_model.model."
 LAYER = MODEL + "layers.*."

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vlm.models.family_parts import keys
 from megatron_vlm.models.family_parts.llama import layer_rule
-from megatron_vlm.models.weights import Cut, GatedMLP, Rule, Whole
+from megatron_vlm.models.weights.rules import Cut, GatedMLP, Rule, Whole
 
 TEXT = keys.any_of("output_router_logits", "router_aux_loss_coef")
 TEXT |= {"moe_intermediate_size": keys.SIZE}

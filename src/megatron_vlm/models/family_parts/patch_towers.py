@@ -160,15 +160,9 @@ class PatchFamily(Description):
         return min(len(indexes & set(range(self.vision.depth))), self.text.num_hidden_layers)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        """A black square of whole merged patches."""
         vision = self.vision
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        merged = vision.patch_size * vision.spatial_merge_size
-        side = vision.spatial_merge_size * max(1, round(pixels**0.5 / merged))
-        return {
-            "pixel_values": torch.zeros(side**2, width),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
-        }
+        return towers.blank_patches(width, vision.patch_size, vision.spatial_merge_size, pixels)
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of merged patches of each item."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights import Rule
+from megatron_vlm.models.weights.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Text:
 
     section: keys.Section
     architecture: Callable[[Any], dict]  # what it adds to `llama.architecture`
-    norms_and_biases: Callable[[Any], dict] = lambda text: {}  # arguments of `llama.attention_rules`
     query_scale: Callable[[Any], Callable[[Tensor], Tensor] | None] = lambda text: None
 
 
@@ -47,8 +46,7 @@ class HoldsTexts(Description):
 
     def layer_rules(self, hf_layer: str) -> list[Rule]:
         """Rules for every layer; `hf_layer` ends in `layers.*.`"""
-        norms_and_biases = TEXTS[self.text.model_type].norms_and_biases(self.text)
-        return [*llama.attention_rules(self.text, hf_layer, **norms_and_biases), *llama.mlp_rules(hf_layer)]
+        return [*llama.attention_rules(self.architecture, hf_layer), *llama.mlp_rules(hf_layer)]
 
 
 def _bounded(text: Any) -> dict:
@@ -96,7 +94,6 @@ TEXTS = {
             rope=_RULES,
         ),
         architecture=llama.attention_bias,
-        norms_and_biases=lambda text: {"qkv_bias": text.attention_bias, "proj_bias": text.attention_bias},
     ),
     "mistral": Text(keys.Section(("mistral",), _MISTRAL, rope=_RULES), architecture=_same_window),
     "ministral3": Text(
@@ -107,7 +104,6 @@ TEXTS = {
     "qwen2": Text(
         keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),
         architecture=lambda text: {"add_qkv_bias": True, "layer_windows": llama.layer_windows(text)},
-        norms_and_biases=lambda text: {"qkv_bias": True},
     ),
     "qwen3": Text(
         keys.Section(("qwen3",), _QWEN | keys.any_of("attention_bias"), rope=_RULES),
@@ -115,11 +111,6 @@ TEXTS = {
             **llama.attention_bias(text),
             "qk_layernorm": True,
             "layer_windows": llama.layer_windows(text),
-        },
-        norms_and_biases=lambda text: {
-            "qkv_bias": text.attention_bias,
-            "proj_bias": text.attention_bias,
-            "qk_norm": True,
         },
     ),
 }

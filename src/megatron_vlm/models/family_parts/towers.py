@@ -19,6 +19,7 @@ TOWER = keys.VISION | {
     "num_channels": keys.COLOURS,
 }
 PIXTRAL = keys.Section(("pixtral",), TOWER | {"head_dim": keys.WHOLE_HEADS})  # of rotary alone
+SIGLIP = keys.Section(("siglip_vision_model",), TOWER | keys.any_of("layer_norm_eps", "vision_use_head"))
 
 LAYERS = "layers of the tower; what goes into the first is [0]"
 
@@ -102,6 +103,18 @@ def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tens
         "pixel_values": torch.zeros(1, vision.num_channels, side, side),
         # the host reads them, also while a model is built on the meta device
         "image_sizes": torch.tensor([[side, side]], device="cpu"),
+    }
+
+
+def blank_patches(width: int, patch_size: int, factor: int, pixels: int) -> dict[str, Tensor]:
+    """A black square of about that area.
+
+    Its patches have `width` numbers each, and squares of `factor` x `factor` of them become one feature.
+    """
+    side = factor * max(1, round(pixels**0.5 / (patch_size * factor)))
+    return {
+        "pixel_values": torch.zeros(side**2, width),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
     }
 
 

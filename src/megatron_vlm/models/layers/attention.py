@@ -85,13 +85,12 @@ class Attend(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         query, key, value, context, log_sum = ctx.saved_tensors
         view, kernel, scale = ctx.view, ctx.kernel, ctx.scale
-        grads = kernel.backward(gradient, query, key, value, context, log_sum, view.segments, scale)
+        grads = kernel.backward(gradient, (query, key, value), (context, log_sum), view.segments, scale)
         if view.later is not None:
             queries, keys, segments = view.later
-            later = kernel.backward(
-                *(gradient[queries], query[queries], key[keys], value[keys]),
-                *(context[queries], log_sum[:, queries].contiguous(), segments, scale),
-            )
+            inputs = query[queries], key[keys], value[keys]
+            outputs = context[queries], log_sum[:, queries].contiguous()
+            later = kernel.backward(gradient[queries], inputs, outputs, segments, scale)
             for grad, rows, more in zip(grads, (queries, keys, keys), later, strict=True):
                 grad.index_add_(0, rows, more)
         return *grads, None, None, None

@@ -6,7 +6,7 @@ see key j of m exactly if  -left <= j - (i + m - n) <= right,  where None is no 
 
 A kernel is a pair of functions on tensors (tokens, heads, K), keys and values with as many or fewer heads:
     forward(query, key, value, segments, scale) -> context, log_sum_exp (H, tokens)
-    backward(gradient, query, key, value, context, log_sum_exp, segments, scale) -> their gradients
+    backward(gradient, (query, key, value), (context, log_sum_exp), segments, scale) -> their gradients
 `backward` needs only what the softmax was divided by. So context and log_sum_exp may come from several calls,
 and each call's backward gives its part of the gradients.
 """
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value, or their gradients
+Outputs = tuple[Tensor, Tensor]  # context, log_sum_exp
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -61,8 +63,8 @@ def _bounds(lengths: np.ndarray) -> Tensor:
 class Kernel(NamedTuple):
     """See the module."""
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., Outputs]
+    backward: Callable[..., Inputs]
 
 
 class Part(NamedTuple):
@@ -74,9 +76,7 @@ class Part(NamedTuple):
     mask: Tensor | None  # (queries, keys) to add to the scores
 
 
-def documents_forward(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
-) -> tuple[Tensor, Tensor]:
+def documents_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
     """The kernel in plain PyTorch: its flash attention for CPUs, one call for each segment or part of one."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     contexts, log_sums = [], []
@@ -89,19 +89,11 @@ def documents_forward(
 
 
 def documents_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: Tensor,
-    log_sum_exp: Tensor,
-    segments: Segments,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
+) -> Inputs:
     """See the module."""
-    gradient, query, key, value, context = (
-        x.transpose(0, 1)[None] for x in (gradient, query, key, value, context)
-    )
+    context, log_sum_exp = outputs
+    gradient, query, key, value, context = (x.transpose(0, 1)[None] for x in (gradient, *inputs, context))
     totals = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for part in _parts(segments, query):
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
@@ -149,9 +141,7 @@ def _masked(first_query, first_key, start, stop, ahead, m, left, right, like) ->
     return Part(queries, slice(first_key + low, first_key + high), False, mask)
 
 
-def varlen_forward(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
-) -> tuple[Tensor, Tensor]:
+def varlen_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
     """torch's kernel for CUDA, in 16 bits. It has not run on a GPU yet."""
     from torch.nn.attention import varlen
 
@@ -167,31 +157,15 @@ def varlen_forward(
 
 
 def varlen_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: Tensor,
-    log_sum_exp: Tensor,
-    segments: Segments,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
+) -> Inputs:
     """See the module. The kernel has no dropout, so the state of its generator is of no use."""
     from torch.nn.attention import varlen
 
     window = _varlen_window(segments)
-    unused_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused_state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
     return varlen._varlen_attn_backward(
-        *(
-            gradient.contiguous(),
-            query,
-            key,
-            value,
-            context,
-            log_sum_exp,
-            *segments.bounds,
-            *segments.longest,
-        ),
+        *(gradient.contiguous(), *inputs, *outputs, *segments.bounds, *segments.longest),
         is_causal=window == [-1, 0],
         rng_state=unused_state,
         scale=scale,

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Join, Spread, TokenOrder
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, TokenOrder, join, spread
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, grouped_product
 
 
@@ -191,17 +191,17 @@ class MoE(BaseMoELayer):
     def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, experts_TC: Tensor) -> Tensor:
         experts = experts_TC.flatten()
         by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
-        rows = Spread.apply(hidden_TD, by_expert)
+        rows = spread(hidden_TD, by_expert)
         weights = weights_TE.gather(1, experts_TC).flatten()[by_expert.places]
         counts_E = experts.new_zeros(weights_TE.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         if self.ep_group.size() == 1:
-            return Join.apply(self.experts(rows, counts_E, weights), by_expert)
+            return join(self.experts(rows, counts_E, weights), by_expert)
         exchange = ExpertExchange(counts_E, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
-        rows, weights = Spread.apply(rows, by_local), weights[by_local.places]
-        output = Join.apply(self.experts(rows, exchange.counts, weights), by_local)
-        return Join.apply(exchange.back(output), by_expert)
+        rows, weights = spread(rows, by_local), weights[by_local.places]
+        output = join(self.experts(rows, exchange.counts, weights), by_local)
+        return join(exchange.back(output), by_expert)
 
 
 def balancing_settings(config: RunConfig, architecture: dict) -> dict:

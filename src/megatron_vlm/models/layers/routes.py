@@ -35,30 +35,28 @@ class TokenOrder:
         return cls(places, torch.empty_like(places).scatter_(0, places, numbers), copies)
 
 
-class Spread(torch.autograd.Function):
+def spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:
     """The copies of rows (N, D), sorted."""
-
-    @staticmethod
-    def forward(ctx, rows_ND: Tensor, order: TokenOrder) -> Tensor:
-        ctx.order = order
-        return _spread(rows_ND, order)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _join(gradient, ctx.order), None
+    return Reordered.apply(rows_ND, order, _spread, _join)
 
 
-class Join(torch.autograd.Function):
+def join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
     """From the sorted copies (N * copies, D), the sum of each row's copies (N, D)."""
+    return Reordered.apply(sorted_rows, order, _join, _spread)
+
+
+class Reordered(torch.autograd.Function):
+    """`forth` of rows; their gradient goes `back`."""
 
     @staticmethod
-    def forward(ctx, sorted_rows: Tensor, order: TokenOrder) -> Tensor:
+    def forward(ctx, rows: Tensor, order: TokenOrder, forth, back) -> Tensor:
         ctx.order = order
-        return _join(sorted_rows, order)
+        ctx.back = back
+        return forth(rows, order)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _spread(gradient, ctx.order), None
+        return ctx.back(gradient, ctx.order), None, None, None
 
 
 def _spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:

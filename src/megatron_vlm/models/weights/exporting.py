@@ -62,7 +62,7 @@ def hf_tensors(
     what is exported for a weight (the tests export gradients); None: nothing.
     """
     fused: dict[str, dict[int, Tensor]] = {}
-    for piece in hf_pieces(chunks, rules, files, value, _to_all):
+    for piece in hf_pieces(chunks, rules, files, value, to_all):
         if piece.row is None:
             yield piece.key, piece.tensor
             continue
@@ -115,7 +115,8 @@ def _names_of_group(name: str, config: TransformerConfig) -> list[str]:
     return [EXPERT.sub(str(rank * step + place), name) for rank in range(config.expert_model_parallel_size)]
 
 
-def _to_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def to_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The group's tensors, on every rank of it."""
     if group.size() == 1:
         return [local]
     shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -201,7 +202,9 @@ def _write_stage(
     chunks: list[MegatronModule], rules: list[Rule], checkpoint: HFCheckpoint, folder: Path, shard_bytes: int
 ) -> dict[str, list[str]]:
     """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any."""
-    writer = _writer_of_stage()
+    # the stage's first rank: in Megatron's order, a stage's ranks follow one another
+    ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+    writer = dist.get_rank() // ranks_of_stage * ranks_of_stage
     pieces = hf_pieces(chunks, rules, checkpoint.files, lambda weight: weight.detach(), partial(_to, writer))
     if dist.get_rank() != writer:
         for _ in pieces:  # only to take part in the gathering
@@ -227,14 +230,6 @@ def _write_stage(
         file.close()
         watchdog.beat()
     return {file.path.name: file.names for file in files}
-
-
-def _writer_of_stage() -> int:
-    """The first rank of this pipeline stage."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(stages, stage)
-    return stages.index(stage)
 
 
 def _keys_of_stage(chunks: list[MegatronModule], rules: list[Rule], files: Collection[str]) -> list[str]:

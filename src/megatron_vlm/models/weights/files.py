@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Sequence
@@ -74,15 +73,6 @@ class HFCheckpoint:
     def files(self) -> dict[str, OnDisk]:
         """All tensors, by hub key."""
         return tensors_of(self.folder, lambda key: hub_name(key, self._renames))
-
-    def wrapper(self, key: str) -> str | None:
-        """The beginning of all names here, such as `module.`, if `key` is there behind it."""
-        stored = [tensor.key for tensor in self.files.values()]
-        common = os.path.commonprefix(stored)
-        for start in (common[: dot + 1] for dot, letter in enumerate(common) if letter == "."):
-            if any(hub_name(name.removeprefix(start), self._renames) == key for name in stored):
-                return printable(start)
-        return None
 
     @property
     def is_fp8(self) -> bool:

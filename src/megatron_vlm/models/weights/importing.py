@@ -15,7 +15,7 @@ from torch import distributed as dist
 from tqdm import tqdm
 
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import reading
+from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -68,10 +68,10 @@ class Load:
         for key, needed in zip(self.keys, self.rule.hf_shapes(self.param, self.size), strict=True):
             what = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
             if key not in checkpoint.files:
-                why = "is the download complete?"
-                if wrapped := checkpoint.wrapper(key):
-                    why = f"its names begin with {wrapped!r}: save it without"
-                raise ValueError(f"{checkpoint.folder}: lacks {key!r}: {what}; {why}")
+                raise ValueError(
+                    f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete, and does a name "
+                    f"such as {printable(min(checkpoint.files, default=''))} begin as the hub's do?"
+                )
             stored = checkpoint.shape(key)
             if not self.rule.fits(stored, needed):
                 raise ValueError(

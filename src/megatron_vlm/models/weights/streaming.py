@@ -14,6 +14,7 @@ from torch import distributed as dist
 from megatron_vlm.models.weights.exporting import hf_tensors
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import WeightMap, turned
+from megatron_vlm.parallel import setup
 
 Named = tuple[str, Tensor]
 
@@ -38,20 +39,20 @@ def hf_weights(
         return stored.name, tensor.to(stored.dtype)
 
     own = hf_tensors(chunks, weight_map.rules, checkpoint.files, value)
-    return from_every_stage((as_stored(*weight) for weight in own), next(chunks[0].parameters()).device)
+    return from_every_stage(as_stored(*weight) for weight in own)
 
 
-def from_every_stage(own: Iterable[Named], device: torch.device) -> Iterator[Named]:
-    """Yields what each pipeline stage has, one after another, on every rank's `device`. `own` may be a
+def from_every_stage(own: Iterable[Named]) -> Iterator[Named]:
+    """Yields what each pipeline stage has, one after another, on every rank's device. `own` may be a
     collective of its stage."""
     group, mine = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
     for sender in dist.get_process_group_ranks(group):
         weights = iter(own) if sender == mine else iter(())
-        while weight := _sent(next(weights, None), sender, group, device):
+        while weight := _sent(next(weights, None), sender, group):
             yield weight
 
 
-def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup, device: torch.device) -> Named | None:
+def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup) -> Named | None:
     """The sender's weight on every rank of the group; None after its last."""
     if group.size() == 1:
         return weight and (weight[0], weight[1].contiguous())
@@ -60,6 +61,6 @@ def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup, device: t
     if said[0] is None:
         return None
     name, shape, dtype = said[0]
-    tensor = torch.empty(shape, dtype=dtype, device=device) if weight is None else weight[1].contiguous()
+    tensor = weight[1].contiguous() if weight else torch.empty(shape, dtype=dtype, device=setup.device())
     dist.broadcast(tensor, src=sender, group=group)
     return name, tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import Vocabulary, WeightMap
+from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.weight_files import has_weights
 
 ROWS = 4096  # rows of the two matrices that are compared at a time
@@ -27,7 +27,9 @@ def are_tied(weight_map: WeightMap, folder: Path, saved: bool | None = None) -> 
     if saved is not None:
         return saved
     if weight_map.tied and has_weights(folder):
-        return _on_one_rank(lambda: not _stored_apart(weight_map, folder))
+        if dist.is_initialized():
+            return not on_first_rank(_stored_apart, weight_map, folder)
+        return not _stored_apart(weight_map, folder)
     return weight_map.tied
 
 
@@ -59,11 +61,3 @@ def differ(checkpoint: HFCheckpoint, embedding_key: str, head_key: str) -> bool:
         del mine, theirs
         checkpoint.release(nbytes)
     return False
-
-
-def _on_one_rank(decide: Callable[[], bool]) -> bool:
-    if not dist.is_initialized():
-        return decide()
-    answer = [decide() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    return answer[0]

@@ -18,7 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters import find_targets, find_whole, settled
+from megatron_vlm.models.adapters.files import settled
+from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
