@@ -18,7 +18,8 @@
 Shape legend, used as suffix of local names in model, packing and position code:
 B rows, S tokens per row, T tokens of one document or sample, G documents, N items (images or videos),
 P raw patches, F numbers in a patch, M visual tokens, D language-model width, E tower width, H heads,
-K head width, V padded vocabulary, R rotated channels of a head.
+K head width, V padded vocabulary, R rotated channels of a head, L layers, I and O the inputs and outputs of a
+linear, X experts, J the experts of a token, Z rows of tokens at their experts, Q ranks, Y groups of answers.
 In the shapes of pixels: (N, C, H, W) has colours, height, width; t is the number of moments of a video.
 Megatron is sequence first: hidden states are (S, B, D).
 """

@@ -40,7 +40,7 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 
 class KeyValueCache:
-    """The keys and values (R, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`."""
+    """The keys and values (B, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`."""
 
     def __init__(self, starts: np.ndarray, tokens: int):
         self.starts, self.tokens = starts, tokens
@@ -100,7 +100,7 @@ class DecodePlan:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}  # made once for all layers
 
     def _view(self, place: int, slots: int) -> tuple[int, int, np.ndarray | None]:
-        """The slot of the new token, how many are seen, and (R, seen) which of these are before the row."""
+        """The slot of the new token, how many are seen, and (B, seen) which of these are before the row."""
         seen, starts = min(place + 1, slots), self._cache.starts
         hidden = place - (place - np.arange(seen)) % slots < starts[:, None]
         return place % slots, seen, hidden if place + 1 - seen < starts.max() else None
@@ -124,7 +124,7 @@ class DecodePlan:
         return pad(context, (0, 0, 0, 0, 0, tokens - rows)) if rows < tokens else context
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(R, 1, 1, seen) to be added."""
+        """(B, 1, 1, seen) to be added."""
         if (window, dtype) not in self._masks:
             hidden = torch.from_numpy(self._views[window][2])[:, None, None].to(self._device)
             zero = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)

@@ -65,8 +65,8 @@ class Request:
 class AnswerRows:
     """One row for each answer of the pieces: R of them, of which the model computes those that are `held`.
 
-    `taken` (3, R, steps) fp64 are each row's tokens and their log-probabilities, see `Sampling.choose`;
-    `counts` (R,) how many there are.
+    `taken` (3, B, steps) fp64 are each row's tokens and their log-probabilities, see `Sampling.choose`;
+    `counts` (B,) how many there are.
     """
 
     def __init__(self, request: Request, pieces: list[Piece], model: VLMModel):
@@ -113,8 +113,8 @@ class AnswerRows:
         """The last token of each row that is held; its key goes into the cache."""
         rows, here = len(self.held), device()
 
-        def on_device(values_R: np.ndarray) -> Tensor:
-            return pad(torch.from_numpy(values_R), (0, length - rows)).to(here, non_blocking=True)[None]
+        def on_device(values_B: np.ndarray) -> Tensor:
+            return pad(torch.from_numpy(values_B), (0, length - rows)).to(here, non_blocking=True)[None]
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
         position_ids = on_device(self.positions[self.held])
@@ -140,9 +140,9 @@ class AnswerRows:
         self._stream.plan = DecodePlan(self.cache, self.longest + self.steps - 1, self.windows, here)
         return self._stream
 
-    def choose(self, logits_RV: Tensor) -> Tensor:
+    def choose(self, logits_BV: Tensor) -> Tensor:
         """(3, held) fp64, see `Sampling.choose`."""
-        return self.request.sampling.choose(logits_RV, self.draws[self.held, self.steps])
+        return self.request.sampling.choose(logits_BV, self.draws[self.held, self.steps])
 
     def take(self, chosen: np.ndarray) -> None:
         """The next token of each held row. When half of them have ended, the cache forgets these."""

@@ -26,36 +26,36 @@ class Sampling:
             return np.zeros(steps)
         return np.random.default_rng([self.seed, prompt, answer]).random(steps)
 
-    def choose(self, logits_RV: Tensor, draws_R: np.ndarray) -> Tensor:
-        """(3, R) fp64: the token, and the logarithms of the probability with which it was chosen and of its
+    def choose(self, logits_BV: Tensor, draws_B: np.ndarray) -> Tensor:
+        """(3, B) fp64: the token, and the logarithms of the probability with which it was chosen and of its
         probability at temperature 1 among all tokens."""
-        at_once = max(1, NUMBERS_AT_ONCE // logits_RV.shape[1])
-        parts = zip(logits_RV.split(at_once), torch.from_numpy(draws_R).split(at_once), strict=True)
+        at_once = max(1, NUMBERS_AT_ONCE // logits_BV.shape[1])
+        parts = zip(logits_BV.split(at_once), torch.from_numpy(draws_B).split(at_once), strict=True)
         return torch.cat([self._choose(logits.float(), draws) for logits, draws in parts], dim=1)
 
-    def _choose(self, logits_RV: Tensor, draws_R: Tensor) -> Tensor:
+    def _choose(self, logits_BV: Tensor, draws_B: Tensor) -> Tensor:
         if not self.temperature:
-            token_R1 = logits_RV.argmax(-1, keepdim=True)
+            token_R1 = logits_BV.argmax(-1, keepdim=True)
             chosen_R1 = torch.zeros_like(token_R1)
         else:
-            token_R1, chosen_R1 = self._draw(logits_RV, draws_R)
-        plain_R1 = logits_RV.gather(1, token_R1) - logits_RV.logsumexp(-1, keepdim=True)
+            token_R1, chosen_R1 = self._draw(logits_BV, draws_B)
+        plain_R1 = logits_BV.gather(1, token_R1) - logits_BV.logsumexp(-1, keepdim=True)
         return torch.cat([x.double() for x in (token_R1, chosen_R1, plain_R1)], dim=1).t()
 
-    def _draw(self, logits_RV: Tensor, draws_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits_BV: Tensor, draws_B: Tensor) -> tuple[Tensor, Tensor]:
         """Draws by the inverse of the cumulative distribution. In the order of token ids, logits that differ
         by rounding between layouts move its steps by no more than that."""
-        log_p_RV = (logits_RV / self.temperature).log_softmax(-1)
-        p_RV = log_p_RV.double().exp()
+        log_p_BV = (logits_BV / self.temperature).log_softmax(-1)
+        p_RV = log_p_BV.double().exp()
         if self.top_p < 1:
             sorted_RV = p_RV.sort(dim=-1, descending=True).values
-            before_RV = sorted_RV.cumsum(-1) - sorted_RV
-            kept_R1 = (before_RV < self.top_p).sum(-1, keepdim=True)
+            before_BV = sorted_RV.cumsum(-1) - sorted_RV
+            kept_R1 = (before_BV < self.top_p).sum(-1, keepdim=True)
             p_RV = p_RV.where(p_RV >= sorted_RV.gather(1, kept_R1 - 1), 0)
         sums_RV = p_RV.cumsum(-1)
         total_R1 = sums_RV[:, -1:]
         # below the total also when it is rounded
-        draw_R1 = draws_R[:, None].to(p_RV.device) * (1 - 1e-12) * total_R1
+        draw_R1 = draws_B[:, None].to(p_RV.device) * (1 - 1e-12) * total_R1
         token_R1 = torch.searchsorted(sums_RV, draw_R1, right=True)
-        chosen_R1 = log_p_RV.gather(1, token_R1)
+        chosen_R1 = log_p_BV.gather(1, token_R1)
         return token_R1, chosen_R1 if self.top_p == 1 else chosen_R1 - total_R1.log()

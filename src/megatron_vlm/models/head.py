@@ -130,15 +130,15 @@ class _LogProbabilities(torch.autograd.Function):
                 numbers.append(-(log_p.exp() * log_p).sum(-1))
                 del log_p
             parts.append(torch.stack(numbers))
-        log_sums_RN, labels_RN, *entropies_RN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
-        log_sum_N = log_sums_RN.logsumexp(0)
+        log_sums_QN, labels_QN, *entropies_QN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
+        log_sum_N = log_sums_QN.logsumexp(0)
         entropy_N = None
         if entropy:  # a distribution of parts: the mean entropy inside a part and that of which part it is
-            log_share_RN = log_sums_RN - log_sum_N
-            entropy_N = (log_share_RN.exp() * (entropies_RN[0] - log_share_RN)).sum(0)
+            log_share_QN = log_sums_QN - log_sum_N
+            entropy_N = (log_share_QN.exp() * (entropies_QN[0] - log_share_QN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
         ctx.how, ctx.kept = how, logits
-        return labels_RN.sum(0) - log_sum_N, entropy_N
+        return labels_QN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_log_p_N, grad_entropy_N):

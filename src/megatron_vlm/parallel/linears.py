@@ -61,10 +61,10 @@ def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor 
     return (output if module.bias is None else output + module.bias), None
 
 
-def grouped_product(rows_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """(R, O): rows times the weights of their expert. torch takes widths of 16 bytes alone: 8 channels in 16
+def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
+    """(Z, O): rows times the weights of their expert. torch takes widths of 16 bytes alone: 8 channels in 16
     bits; others are filled up with zeros, in a copy."""
-    out, more_out, more_in = weights_EOI.shape[1], *(-width % ALIGNED for width in weights_EOI.shape[1:])
+    out, more_out, more_in = weights_XOI.shape[1], *(-width % ALIGNED for width in weights_XOI.shape[1:])
     if more_out or more_in:
-        rows_RI, weights_EOI = pad(rows_RI, (0, more_in)), pad(weights_EOI, (0, more_in, 0, more_out))
-    return grouped_mm(rows_RI, weights_EOI.mT, offs=ends_E)[:, :out]
+        rows_ZI, weights_XOI = pad(rows_ZI, (0, more_in)), pad(weights_XOI, (0, more_in, 0, more_out))
+    return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)[:, :out]

@@ -120,9 +120,9 @@ def grpo_advantages(rewards_B: Tensor | Sequence[float], groups_B: Tensor | Sequ
     `groups_B` says which samples answer one prompt, by any integers. Equal rewards, and a group of one, give
     exactly 0. The deviation is that of a sample (n - 1), as in verl and TRL.
     """
-    centred_B, numbers_B, counts_G = _centred(rewards_B, groups_B)
-    variances_G = _group_sums(centred_B.square(), numbers_B) / (counts_G - 1).clamp(min=1)
-    return (centred_B / (variances_G.sqrt() + SMALLEST_DEVIATION)[numbers_B]).float()
+    centred_B, numbers_B, counts_Y = _centred(rewards_B, groups_B)
+    variances_Y = _group_sums(centred_B.square(), numbers_B) / (counts_Y - 1).clamp(min=1)
+    return (centred_B / (variances_Y.sqrt() + SMALLEST_DEVIATION)[numbers_B]).float()
 
 
 def dr_grpo_advantages(rewards_B: Tensor | Sequence[float], groups_B: Tensor | Sequence[int]) -> Tensor:
@@ -151,11 +151,11 @@ def _centred(rewards_B, groups_B) -> tuple[Tensor, Tensor, Tensor]:
     order_B = groups_B.argsort()
     is_next_B = groups_B[order_B].diff(prepend=groups_B[order_B][:1]) != 0
     numbers_B = torch.empty_like(order_B).scatter(0, order_B, is_next_B.cumsum(0))
-    lowest_G = torch.zeros_like(rewards_B).scatter_reduce(0, numbers_B, rewards_B, "amin", include_self=False)
-    above_B = rewards_B - lowest_G[numbers_B]  # equal rewards are 0 now, whatever rounding does to their mean
-    counts_G = _group_sums(torch.ones_like(rewards_B), numbers_B)
-    means_G = _group_sums(above_B, numbers_B) / counts_G.clamp(min=1)
-    return above_B - means_G[numbers_B], numbers_B, counts_G
+    lowest_Y = torch.zeros_like(rewards_B).scatter_reduce(0, numbers_B, rewards_B, "amin", include_self=False)
+    above_B = rewards_B - lowest_Y[numbers_B]  # equal rewards are 0 now, whatever rounding does to their mean
+    counts_Y = _group_sums(torch.ones_like(rewards_B), numbers_B)
+    means_Y = _group_sums(above_B, numbers_B) / counts_Y.clamp(min=1)
+    return above_B - means_Y[numbers_B], numbers_B, counts_Y
 
 
 def _group_sums(values_B: Tensor, numbers_B: Tensor) -> Tensor:

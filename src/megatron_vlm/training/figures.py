@@ -189,12 +189,12 @@ def _speaks() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _balance(tokens_LE: np.ndarray) -> dict[str, float]:
+def _balance(tokens_LX: np.ndarray) -> dict[str, float]:
     """The tokens of the busiest expert over the mean, for the layers that have experts."""
-    tokens_LE = tokens_LE[tokens_LE.any(1)] if tokens_LE.size else tokens_LE
-    if not tokens_LE.size:
+    tokens_LX = tokens_LX[tokens_LX.any(1)] if tokens_LX.size else tokens_LX
+    if not tokens_LX.size:
         return {}
-    balance_L = tokens_LE.max(1) / tokens_LE.mean(1)
+    balance_L = tokens_LX.max(1) / tokens_LX.mean(1)
     return {"expert_balance": balance_L.mean().item(), "expert_balance_worst": balance_L.max().item()}
 
 

@@ -17,7 +17,7 @@ from megatron_vlm.parallel.linears import grouped_product
 
 
 class ExpertLora(Lora):
-    """The adapters of this rank's experts: `lora_A` (E, r, in), `lora_B` (E, out, r).
+    """The adapters of this rank's experts: `lora_A` (X, r, in), `lora_B` (X, out, r).
 
     In peft (`lora.layer.ParamWrapper`) A is (E · r, in), expert by expert, and B (out, r · E), where
     neighbouring columns are of different experts.
@@ -61,16 +61,16 @@ class ExpertLora(Lora):
 
 @dataclass
 class AdaptedExperts:
-    """A projection of all experts of this rank, `weight` (E, out, in), and their adapters."""
+    """A projection of all experts of this rank, `weight` (X, out, in), and their adapters."""
 
     weight: nn.Parameter
     lora: ExpertLora
 
-    def __call__(self, rows_RD: Tensor, output: Tensor, ends_E: Tensor) -> Tensor:
+    def __call__(self, rows_ZD: Tensor, output: Tensor, ends_X: Tensor) -> Tensor:
         """The projection's output with what the adapters add; rows are sorted by expert."""
-        low = grouped_product(rows_RD, self.lora.lora_A.to(output.dtype), ends_E)
+        low = grouped_product(rows_ZD, self.lora.lora_A.to(output.dtype), ends_X)
         B = self.lora.lora_B.to(output.dtype) * self.lora.scale
-        return output + grouped_product(low, B, ends_E)
+        return output + grouped_product(low, B, ends_X)
 
     def begin(self) -> None:
         """Nothing but DoRA's magnitudes, which these have not, begins with the weights' values."""

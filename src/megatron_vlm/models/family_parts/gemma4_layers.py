@@ -96,10 +96,10 @@ class ScaledRouter(Router):
         for weight in (self.scale, self.per_expert_scale):
             weight.sequence_parallel = self.config.sequence_parallel
 
-    def forward(self, hidden_SBD: Tensor, routes_SBLC: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_SBD: Tensor, routes_SBLJ: Tensor) -> tuple[Tensor, Tensor]:
         scaled = self.norm(hidden_SBD) * self.scale * self.config.hidden_size**-0.5
-        weights_TE, experts_TC = super().forward(scaled, routes_SBLC)
-        return weights_TE * self.per_expert_scale, experts_TC
+        weights_TX, experts_TJ = super().forward(scaled, routes_SBLJ)
+        return weights_TX * self.per_expert_scale, experts_TJ
 
 
 class DenseAndExperts(MoE):
@@ -117,8 +117,8 @@ class DenseAndExperts(MoE):
             self.add_module(name, RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
-        weights_TE, experts_TC = self.router(hidden_SBD, padding_mask.transpose(0, 1))
+        weights_TX, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
         normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
-        routed_SBD = self._routed(normed_TD, weights_TE, experts_TC).view_as(hidden_SBD)
+        routed_SBD = self._routed(normed_TD, weights_TX, experts_TJ).view_as(hidden_SBD)
         dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
         return self.norm_after_dense(dense_SBD) + self.norm_after_experts(routed_SBD), None

@@ -30,21 +30,21 @@ from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinea
 
 
 class Choice:
-    """Which experts a token takes (T, k), in the order of their numbers: what `routes_TC` says, or where that
+    """Which experts a token takes (T, k), in the order of their numbers: what `routes_TJ` says, or where that
     is negative, what the router chooses.
 
     Megatron calls it in place of its own top-k, which orders experts by their scores with gradients, and not
     at all without. Another order would change the last bits of the sum that divides the weights.
     """
 
-    def __init__(self, routes_TC: Tensor):
-        self.routes_TC = routes_TC
+    def __init__(self, routes_TJ: Tensor):
+        self.routes_TJ = routes_TJ
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups, group_topk, default_compute_topk):
         chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1]
-        chosen = torch.where(self.routes_TC < 0, chosen, self.routes_TC)
-        self.experts_TC = chosen.sort(dim=1).values
-        return scores.gather(1, self.experts_TC), self.experts_TC
+        chosen = torch.where(self.routes_TJ < 0, chosen, self.routes_TJ)
+        self.experts_TJ = chosen.sort(dim=1).values
+        return scores.gather(1, self.experts_TJ), self.experts_TJ
 
 
 class Router(TopKRouter):
@@ -59,23 +59,23 @@ class Router(TopKRouter):
         self.trained_weight = 0.0  # of the current micro batch, on all ranks of context parallelism
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
-    def forward(self, hidden_SBD: Tensor, routes_SBLC: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token (T, E), and its chosen experts (T, k), see `Choice`.
+    def forward(self, hidden_SBD: Tensor, routes_SBLJ: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight of each expert for each token (T, X), and its chosen experts (T, J), see `Choice`.
 
         The routes are `Stream.routes`. They come to a layer as its tokens do, also when it is recomputed, and
         no module keeps them.
         """
-        layer = self.layer_number - 1 if routes_SBLC.shape[2] > 1 else 0
-        routes_SBC = routes_SBLC[:, :, layer].long()
-        self.router_replay = choice = Choice(routes_SBC.flatten(0, 1))
+        layer = self.layer_number - 1 if routes_SBLJ.shape[2] > 1 else 0
+        routes_SBJ = routes_SBLJ[:, :, layer].long()
+        self.router_replay = choice = Choice(routes_SBJ.flatten(0, 1))
         try:
-            weights_TE = super().forward(hidden_SBD, routes_SBC[..., 0] == ROUTE_OF_PADDING)[0]
+            weights_TX = super().forward(hidden_SBD, routes_SBJ[..., 0] == ROUTE_OF_PADDING)[0]
         finally:
             self.router_replay = None
         if self.topk == 1:  # Transformers divides by the sum of one weight, too, and Megatron does not
             scale = self.config.moe_router_topk_scaling_factor or 1.0
-            weights_TE = weights_TE / (weights_TE.sum(-1, keepdim=True) + 1e-20) * scale
-        return weights_TE, choice.experts_TC
+            weights_TX = weights_TX / (weights_TX.sum(-1, keepdim=True) + 1e-20) * scale
+        return weights_TX, choice.experts_TJ
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
@@ -99,7 +99,7 @@ class Router(TopKRouter):
 class Experts(MegatronModule):
     """This rank's experts, each a gated MLP, computed by one grouped matrix product per projection.
 
-    `linear_fc1` (E, 2 * I, D) holds gate, then up; `linear_fc2` (E, D, I). Only in bf16 on CUDA is the
+    `linear_fc1` (X, 2 * I, D) holds gate, then up; `linear_fc2` (X, D, I). Only in bf16 on CUDA is the
     grouped product one kernel; in fp32 there, torch loops and waits for the device.
 
     Megatron reduces the gradients of experts over a group of their own, and gives them their own optimizer,
@@ -127,16 +127,16 @@ class Experts(MegatronModule):
                 init(weights)
         return weights
 
-    def forward(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
-        """The experts' outputs (R, D), times `weights_R`. Rows are sorted by expert, `counts_E` of each."""
-        ends_E = counts_E.cumsum(0).int()
-        gate_up = self._projected("linear_fc1", rows_RD, ends_E)
-        inner = gated(gate_up, self.config.activation_func, weights_R)
-        return self._projected("linear_fc2", inner, ends_E)
+    def forward(self, rows_ZD: Tensor, counts_X: Tensor, weights_Z: Tensor) -> Tensor:
+        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by expert, `counts_X` of each."""
+        ends_X = counts_X.cumsum(0).int()
+        gate_up = self._projected("linear_fc1", rows_ZD, ends_X)
+        inner = gated(gate_up, self.config.activation_func, weights_Z)
+        return self._projected("linear_fc2", inner, ends_X)
 
-    def _projected(self, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
-        output = grouped_product(rows, getattr(self, name), ends_E)
-        return self.adapted[name](rows, output, ends_E) if name in self.adapted else output
+    def _projected(self, name: str, rows: Tensor, ends_X: Tensor) -> Tensor:
+        output = grouped_product(rows, getattr(self, name), ends_X)
+        return self.adapted[name](rows, output, ends_X) if name in self.adapted else output
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
         """The keys and global shapes of Megatron's SequentialMLP, which wrote the first checkpoints."""
@@ -182,21 +182,21 @@ class MoE(BaseMoELayer):
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
         """(S, B, D) → the same; the second is Megatron's bias, which there is not. What Megatron calls a
         padding mask are `Stream.routes`, which say more of each token."""
-        weights_TE, experts_TC = self.router(hidden_SBD, padding_mask.transpose(0, 1))
-        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TE, experts_TC).view_as(hidden_SBD)
+        weights_TX, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
+        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TX, experts_TJ).view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)
         return output_SBD, None
 
-    def _routed(self, hidden_TD: Tensor, weights_TE: Tensor, experts_TC: Tensor) -> Tensor:
-        experts = experts_TC.flatten()
+    def _routed(self, hidden_TD: Tensor, weights_TX: Tensor, experts_TJ: Tensor) -> Tensor:
+        experts = experts_TJ.flatten()
         by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
         rows = spread(hidden_TD, by_expert)
-        weights = weights_TE.gather(1, experts_TC).flatten()[by_expert.places]
-        counts_E = experts.new_zeros(weights_TE.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
+        weights = weights_TX.gather(1, experts_TJ).flatten()[by_expert.places]
+        counts_X = experts.new_zeros(weights_TX.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         if self.ep_group.size() == 1:
-            return join(self.experts(rows, counts_E, weights), by_expert)
-        exchange = ExpertExchange(counts_E, self.ep_group)
+            return join(self.experts(rows, counts_X, weights), by_expert)
+        exchange = ExpertExchange(counts_X, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
         rows, weights = spread(rows, by_local), weights[by_local.places]

@@ -73,13 +73,13 @@ def _join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
 class ExpertExchange:
     """Rows sorted by expert that travel to the ranks of their experts.
 
-    `counts_E` are this rank's rows of every expert. Afterwards `counts` are the rows of each expert here and
-    `experts` (R) says for which each received row is. Collective; the host waits once, for the numbers.
+    `counts_X` are this rank's rows of every expert. Afterwards `counts` are the rows of each expert here and
+    `experts` (Z) says for which each received row is. Collective; the host waits once, for the numbers.
     """
 
-    def __init__(self, counts_E: Tensor, group: dist.ProcessGroup):
+    def __init__(self, counts_X: Tensor, group: dist.ProcessGroup):
         self._group, ranks = group, group.size()
-        mine = counts_E.view(ranks, -1)
+        mine = counts_X.view(ranks, -1)
         theirs = torch.empty_like(mine)  # [rank, expert]: rows that the rank has for an expert of mine
         dist.all_to_all_single(theirs, mine.contiguous(), group=group)
         self._sent, self._received = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
