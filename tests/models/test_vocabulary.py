@@ -33,7 +33,7 @@ def test_a_token_that_nothing_writes_is_told_and_trains(processor):
     processor.tokenizer.add_tokens(["<tool>", *(f"<more{number}>" for number in range(9))])
     [said] = vocabulary_words(processor, size)
     assert f"its tokenizer has 10 tokens, <tool> ({size}), <more0> ({size + 1}), " in said
-    assert f", …, and the model has {size} (vocab_size" in said and said.endswith("model.hf_path")
+    assert f" more, and the model has {size} (vocab_size" in said and said.endswith("model.hf_path")
 
 
 @pytest.mark.parametrize("of_images", [False, True])
