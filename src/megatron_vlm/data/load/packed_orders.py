@@ -124,9 +124,9 @@ class BalancedRows(Order):
         return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
 
     def rows_in(self, epochs: int) -> int:
-        """Packs each of the epochs once. Where an epoch begins changes the order of its rows alone."""
+        """Packs each of the epochs once, without putting their rows in order."""
         while len(self._ends) <= epochs:
-            self._ends.append(self._ends[-1] + len(self._epoch(len(self._ends) - 1, begun=0)))
+            self._ends.append(self._ends[-1] + self._row_count(len(self._ends) - 1))
         return self._ends[epochs]
 
     def move(self, places: Sequence[Place]) -> None:
@@ -149,6 +149,17 @@ class BalancedRows(Order):
             begun, at = begun + len(before._rows(at, begun)), at + 1
         rows = enumerate(before._rows(epoch, begun))
         return [row for n, row in rows if [epoch, n] >= list(places[before._rank_of(begun + n)][:2])]
+
+    def _row_count(self, epoch: int) -> int:
+        """The number of rows that `_epoch` gives."""
+        chosen = self.rows_of(epoch)
+        kept = chosen[self.tokens[chosen] >= 0]
+        if self.capacity is None:
+            return max(1, len(kept))
+        rng = np.random.default_rng([self.seed, epoch])
+        return max(
+            1, len(pack(self.tokens[kept], self.capacity, self.patches[kept], self.patch_capacity, rng))
+        )
 
     def _epoch(self, epoch: int, begun: int) -> list[list[int]]:
         rng = np.random.default_rng([self.seed, epoch])
