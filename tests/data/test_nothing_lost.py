@@ -262,7 +262,7 @@ def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
 ):
     """Over two epochs, resumed in the middle of both; all that is dropped is named."""
 
-    def opened():
+    def opened_and_told():
         report = drops.DropReport(details_per_reason=1)
         encoder = encoder_for(packing, processor, drops=report)
         return opened(sources[source], encoder, cache, num_workers, packing, **options), report
@@ -271,7 +271,7 @@ def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
         return {number_of(example["key"]) for example in report.examples()}
 
     count = ROWS - len(TOO_LONG) + 8  # of 2 rows; not all rows hold two documents
-    loader, _ = opened()
+    loader, _ = opened_and_told()
     calm = [content(next(loader)) for _ in range(count)]
     loader.close()
     trained = Counter(number_of(key) for keys, *_ in calm for row in keys for key in row)
@@ -282,7 +282,7 @@ def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
     found, state, everything_named = [], None, set()
     with stress(longest=float(os.environ.get("STOPPED_SECONDS", 0.3))):
         for until in (count // 4, 3 * count // 4, count):
-            loader, report = opened()
+            loader, report = opened_and_told()
             if state is not None:
                 loader.load_state_dict(json.loads(state))
             while len(found) < until:
