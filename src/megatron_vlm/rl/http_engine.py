@@ -111,7 +111,14 @@ class HttpEngine:
                     return self._read(json.loads(said), address, prompt, size, text_of)
             except EngineError:
                 raise
-            except Exception as error:  # noqa: BLE001 - what strangers send may break the reading anywhere
+            except (
+                AttributeError,
+                LookupError,
+                OverflowError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
                 raise EngineError(
                     f"{address}: the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."
