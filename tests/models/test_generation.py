@@ -317,14 +317,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(top_p):
     assert (chosen[2] - (p**2 / (p**2).sum()).log()[chosen[0].long()]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 17])
-def test_a_product_of_few_rows_is_that_of_all_outputs_at_once(rows):
-    from megatron_vlm.parallel.linears import OUTPUTS_AT_ONCE, product
-
-    x, weight = torch.randn(rows, 1, 64), torch.randn(2 * OUTPUTS_AT_ONCE + 5, 64)
-    torch.testing.assert_close(product(x, weight), x @ weight.t(), atol=1e-5, rtol=1e-5)
-
-
 def test_a_layer_with_a_window_keeps_no_more_than_that():
     from megatron_vlm.generation.cache import bytes_per_row
     from megatron_vlm.models.language_model import LanguageModelConfig
