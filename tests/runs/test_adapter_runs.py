@@ -24,7 +24,7 @@ from megatron_vlm.config_rules import patterns
 from megatron_vlm.models.adapters.files import settled, words_of_start
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.adapters.files import _config_for_peft
-from megatron_vlm.models.adapters.targets import _all_but, hf_modules
+from megatron_vlm.models.adapters.targets import _refuse, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -292,11 +292,6 @@ def source(parts):
             {"modules_to_save": ["lm_haed"]},
             r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
         ),
-        (
-            {"r": 65, "target_modules": ["o_proj"]},
-            "adapter.r: a rank of 65 is more than .*, at most 64; give a",
-        ),
-        ({"rank_pattern": {"0.self_attn.q_proj": 10**9}}, "adapter.r: a rank of 1000000000 is more than"),
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
         ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
         (
@@ -373,13 +368,15 @@ def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings
 
 
 def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
+    def said(without: list[str], names: list[str]) -> str:
+        with pytest.raises(ConfigError) as error:
+            _refuse(without, names, torch.nn.Linear(1, 1), False)
+        return str(error.value)
+
     layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
-    routers = [f"model.text.layers.{number}.router" for number in range(12)]
-    assert _all_but(layers[2:], layers) == r"'model\.vision\.layers(\..*)?'"
-    assert _all_but([*layers[:1], *layers[2:]], layers) is None
-    assert _all_but([name + ".proj" for name in routers], [*layers, *(r + ".proj" for r in routers)]) == (
-        "[router.proj]"
-    )
+    routers = [f"model.text.layers.{number}.router.proj" for number in range(12)]
+    assert said(layers[2:], layers).endswith("leave it out, or add it to exclude_modules.")
+    assert said(routers, [*layers, *routers]).endswith("or set adapter.exclude_modules=[router.proj].")
 
 
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):

@@ -25,7 +25,7 @@ from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
 from megatron_vlm.models.adapters.saved import PREFIX, check_finite, fill_saved, sliced
-from megatron_vlm.models.weights.streaming import from_every_stage
+from megatron_vlm.models.weights.exporting import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
@@ -75,7 +75,15 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
-    return _checked(place, settings)
+    try:
+        run = apply_overrides(RunConfig(), settings)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if run.adapter.r < 1:
+        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
+    for problem in adapter_problems(run):
+        raise ConfigError(f"{place}: {problem}")
+    return run.adapter
 
 
 def words_of_start(config: RunConfig) -> Iterator[str]:
@@ -92,19 +100,6 @@ def words_of_start(config: RunConfig) -> Iterator[str]:
             f"adapter.start: {printable(start)} says that it was trained on {printable(named)}; here "
             f"it adapts {printable(base)}"
         )
-
-
-def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
-    run = RunConfig()
-    try:
-        run = apply_overrides(run, settings)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
-    if run.adapter.r < 1:
-        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
-    for problem in adapter_problems(run):
-        raise ConfigError(f"{place}: {problem}")
-    return run.adapter
 
 
 @reading("start")
@@ -149,7 +144,7 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
     targets = chunk.adapters.targets
     wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
     wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
-    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for _, key in one.keys}
+    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
     for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
         if keys:
             raise ConfigError(

@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
-from megatron_vlm.models.adapters.lora import Adapted, Lora, adapt
+from megatron_vlm.models.adapters.lora import Adapted, Lora
 from megatron_vlm.models.adapters.saved import (
     PREFIX,
     SavedModule,
@@ -21,7 +21,7 @@ from megatron_vlm.models.adapters.saved import (
     sharded_saved,
 )
 from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights.exporting import to_all
+from megatron_vlm.models.weights.exporting import gather
 from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
 
 
@@ -83,7 +83,7 @@ def add_adapters(
             if mine[0].experts:
                 module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])
             else:
-                adapted = adapt(module, loras, mine[0], dropout)
+                adapted = Adapted(module, loras, mine[0], dropout)
             chunk.adapters.linears.append(adapted)
 
 
@@ -101,7 +101,7 @@ def adapter_tensors(
         for lora in adapters_of(chunk):
             for name, axis in lora.axes.items():
                 local = value(getattr(lora, name))
-                shards = [local] if axis is None else to_all(local, lora.group)
+                shards = [local] if axis is None else gather(local, lora.group)
                 yield peft_key(lora.target, name), lora.as_in_peft(name, shards)
     yield from saved_tensors(chunks, value)
 
