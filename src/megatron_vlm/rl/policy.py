@@ -25,7 +25,7 @@ from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.weights.by_part import parameters_by_part
-from megatron_vlm.models.weights.streaming import from_every_stage, hf_weights
+from megatron_vlm.models.weights.exporting import from_every_stage, hf_weights
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
