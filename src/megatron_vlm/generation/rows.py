@@ -74,8 +74,7 @@ class AnswerRows:
         self.windows = set(model.config.layer_windows or (None,))
         rows = [(i, answer) for i, piece in enumerate(pieces) for answer in range(piece.start, piece.stop)]
         self.piece_of_row = np.array([i for i, _ in rows])
-        # (prompt, answer) of each row, None if it is not wanted
-        self.answers = [(pieces[i].prompt, answer) if pieces[i].wanted else None for i, answer in rows]
+        self.answers = [(pieces[i].prompt, answer) for i, answer in rows]
         prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
         draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
@@ -155,6 +154,14 @@ class AnswerRows:
         if 0 < 2 * runs.sum() <= len(runs):
             self.held, self._stream = self.held[runs], None
             self.cache.select(np.flatnonzero(runs))
+
+    def answered(self) -> dict[tuple[int, int], np.ndarray]:
+        """(3, tokens) of `taken` by prompt and answer, of those that are wanted."""
+        return {
+            answer: self.taken[:, row, : self.counts[row]]
+            for row, answer in enumerate(self.answers)
+            if self.pieces[self.piece_of_row[row]].wanted
+        }
 
 
 def batch_of(prompts: list[Prompt]) -> Batch:
