@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
+from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
 from megatron_vlm.models.layers.fused import rotate
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
 
@@ -40,21 +40,17 @@ class CoreAttention(MegatronModule):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         view = plan.views[self.window]
         if view.exchange is not None:
-            key, value = with_foreign_keys(key, value, view.exchange, self.group)
+            # this rank's keys and values, followed by other ranks', in one collective
+            exchange = view.exchange
+            both = torch.cat((key, value), dim=1)
+            sent = both.index_select(0, exchange.rows)
+            received = all_to_all(self.group, sent, exchange.received, exchange.sent)
+            key, value = torch.cat((both, received)).chunk(2, dim=1)
         if self.backend == "dense":
             return dense(query, key, value, plan, view, self.scale)
         if view.order is not None:
             key, value = key.index_select(0, view.order), value.index_select(0, view.order)
         return Attend.apply(query, key, value, view, KERNELS[self.backend], self.scale)
-
-
-def with_foreign_keys(
-    key: Tensor, value: Tensor, exchange: Exchange, group: torch.distributed.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """This rank's keys and values, followed by other ranks', in one collective."""
-    both = torch.cat((key, value), dim=1)
-    received = all_to_all(group, both.index_select(0, exchange.rows), exchange.received, exchange.sent)
-    return torch.cat((both, received)).chunk(2, dim=1)
 
 
 class Attend(torch.autograd.Function):
