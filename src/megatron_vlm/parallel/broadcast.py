@@ -83,25 +83,23 @@ class BatchBroadcaster:
         on the host of all ranks, except `visual_inputs`, which arrives in pinned memory on the first pipeline
         stage and is None beyond. If it raises, every rank of the group raises ReadFailed with the same text.
         """
+        batch: Batch | dict = {}
+        header = None
         if self.reads:
-            header, batch = self._read(iterator)
-        else:
-            header, batch = self._exchange_header(None), {}
+            try:
+                batch = next(iterator, {})
+                header = _header(batch) if batch else None
+            except Exception as error:
+                why = named(error).removeprefix("data: ")
+                text = f"data: rank {self._source} could not read a batch: {why}"
+                self._exchange_header({"error": text})
+                raise ReadFailed(text) from error
+        header = self._exchange_header(header)
         if header is None:
             return None
         if "error" in header:
             raise ReadFailed(header["error"])
         return self._deliver(header, batch)
-
-    def _read(self, iterator: Iterator[Batch]) -> tuple[dict[str, Any] | None, Batch | dict]:
-        try:
-            batch = next(iterator, None)
-            header = None if batch is None else _header(batch)
-        except Exception as error:
-            text = f"data: rank {self._source} could not read a batch: {named(error).removeprefix('data: ')}"
-            self._exchange_header({"error": text})
-            raise ReadFailed(text) from error
-        return self._exchange_header(header), batch or {}
 
     def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any] | None:
         box = [header]

@@ -111,7 +111,14 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
     """
     placement = plan.placement
     keys = np.concatenate((plan.places, np.full(plan.length - len(plan.places), -1), view.received))
-    documents, blocks = placement.documents[keys], placement.block_numbers[keys]
+    lengths = placement.ends - placement.starts
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    block_of = np.zeros(len(document_of), np.int64)  # from 1; 0: in no block
+    for number, (document, start, stop) in enumerate(placement.blocks, 1):
+        first = placement.starts[document]
+        block_of[first + start : first + stop] = number
+    documents = document_of[keys]
+    blocks = block_of[keys]
     distance = keys[: plan.length, None] - keys[None]
     same_document = documents[: plan.length, None] == documents[None]
     in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)

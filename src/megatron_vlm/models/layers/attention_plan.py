@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class Placement:
     """A micro batch's documents on the context-parallel ranks, the same on each.
 
     A token's place is its index in the documents one after the other. `tokens[rank]` are the places of the
-    tokens that a rank holds, in its order.
+    tokens that a rank holds, in its order; `owner` is the rank of every place, `row` where it lies there.
     """
 
     def __init__(
@@ -45,6 +44,12 @@ class Placement:
         self.blocks_of_windows = blocks_of_windows
         self.pieces = place(lengths, ranks, blocks)
         self.tokens = [self.places(pieces) for pieces in self.pieces]
+        tokens = sum(lengths)
+        self.owner = np.empty(tokens, np.int16)  # sorted in linear time
+        self.row = np.empty(tokens, np.int64)
+        for rank, places in enumerate(self.tokens):
+            self.owner[places] = rank
+            self.row[places] = np.arange(len(places))
 
     def has_blocks(self, window: int | None) -> bool:
         """Whether blocks are bidirectional in layers with this window."""
@@ -53,40 +58,6 @@ class Placement:
     def places(self, pieces: Sequence[Piece]) -> np.ndarray:
         runs = [np.arange(start, stop) + self.starts[document] for document, start, stop in pieces]
         return np.concatenate([np.empty(0, np.int64), *runs])
-
-    @cached_property
-    def documents(self) -> np.ndarray:
-        """The document of every place."""
-        return np.repeat(np.arange(len(self.starts)), self.ends - self.starts)
-
-    @cached_property
-    def block_numbers(self) -> np.ndarray:
-        """The block of every place, from 1; 0: in no block."""
-        numbers = np.zeros(len(self.documents), np.int64)
-        for number, (document, start, stop) in enumerate(self.blocks, 1):
-            numbers[self.starts[document] + start : self.starts[document] + stop] = number
-        return numbers
-
-    @cached_property
-    def owner(self) -> np.ndarray:
-        """The rank of every place."""
-        owner = np.empty(len(self.documents), np.int16)  # sorted in linear time
-        for rank, places in enumerate(self.tokens):
-            owner[places] = rank
-        return owner
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        """Where every place lies on its rank."""
-        row = np.empty(len(self.documents), np.int64)
-        for places in self.tokens:
-            row[places] = np.arange(len(places))
-        return row
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether no document is cut."""
-        return sum(map(len, self.pieces)) == len(self.starts)
 
 
 @dataclass(frozen=True)
@@ -149,7 +120,7 @@ class AttentionPlan:
         )
         left = None if window is None else window - 1
         segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
-        if self.placement.whole:
+        if sum(map(len, self.placement.pieces)) == len(self.placement.starts):  # no document is cut
             return View(segments, window, np.empty(0, np.int64), later=self._later(window, None))
         received, exchange = self._exchange(window)
         slots = self.local.copy()
