@@ -106,9 +106,11 @@ def generate(
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
-    for name, count, most in (("max_new_tokens", max_new_tokens, MOST_NEW_TOKENS), ("answers", answers, inf)):
-        words = f"a whole number from 1 to {most}" if most < inf else "a whole number above 0"
-        check_number(f"generate: {name}", count, lambda n, most=most: 1 <= index(n) <= most, words)
+    words = f"a whole number from 1 to {MOST_NEW_TOKENS}"
+    check_number(
+        "generate: max_new_tokens", max_new_tokens, lambda n: 1 <= index(n) <= MOST_NEW_TOKENS, words
+    )
+    check_number("generate: answers", answers, lambda n: 1 <= index(n), "a whole number above 0")
     check_number("generate: temperature", temperature, lambda t: 0 <= t < inf, "a number, 0 or more")
     check_number("generate: top_p", top_p, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
     if answers > 1 and not temperature:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch import distributed as dist
+from transformers import CONFIG_MAPPING
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import copy_file, read_text, write_whole
@@ -29,7 +30,6 @@ from megatron_vlm.models.weights.rules import (
     turned,
 )
 from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
-from megatron_vlm.models.weights.ties import asks_for_ties
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.setup import folder_aside, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE
@@ -149,8 +149,7 @@ def export_hf(
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
         written = _write_stage(chunks, weight_map.rules, checkpoint, aside, shard_bytes)
-        stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(stages, written)
+        stages = setup.from_all_ranks(written)
         if dist.get_rank() == 0:
             files = {file: keys for stage in stages for file, keys in stage.items()}
             _check_complete(files, checkpoint, weight_map.ignored)
@@ -185,7 +184,8 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     config = weight_map.portable_config(source)
     if dequantised:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if not weight_map.tied and asks_for_ties(json.loads(text)):
+    read = CONFIG_MAPPING[source["model_type"]].from_dict(json.loads(text))
+    if not weight_map.tied and read.tie_word_embeddings:
         config = config | {"tie_word_embeddings": False}
     if config != source:
         write_whole(file, json.dumps(config, indent=2) + "\n")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
-from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import Vocabulary, WeightMap
@@ -28,11 +27,6 @@ def are_tied(weight_map: WeightMap, folder: Path) -> bool:
             return not on_first_rank(_stored_apart, weight_map, folder)
         return not _stored_apart(weight_map, folder)
     return weight_map.tied
-
-
-def asks_for_ties(config: dict) -> bool:
-    """Whether config.json (parsed) asks for tied weights, as Transformers reads it."""
-    return bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
 
 
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
