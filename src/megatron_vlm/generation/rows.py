@@ -117,6 +117,7 @@ class AnswerRows:
         axes = self.request.prompts[0]["position_ids"].dim() - 1
         position_ids = on_device(self.positions[self.held])
         order = torch.arange(length, device=here)
+        # rows that are held come first; what follows is padding, which no expert and no logit is for
         place = self.longest + self.steps - 1
         dtype = self.model.config.params_dtype
         return Stream(

@@ -22,10 +22,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.utils import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import linear
 

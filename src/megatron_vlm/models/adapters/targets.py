@@ -48,6 +48,7 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
     modules, weight_map = hf_modules(description.hf_config), description.weight_map
     linears = [name for name, kind in modules.items() if isinstance(kind, nn.Linear) and name != HEAD]
     linears = outside_saved(adapter.modules_to_save, linears)
+    # what the rules import is trained; a linear outside them, such as another tower's, has no place
     keys = {name: hub_name(f"{name}.weight", weight_map.renames) for name in linears}
     places = {name: place for name, key in keys.items() if (place := find_weight(weight_map.rules, key))}
     wanted = adapter.target_modules
@@ -63,6 +64,7 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, names)
         names = _but(adapter.exclude_modules, names)
+    # refused now, by their names: peft could not load such an adapter, or nothing would train it
     as_experts = fitting(weight_map.peft_experts, names)
     if without := [name for name in names if name not in places or name in as_experts]:
         _refuse(without, names, modules[without[0]], without[0] in as_experts)

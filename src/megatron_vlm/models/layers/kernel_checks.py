@@ -159,25 +159,17 @@ def check_fused(megatron_config: TransformerConfig, device: torch.device) -> Non
 def fused_disagreement(megatron_config: TransformerConfig, device: torch.device) -> str | None:
     """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
     for tokens in (512, 37):  # what is compiled for one length serves others
-        try:
-            errors = fused_errors(megatron_config, tokens, device)
-        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
-        for name, error in errors.items():
+        for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
+            try:
+                compiled = _with_gradients(tensors, function)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
+            with compiled_on(None):
+                written = _with_gradients([x.float() for x in tensors], function)
+            error = max(map(_difference, compiled, written))
             if not error <= LARGEST[megatron_config.params_dtype]:
                 return f"{name}, compiled, differs by {error:.1e} for {tokens} tokens"
     return None
-
-
-def fused_errors(megatron_config: TransformerConfig, tokens: int, device: torch.device) -> dict[str, float]:
-    """The largest difference of each function's result and gradients from the written one in fp32."""
-    errors = {}
-    for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
-        compiled = _with_gradients(tensors, function)
-        with compiled_on(None):
-            written = _with_gradients([x.float() for x in tensors], function)
-        errors[name] = max(map(_difference, compiled, written))
-    return errors
 
 
 def fused_cases(
