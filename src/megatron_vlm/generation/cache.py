@@ -106,8 +106,7 @@ class DecodePlan:
         self._views = {window: self._view(place, slots_of(window, cache.tokens)) for window in set(windows)}
 
     def _view(self, place: int, slots: int) -> tuple[int, int, Tensor | None]:
-        """The slot of the new token, how many are seen, and (B, 1, 1, seen) to be added to the scores, which
-        hides what is before the row."""
+        """The slot of the new token, how many are seen, and (B, 1, 1, seen) that hides what is no token."""
         seen, starts = min(place + 1, slots), self._cache.starts
         if place + 1 - seen >= starts.max():
             return place % slots, seen, None

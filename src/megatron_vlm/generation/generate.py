@@ -120,7 +120,7 @@ def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) 
 def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[AnswerRows]]:
     """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
     prompts, as experts are shared by ranks that must call them together: where something is missing, the
-    first pieces are answered again, and not collected.
+    first pieces are answered again.
 
     Prompts of similar length are answered together.
     """
@@ -136,7 +136,7 @@ def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) ->
         for start in range(0, answers, size)
     ]
     each = -(-len(pieces) // lanes)
-    pieces += [pieces[i % len(pieces)]._replace(wanted=False) for i in range(each * lanes - len(pieces))]
+    pieces += [pieces[i % len(pieces)] for i in range(each * lanes - len(pieces))]
     per_wave = at_once // size
     for start in range(0, each, per_wave):
         yield [

@@ -22,15 +22,11 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Piece(NamedTuple):
-    """Some of the answers to a prompt: the prompt's number, the first answer, the one after the last.
-
-    If it is not `wanted`, another rank or lane gives them.
-    """
+    """Some of the answers to a prompt: the prompt's number, the first answer, the one after the last."""
 
     prompt: int
     start: int
     stop: int
-    wanted: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,12 +149,8 @@ class AnswerRows:
             self.cache.select(np.flatnonzero(runs))
 
     def answered(self) -> dict[tuple[int, int], np.ndarray]:
-        """(3, tokens) of `taken` by prompt and answer, of those that are wanted."""
-        return {
-            answer: self.taken[:, row, : self.counts[row]]
-            for row, answer in enumerate(self.answers)
-            if self.pieces[self.piece_of_row[row]].wanted
-        }
+        """(3, tokens) of `taken` by prompt and answer."""
+        return {answer: self.taken[:, row, : self.counts[row]] for row, answer in enumerate(self.answers)}
 
 
 def batch_of(prompts: list[Prompt]) -> Batch:

@@ -26,8 +26,8 @@ from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
 
 
 class Adapters(nn.Module):
-    """Modules nested as in the HF model: `adapters.model.language_model.layers.0.self_attn.q_proj` has the
-    parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
+    """Modules by their names in the HF model: `adapters.model.language_model.layers.0.self_attn.q_proj` has
+    the parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
     `targets` and `saved`, what is trained whole, are of the whole model; `base` is the fingerprint of
     the checkpoint that they adapt."""
 
@@ -43,15 +43,6 @@ class Adapters(nn.Module):
         known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
         known += [[name] for name in self.saved]
         return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
-
-    def place(self, module: str, lora: Lora) -> None:
-        *path, last = module.split(".")
-        node: nn.Module = self
-        for name in path:
-            if name not in node._modules:
-                node.add_module(name, nn.Module())
-            node = node._modules[name]
-        node.add_module(last, lora)
 
 
 def add_adapters(
@@ -76,7 +67,7 @@ def add_adapters(
             kind = ExpertLora if mine[0].experts else Lora
             loras = {target.place: kind(target, weight, seed) for target in mine}
             for target in mine:
-                chunk.adapters.place(target.module, loras[target.place])
+                chunk.adapters._modules[target.module] = loras[target.place]  # `add_module` takes no dots
                 if hasattr(weight, "unused"):  # no feature depends on it, see `family_parts.towers`
                     loras[target.place].requires_grad_(False)
             module, own_name = owners[id(weight)]
