@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
@@ -23,8 +25,13 @@ from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import folder_aside, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.base import fingerprint
-from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
-from megatron_vlm.models.adapters.saved import PREFIX, check_finite, fill_saved, sliced
+from megatron_vlm.models.adapters.model import (
+    PREFIX,
+    adapter_tensors,
+    adapters_of,
+    peft_key,
+    saved_weights,
+)
 from megatron_vlm.models.weights.exporting import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
@@ -130,7 +137,6 @@ def load_adapters(
         for chunk in chunks:
             try:
                 _fill(chunk, stored)
-                fill_saved(chunk, stored)
             except ValueError as error:
                 raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
@@ -152,12 +158,34 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 
 @torch.no_grad()
 def _fill(chunk: MegatronModule, stored: Any) -> None:
+    """Reads this rank's part of a file whose keys are those wanted. Raises ValueError for a tensor of another
+    shape, or with values that are not finite."""
     for lora in adapters_of(chunk):
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
             local = getattr(lora, name)
-            local.copy_(lora.part(name, sliced(stored, key, shape)))
-            check_finite(key, local)
+            local.copy_(lora.part(name, _sliced(stored, key, shape)))
+            _check_finite(key, local)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for one, weight in saved_weights(chunk):
+        pairs = zip(one.keys, one.shapes, strict=True)
+        sources = [_sliced(stored, PREFIX + key, shape) for key, shape in pairs]
+        one.rule.operation.load(weight, sources, group.rank(), group.size())
+        _check_finite(PREFIX + one.keys[0], weight)
+
+
+def _sliced(stored: Any, key: str, shape: list[int]) -> Any:
+    """A tensor of a file, to be read in parts. Raises ValueError unless it is floats of this shape."""
+    values = stored.get_slice(key)
+    if list(values.get_shape()) != shape or values.get_dtype() not in weight_files.FLOATS:
+        kind = f"{values.get_shape()} of {values.get_dtype()}"
+        raise ValueError(f"{key} is {kind} and must be floats of shape {shape}; is it of another base model?")
+    return values
+
+
+def _check_finite(key: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"{key} holds values that are not finite.")
 
 
 def save_adapters(

@@ -13,16 +13,11 @@ from torch import Tensor, nn
 
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora
-from megatron_vlm.models.adapters.saved import (
-    PREFIX,
-    SavedModule,
-    saved_tensors,
-    saved_weights,
-    sharded_saved,
-)
-from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights.exporting import gather
+from megatron_vlm.models.adapters.targets import SavedModule, Target
+from megatron_vlm.models.weights.exporting import gather, hf_tensors
 from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
+
+PREFIX = "base_model.model."  # of all keys in peft's files
 
 
 class Adapters(nn.Module):
@@ -82,6 +77,12 @@ def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
     return (part for part in chunk.adapters.modules() if isinstance(part, Lora))
 
 
+def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:
+    """The weights in a chunk of modules that are trained whole."""
+    saved = chunk.adapters.saved
+    return ((saved[name], weight) for name, weight in named_weights(chunk) if name in saved)
+
+
 def adapter_tensors(
     chunks: list[MegatronModule], value: Callable[[Tensor], Tensor] = lambda weight: weight.detach()
 ) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +95,22 @@ def adapter_tensors(
                 local = value(getattr(lora, name))
                 shards = [local] if axis is None else gather(local, lora.group)
                 yield peft_key(lora.target, name), lora.as_in_peft(name, shards)
-    yield from saved_tensors(chunks, value)
+    yield from _saved_tensors(chunks, value)
+
+
+def _saved_tensors(
+    chunks: list[MegatronModule], value: Callable[[Tensor], Tensor | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """(peft's key, whole tensor) of this pipeline stage on every rank, see `hf_tensors`."""
+    if not (saved := chunks[0].adapters.saved):
+        return
+    trained = {id(weight) for chunk in chunks for _, weight in saved_weights(chunk)}
+    keys = {}
+    for weight, one in saved.items():
+        keys |= zip(one.rule.hf_names(weight), one.keys, strict=True)
+    rules = [one.rule for one in saved.values()]
+    tensors = hf_tensors(chunks, rules, value=lambda weight: value(weight) if id(weight) in trained else None)
+    yield from ((PREFIX + keys[hub], tensor) for hub, tensor in tensors)
 
 
 def peft_key(target: Target, name: str) -> str:
@@ -105,11 +121,21 @@ def peft_key(target: Target, name: str) -> str:
 
 def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
     """The state of a chunk with adapters for a checkpoint, by names that are the same in every layout."""
-    return sharded_saved(chunk) | {
+    return _sharded_saved(chunk) | {
         f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
         for lora in adapters_of(chunk)
         for name in lora.axes
     }
+
+
+def _sharded_saved(chunk: MegatronModule) -> dict[str, Any]:
+    """The state of what is trained whole: of Megatron's own entries of the chunk, these alone."""
+    trained = {id(weight) for _, weight in saved_weights(chunk)}
+    if not trained:
+        return {}
+    # each layer by a name of its own: else all layers are one tensor, of which no part may be missing
+    state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    return {key: entry for key, entry in state.items() if id(getattr(entry, "data", None)) in trained}
 
 
 @torch.no_grad()

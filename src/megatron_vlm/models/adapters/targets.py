@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.adapters.saved import SavedModule
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight
@@ -38,6 +37,15 @@ class Target:
     dora: bool = False
     experts: int = 0
     stored: str = ""  # where peft stores it, if that is not `module`
+
+
+@dataclass(frozen=True)
+class SavedModule:
+    """A weight of `VLMModel` that is trained whole, and its HF tensors in the order of its rule."""
+
+    rule: Rule
+    keys: list[str]  # in Transformers' model
+    shapes: list[list[int]]  # whole
 
 
 def find_targets(adapter: AdapterConfig, description: Description) -> list[Target]:
