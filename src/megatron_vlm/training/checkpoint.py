@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
-from megatron_vlm.models.adapters.base import check_same
+from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock

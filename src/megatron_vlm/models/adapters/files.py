@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
@@ -22,9 +23,8 @@ from torch import Tensor
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
-from megatron_vlm.files import folder_aside, read_file, write_whole
+from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
-from megatron_vlm.models.adapters.base import fingerprint
 from megatron_vlm.models.adapters.model import (
     PREFIX,
     adapter_tensors,
@@ -46,6 +46,7 @@ WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference
 WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size")
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
 MOST_BYTES = 1 << 24  # of a config file
+SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
 
 
 def settled(adapter: AdapterConfig) -> AdapterConfig:
@@ -141,6 +142,24 @@ def load_adapters(
                 raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
         on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
+
+
+def fingerprint(folder: Path) -> str:
+    """XXH3 of the names, types and shapes of a checkpoint's tensors, and of some bytes of each.
+
+    It is the same however the tensors are spread over files. A tensor whose other bytes alone differ is not
+    noticed; training changes all.
+    """
+    seen = []
+    for name in weight_files.weight_files(folder):
+        tensors, first = weight_files.header(folder / name)
+        with open_file(folder / name) as file:
+            for key, entry in tensors.items():
+                start, end = entry["data_offsets"]
+                file.seek(first + max(start, (start + end - SAMPLE) // 2))
+                sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
+                seen.append([key, entry["dtype"], entry["shape"], sample])
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())
 
 
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:

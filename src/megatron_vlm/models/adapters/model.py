@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import xxhash
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora
 from megatron_vlm.models.adapters.targets import SavedModule, Target
@@ -71,6 +74,23 @@ def add_adapters(
             else:
                 adapted = Adapted(module, loras, mine[0], dropout)
             chunk.adapters.linears.append(adapted)
+
+
+def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
+    """Raises ConfigError unless the saved adapters, if it holds any, belong to this model."""
+    if saved == now:
+        return
+    if saved is None or now is None:
+        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
+        why = f"holds {held}, and this run trains {wanted}; set adapter.* as it was, or give another run_dir."
+    elif saved[0] != now[0]:
+        why = (
+            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
+            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
+        )
+    else:
+        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+    raise ConfigError(f"checkpoint: {printable(path)} {why}")
 
 
 def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
