@@ -23,6 +23,7 @@ from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
+from megatron_vlm.models.layers.kernels import on_device
 
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
@@ -78,8 +79,7 @@ class Prefill:
             # of the stream -> of the row, counted from where the longest row starts
             places = tokens - (ends - lengths)[rows] + cache.starts[first + rows]
             self._places[window] = [
-                torch.from_numpy(x).to(device, non_blocking=True)
-                for x in (tokens, first + rows, places % slots)
+                on_device(array, device) for array in (tokens, first + rows, places % slots)
             ]
 
     def __call__(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.layers.kernels import Segments
+from megatron_vlm.models.layers.kernels import Segments, on_device
 from megatron_vlm.parallel.context import Piece, place
 
 PADDING_AT_ONCE = 128  # tokens of a segment of padding: no work to speak of, however much there is
@@ -126,7 +126,8 @@ class AttentionPlan:
         slots = self.local.copy()
         slots[received] = self.length + np.arange(len(received))
         order = np.concatenate((slots[self.placement.places(seen)], padding))
-        return View(segments, window, received, exchange, self._on_device(order), self._later(window, order))
+        order_here = on_device(order, self.device)
+        return View(segments, window, received, exchange, order_here, self._later(window, order))
 
     def _seen(self, rank: int, window: int | None) -> list[Piece]:
         """For each piece of a rank, the run of keys that its queries see."""
@@ -154,7 +155,7 @@ class AttentionPlan:
             return mine, None
         sent = [self.local[places[owner[places] == self.rank]] for places in foreign]
         received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
-        return mine, Exchange(self._on_device(np.concatenate(sent)), list(map(len, sent)), received)
+        return mine, Exchange(on_device(np.concatenate(sent), self.device), list(map(len, sent)), received)
 
     def _later(self, window: int | None, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
         """See `View.later`. No block is cut, so its keys are this rank's own."""
@@ -173,10 +174,7 @@ class AttentionPlan:
             keys = row_of[keys]
         lengths = np.array([length for _, length in blocks])
         return (
-            self._on_device(queries),
-            self._on_device(keys),
+            on_device(queries, self.device),
+            on_device(keys, self.device),
             Segments(lengths, lengths, 0, None, self.device),
         )
-
-    def _on_device(self, indices: np.ndarray) -> Tensor:
-        return torch.from_numpy(indices).to(self.device, non_blocking=True)

@@ -46,18 +46,24 @@ class Segments:
     def bounds(self) -> tuple[Tensor, Tensor]:
         """(segments + 1,) int32 for queries and keys; the same tensor if the lengths are the same, because
         cuDNN takes only that for causal attention."""
-        queries = _bounds(self.query_lengths).to(self.device, non_blocking=True)
+        queries = on_device(_bounds(self.query_lengths), self.device)
         if np.array_equal(self.query_lengths, self.key_lengths):
             return queries, queries
-        return queries, _bounds(self.key_lengths).to(self.device, non_blocking=True)
+        return queries, on_device(_bounds(self.key_lengths), self.device)
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
 
 
-def _bounds(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate(([0], lengths)).cumsum().astype(np.int32))
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], lengths)).cumsum().astype(np.int32)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on a device; from pinned memory to CUDA, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Kernel(NamedTuple):
