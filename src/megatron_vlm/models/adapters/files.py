@@ -25,13 +25,7 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
-from megatron_vlm.models.adapters.model import (
-    PREFIX,
-    adapter_tensors,
-    adapters_of,
-    peft_key,
-    saved_weights,
-)
+from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
@@ -179,7 +173,7 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 def _fill(chunk: MegatronModule, stored: Any) -> None:
     """Reads this rank's part of a file whose keys are those wanted. Raises ValueError for a tensor of another
     shape, or with values that are not finite."""
-    for lora in adapters_of(chunk):
+    for lora in chunk.adapters.children():
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
             local = getattr(lora, name)

@@ -24,10 +24,11 @@ PREFIX = "base_model.model."  # of all keys in peft's files
 
 
 class Adapters(nn.Module):
-    """Modules by their names in the HF model: `adapters.model.language_model.layers.0.self_attn.q_proj` has
-    the parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
-    `targets` and `saved`, what is trained whole, are of the whole model; `base` is the fingerprint of
-    the checkpoint that they adapt."""
+    """Every `Lora` by its module's name in the HF model: `model.language_model.layers.0.self_attn.q_proj`.
+
+    `linears` are the weights of ours that they belong to. `targets` and `saved`, what is trained whole, are
+    of the whole model; `base` is the fingerprint of the checkpoint that they adapt.
+    """
 
     def __init__(self, targets: list[Target], saved: dict[str, SavedModule]):
         super().__init__()
@@ -93,10 +94,6 @@ def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> No
     raise ConfigError(f"checkpoint: {printable(path)} {why}")
 
 
-def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
-    return (part for part in chunk.adapters.modules() if isinstance(part, Lora))
-
-
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:
     """The weights in a chunk of modules that are trained whole."""
     saved = chunk.adapters.saved
@@ -110,7 +107,7 @@ def adapter_tensors(
     chooses what is gathered for a parameter. A collective over the tensor-parallel group, and the
     expert-parallel one for experts: every rank of the stage iterates to the end."""
     for chunk in chunks:
-        for lora in adapters_of(chunk):
+        for lora in chunk.adapters.children():
             for name, axis in lora.axes.items():
                 local = value(getattr(lora, name))
                 shards = [local] if axis is None else gather(local, lora.group)
@@ -143,7 +140,7 @@ def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
     """The state of a chunk with adapters for a checkpoint, by names that are the same in every layout."""
     return _sharded_saved(chunk) | {
         f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
-        for lora in adapters_of(chunk)
+        for lora in chunk.adapters.children()
         for name in lora.axes
     }
 
@@ -161,9 +158,8 @@ def _sharded_saved(chunk: MegatronModule) -> dict[str, Any]:
 @torch.no_grad()
 def load_state(chunk: MegatronModule, state: dict[str, Any]) -> None:
     """Fills the adapters of a chunk from what was read for its `sharded_state`."""
-    for lora in adapters_of(chunk):
-        for name in lora.axes:
-            getattr(lora, name).copy_(state[f"{ADAPTERS}{lora.target.module}.{name}"])
+    for name, parameter in chunk.adapters.named_parameters():
+        parameter.copy_(state[ADAPTERS + name])
     chunk.load_state_dict({k: v for k, v in state.items() if not k.startswith(ADAPTERS)}, strict=False)
 
 

@@ -137,9 +137,9 @@ def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Sa
     """
     names, weight_map = adapter.modules_to_save, description.weight_map
     modules = hf_modules(description.hf_config)
-    named = [name for name in modules if f".{name}".endswith(tuple(f".{end}" for end in names))]
+    named = fitting(names, filter(None, modules))
     for end in names:
-        if not any(f".{name}".endswith(f".{end}") for name in named):
+        if not fitting([end], named):
             known = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
             raise _refused(f"{printable(end)} fits no module of the model{known}")
     for name in modules:  # peft compares letters, not whole parts of names
