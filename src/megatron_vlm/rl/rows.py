@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -41,35 +42,21 @@ class Batched(ABC):
 
     def chunk(self, chunk_size: int) -> list[Self]:
         """Pieces of `chunk_size` rows in order; the last may be smaller. `torch.chunk` takes their number."""
-        if chunk_size < 1:
-            raise ValueError(f"{type(self).__name__}.chunk: chunk_size is {chunk_size}; give at least 1.")
-        return [self[start : start + chunk_size] for start in range(0, self.batch_size, chunk_size)]
+        return self.split(chunk_size)
 
-    def split(self, sizes: int | Sequence[int]) -> list[Self]:
+    def split(self, sizes: int | list[int]) -> list[Self]:
         """Pieces of these sizes in order, or all of one size, as `torch.split` does."""
-        if isinstance(sizes, int):
-            return self.chunk(sizes)
-        if sum(sizes) != self.batch_size or min(sizes) < 1:
-            raise ValueError(
-                f"{type(self).__name__}.split: sizes {list(sizes)} add up to {sum(sizes)}; "
-                f"give positive sizes that add up to the {self.batch_size} rows."
-            )
-        ends = np.cumsum(sizes).tolist()
-        return [self[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        pieces = torch.arange(self.batch_size).split(sizes)
+        edges = np.cumsum([0, *map(len, pieces)]).tolist()
+        return [self[start:stop] for start, stop in pairwise(edges)]
 
     def repeat(self, repeats: int) -> Self:
         """All rows `repeats` times: 0, 1, 0, 1."""
-        return self[list(range(self.batch_size)) * repeats]
+        return self[torch.arange(self.batch_size).repeat(repeats)]
 
     def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> Self:
         """Each row `repeats` times, or as often as its own number says: 0, 0, 1, 1."""
-        counts = [repeats] * self.batch_size if isinstance(repeats, int) else list(map(int, repeats))
-        if len(counts) != self.batch_size or min(counts) < 0:
-            raise ValueError(
-                f"{type(self).__name__}.repeat_interleave: repeats are {counts}; "
-                f"give one number, 0 or more, for each of {self.batch_size} rows."
-            )
-        return self[[row for row, count in enumerate(counts) for _ in range(count)]]
+        return self[torch.arange(self.batch_size).repeat_interleave(torch.as_tensor(repeats).cpu())]
 
 
 def is_number(index: object) -> bool:
