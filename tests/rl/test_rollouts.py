@@ -96,7 +96,6 @@ def test_a_server_that_is_not_there_is_an_error_on_every_rank(measured):
     for rank in measured:
         for found in rank.values():
             assert "Connect call failed" in found["dead"] and "(try 2 of 2)" in found["dead"]
-            assert found["unforeseen"] == "TypeError: 'NoneType' object is not iterable"
 
 
 # ---- the server's answers, without a model ----------------------------------------------------------------
@@ -215,13 +214,13 @@ def test_what_a_server_saw_has_to_be_the_prompt(asked):
         said |= {"prompt_token_ids": ours}
         assert ask(url, asked, IMAGE) == [[([5, 6], [-0.5, -1.5], True)]]
         for given, count, expected in (
-            (None, None, "does not say which prompt_token_ids it is for"),
+            (None, None, "the answer has no prompt_token_ids; serve with a version"),
             (
                 ours[:-1],
                 None,
-                f"prompt has {len(ours) - 1} tokens and ours {len(ours)}, or they differ: one begins",
+                f"prompt has {len(ours) - 1} tokens and ours {len(ours)}, of which the first",
             ),
-            ([*ours[:-1], ours[-1] + 1], len(ours), f"token {len(ours) - 1} is {ours[-1] + 1} there"),
+            ([*ours[:-1], ours[-1] + 1], len(ours), f"of which the first {len(ours) - 1} are the same"),
             ([10**20, *ours], len(ours) + 1, "serve a folder with the policy's chat template"),
         ):
             said |= {"prompt_token_ids": given, "usage": {"prompt_tokens": count}}
