@@ -33,7 +33,10 @@ def with_token(sample: dict, token: int) -> dict:
 
 
 WRONG = {
-    "no tokens": (lambda s: {"pixel_values": s[1]["pixel_values"]}, "lacks input_ids"),
+    "no tokens": (
+        lambda s: {"pixel_values": s[1]["pixel_values"]},
+        r"input_ids are torch.float32 \(0,\); give whole",
+    ),
     "rows": (lambda s: s[1] | {"input_ids": s[1]["input_ids"][None]}, r"\(1, \d+\); give whole numbers"),
     "no token": (lambda s: {"input_ids": torch.empty(0).long()}, r"\(0,\); give whole numbers"),
     "too large": (lambda s: with_token(s[0], 10**6), "token 1000000 is none of the model's"),

@@ -80,9 +80,18 @@ class HttpEngine:
 
     def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         """Raises EngineError on every rank."""
+
+        def answers_or_problem() -> list[list[Answered]] | str:
+            try:
+                return self._ask_all(policy, prompts)
+            except EngineError as error:
+                return str(error)
+
         with alarm():
-            answered = setup.on_first_rank(self._ask_all, policy, prompts)
-        return samples_of(policy, prompts, answered)
+            said = setup.on_first_rank(answers_or_problem)
+        if isinstance(said, str):
+            raise EngineError(said)
+        return samples_of(policy, prompts, said)
 
     def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
         source, free = policy.source, asyncio.Semaphore(self.at_once)

@@ -29,9 +29,7 @@ class Document:
     @cached_property
     def input_ids(self) -> Tensor:
         """(T,)"""
-        if self.sample.get("input_ids") is None:
-            raise ValueError(f"sample {self.number}: lacks input_ids; give its tokens (T,).")
-        ids = torch.as_tensor(self.sample["input_ids"]).cpu()
+        ids = torch.as_tensor(self.sample.get("input_ids", ())).cpu()
         if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
             raise ValueError(
                 f"sample {self.number}: input_ids are {ids.dtype} {tuple(ids.shape)}; give whole numbers, "
@@ -93,28 +91,20 @@ class Document:
         first, (n,) for each scored one. Raises ValueError for another shape, and for T - 1 entries if these
         may also be one for each token of `loss_mask`, the first included, which is never scored.
         """
-        tokens, count = len(self.input_ids), int(self.scored.sum())
-        place = f"sample {self.number}: {printable(name)}"
-        if value.dim() > 1:
-            raise ValueError(f"{place} is {tuple(value.shape)}; give a number, or one axis of tokens.")
         if value.dim() == 0:
-            return value.expand(count)
-        if len(value) == tokens:
-            return value[self.scored.to(value.device)]
-        if len(value) == tokens - 1:
-            mask = self.sample.get("loss_mask")
-            if count == tokens - 2 and mask is not None and mask[0]:
-                raise ValueError(
-                    f"{place} has {tokens - 1} entries, and loss_mask as many tokens: they may be those of "
-                    f"the mask, or all but the first; give {tokens}, one for each token."
-                )
-            return value[self.scored[1:].to(value.device)]
-        if len(value) == count:
-            return value
-        raise ValueError(
-            f"{place} has {len(value)} entries for {tokens} tokens, {count} of them scored; give a number, "
-            "or one entry for each token, for each but the first, or for each scored one."
-        )
+            return value.expand(int(self.scored.sum()))
+        tokens, scored = len(self.input_ids), self.scored
+        masks = {scored.sum().item(): scored[scored], tokens - 1: scored[1:], tokens: scored}
+        masked = self.sample.get("loss_mask")
+        if masked is not None and masked[0] and scored.sum() == tokens - 2:
+            del masks[tokens - 1]  # which may be all but the first, or those of loss_mask
+        if value.dim() > 1 or len(value) not in masks:
+            raise ValueError(
+                f"sample {self.number}: {printable(name)} is {tuple(value.shape)} for {tokens} tokens, "
+                f"{int(scored.sum())} of them scored; give a number, or one entry for each token, and only "
+                "where it is clear which are meant, for each but the first, or for each scored one."
+            )
+        return value[masks[len(value)].to(value.device)]
 
 
 @dataclass

@@ -251,7 +251,9 @@ class Policy:
         self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0
     ) -> list[MicroBatch]:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
-        needs, rows, given, error = self.source.needs, [], Given(), None
+        needs = self.source.needs
+        rows: list[MicroBatch] = []
+        given = error = None
         try:
             wanted = "a number above 0, the same on all ranks"
             check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, wanted)
@@ -266,8 +268,7 @@ class Policy:
             add_routes(rows, self.chunks)
             for row in rows:
                 row.given = row.fields(fields, setup.device())
-            given.rows, given.normalizer = max(1, len(rows)), float(normalizer)
-            given.count(documents)
+            given = Given.of(documents, len(rows), normalizer)
         except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
             error = problem
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
