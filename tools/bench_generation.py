@@ -92,7 +92,7 @@ def measure(path: Path, tokens: int, rounds: int) -> tuple[float, float, float]:
 
 def prompt_of(outputs: dict, needs) -> Prompt:
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    visual = GenericVisualInputs(**tensors) if tensors else None
     input_ids = outputs["input_ids"][0]
     positions = needs.position_ids(input_ids, visual)
     return {"input_ids": input_ids, "position_ids": positions, "visual_inputs": visual}

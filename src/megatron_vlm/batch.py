@@ -99,18 +99,6 @@ class GenericVisualInputs:
     video_frames: Tensor | None = None
 
     @classmethod
-    def from_mapping(cls, tensors: Mapping[str, Tensor]) -> GenericVisualInputs:
-        """The visual inputs with every entry of `tensors`. Raises ValueError on a key that is not a field."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(tensors) - known)
-        if unknown:
-            raise ValueError(
-                f"GenericVisualInputs: unknown visual keys {unknown}; known are {sorted(known)}. "
-                "Add a field for a new visual tensor, or leave it out of the family's visual_keys."
-            )
-        return cls(**tensors)
-
-    @classmethod
     def cat(cls, items: list[GenericVisualInputs]) -> GenericVisualInputs | None:
         """Concatenate along the first axis, in order; None if there is nothing.
 
@@ -243,7 +231,7 @@ class DataNeeds:
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens are image tokens
     misfit            says why the model cannot take a document (ids, visual inputs); None if it can
 
-    Raises ValueError for an unknown visual key.
+    Raises TypeError for an unknown visual key.
     """
 
     visual_keys: tuple[str, ...] = ("pixel_values",)
@@ -254,7 +242,7 @@ class DataNeeds:
     misfit: Callable[[Any, GenericVisualInputs | None], str | None] = lambda ids, visual: None
 
     def __post_init__(self) -> None:
-        GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))
+        GenericVisualInputs(**dict.fromkeys(self.visual_keys))
 
     @property
     def videos(self) -> bool:

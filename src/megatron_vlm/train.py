@@ -29,7 +29,7 @@ from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
-from megatron_vlm.training.profile import Profile
+from megatron_vlm.training.profile import profiling
 from megatron_vlm.training.step import train_step
 
 
@@ -63,12 +63,12 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     for message in chain(words_of_start(config), feed.words(), exports.words(config, source)):
         log.message(message)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
-    with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:
+    with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
             run.train(step)
-            profile.step()
+            profiled()
             valid_loss = run.evaluate(step) if milestones.evaluates_after(step) else None
             if milestones.saves_after(step):
                 run.save(step, valid_loss)

@@ -302,7 +302,7 @@ def encode(
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
     made = [kind_of(processor).unpadded(out) for out in outputs]
     visual = [
-        GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
+        GenericVisualInputs(**{key: out[key] for key in description.visual_keys if key in out})
         for out in made
     ]
     both = zip(outputs, visual, strict=True)

@@ -65,7 +65,7 @@ def test_a_field_has_an_entry_for_each_scored_token(mask, field, found):
         (
             [1, 1, 1, 0],
             [1, 2, 3],
-            r"value is \(3,\) for 4 tokens, 2 of them scored; give .*, one entry for each token, and only",
+            r"value is \(3,\) for 4 tokens, 2 of them scored; give .* one entry for each token, and only",
         ),
         ([0, 1, 0, 1], [1], r"value is \(1,\) for 4 tokens, 2 of them scored"),
         ([0, 1, 0, 1], [[1, 2, 3, 4]], r"value is \(1, 4\) for 4 tokens"),

@@ -46,7 +46,7 @@ class Document:
         made = self.needs.of_processor({k: v for k, v in held.items() if len(v)})
         given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
         given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
-        return GenericVisualInputs.from_mapping(given) if given else None
+        return GenericVisualInputs(**given) if given else None
 
     @cached_property
     def scored(self) -> Tensor:
