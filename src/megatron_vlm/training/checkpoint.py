@@ -89,9 +89,12 @@ def save(
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
     the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `valid_loss` in its
-    `extra`. Raises OSError with the place, the bytes to write and the bytes free; `latest` then stays as it
-    was.
+    `extra`. A step that `latest` names already is not written again. Raises OSError with the place, the bytes
+    to write and the bytes free; `latest` then stays as it was.
     """
+    final = run_folder.checkpoints(run_dir) / f"step_{step:08d}"
+    if on_first_rank(run_folder.is_latest, final):
+        return final
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
     ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
@@ -118,6 +121,7 @@ def exists(run_dir: str | Path) -> bool:
     return on_first_rank(run_folder.latest_checkpoint, run_dir) is not None
 
 
+@reading("run_dir")
 def saved(run_dir: str | Path) -> Saved:
     """Call it before a model is built to load it: the run's source may have changed since. Collective."""
 
@@ -152,7 +156,8 @@ def load_latest(
         scheduler.load_state_dict(state["schedule"])
     if state["layout"] == layout():
         restore_generators(state["ranks"][dist.get_rank()]["rng"])
-    return CheckpointState(state["step"], path, _loader_states(state))
+    loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
+    return CheckpointState(state["step"], path, [loaders[rank] for rank in sorted(loaders)])
 
 
 def _adapters(model_chunks: list) -> list[str] | None:
@@ -173,17 +178,14 @@ def _files_of_rank(names: Iterable[str]) -> list[str]:
 
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
-    on_first_rank(_check_sizes, path)
-    state = read_state(path)
-    mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-    if problems := [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]:
+    state = on_first_rank(_state, path)
+    problems = on_first_rank(size_problems, path, state["files"])
+    if not problems:
+        mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
+        problems = [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]
+    if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
-
-
-def _check_sizes(path: Path) -> None:
-    if problems := size_problems(path, _state(path)["files"]):
-        raise ConfigError(run_folder.damaged(path, problems))
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -217,8 +219,3 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
         "rng": generator_states(),
         "loader": loader_state,
     }
-
-
-def _loader_states(state: dict[str, Any]) -> list[Any]:
-    saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
-    return [saved[rank] for rank in sorted(saved)]
