@@ -104,17 +104,14 @@ class GenericVisualInputs:
 
         Trailing axes that differ (Pixtral pads to its largest image) are padded with zeros right and bottom.
         """
-        merged: dict[str, Tensor] = {}
-        for field in dataclasses.fields(cls):
-            present = [t for item in items if (t := getattr(item, field.name)) is not None]
-            if present:
-                merged[field.name] = cat_padded(present)
+        fields = [item.as_model_kwargs() for item in items]
+        names = dict.fromkeys(name for tensors in fields for name in tensors)
+        merged = {name: cat_padded([each[name] for each in fields if name in each]) for name in names}
         return cls(**merged) if merged else None
 
     def as_model_kwargs(self) -> dict[str, Tensor]:
         """The fields that are present, by name."""
-        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: value for name, value in values if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def normalized_for_model(self) -> dict[str, Tensor]:
         """`as_model_kwargs` with a leading per-sample axis merged into the item axis.

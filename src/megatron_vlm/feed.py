@@ -29,7 +29,7 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.run_folder.batch_log import BatchLog
-from megatron_vlm.training.checkpoint import CheckpointState, Saved
+from megatron_vlm.training.checkpoint import Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
 
@@ -80,13 +80,13 @@ class Feed:
         known = setup.is_first_rank() and self._data.train_loader.rows_in(1)
         return Epochs(self._data.train_loader.rows_in) if known else None
 
-    def resume(self, resumed: CheckpointState | None) -> None:
+    def resume(self, resumed: Saved | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
         if self._data:
             self._started(partial(self._begin, resumed))()
 
-    def _begin(self, resumed: CheckpointState | None) -> None:
+    def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
         rank, ranks = setup.data_parallel_place()

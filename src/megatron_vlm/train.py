@@ -84,7 +84,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
     # what compares with the starting weights needs them also when it resumes
-    resumes = checkpoint.exists(config.run_dir) and not objective_of(config).reference_passes
+    resumes = checkpoint.saved(config.run_dir).path is not None
+    resumes = resumes and not objective_of(config).reference_passes
     chunks = open_model(config, source, resumes, run_dir=config.run_dir)
     return data_parallel(chunks, config)
 

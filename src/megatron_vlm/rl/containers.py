@@ -1,16 +1,18 @@
 """Samples of reinforcement learning, whose tensors differ in shape, as one batch.
 
 `TensorList` stands where a tensor with a batch axis would, for samples of different shapes. `TensorBatch`
-maps names to tensors and TensorLists of one batch size. Names and meanings of the methods are as in
-SkyRL's containers (skyrl/backends/skyrl_train/training_batch.py).
+maps names to tensors and TensorLists of one batch size. Both select, cut and repeat rows (`Batched`). Names
+and meanings of the methods are as in SkyRL's containers (skyrl/backends/skyrl_train/training_batch.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,11 +20,63 @@ from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
 from megatron_vlm.messages import listed, printable, suggestion
-from megatron_vlm.rl.rows import Batched, Rows, is_number
 
 VISUAL_FIELDS = tuple(field.name for field in dataclasses.fields(GenericVisualInputs))
 # what processors give besides, which pad images to one size (LFM2-VL's, Gemma 4's, LLaVA-OneVision's)
 VISUAL_FIELDS += ("pixel_attention_mask", "spatial_shapes", "image_position_ids", "batch_num_images")
+
+
+# a slice, row numbers (negative ones count from the end), or one bool per row
+Rows = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+
+
+class Batched(ABC):
+    """Everything that follows from taking rows. No selection is empty: that raises ValueError."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """The number of rows, at least one."""
+
+    @abstractmethod
+    def _take(self, rows: slice | list[int]) -> Self:
+        """These rows, which exist; a slice shares memory."""
+
+    def __getitem__(self, rows: Rows) -> Self:
+        numbers, index = np.arange(self.batch_size), rows
+        if not isinstance(rows, slice):
+            index = torch.as_tensor(rows).cpu().numpy() if len(rows) else []
+        chosen = list(map(int, numbers[index]))
+        if not chosen:
+            raise ValueError(
+                f"{type(self).__name__}: none of {len(numbers)} rows is selected, but a batch has at least "
+                "one; check the selection before you use it."
+            )
+        # torch has no negative steps
+        return self._take(rows if isinstance(rows, slice) and (rows.step or 1) > 0 else chosen)
+
+    def chunk(self, chunk_size: int) -> list[Self]:
+        """Pieces of `chunk_size` rows in order; the last may be smaller. `torch.chunk` takes their number."""
+        return self.split(chunk_size)
+
+    def split(self, sizes: int | list[int]) -> list[Self]:
+        """Pieces of these sizes in order, or all of one size, as `torch.split` does."""
+        pieces = torch.arange(self.batch_size).split(sizes)
+        edges = np.cumsum([0, *map(len, pieces)]).tolist()
+        return [self[start:stop] for start, stop in pairwise(edges)]
+
+    def repeat(self, repeats: int) -> Self:
+        """All rows `repeats` times: 0, 1, 0, 1."""
+        return self[torch.arange(self.batch_size).repeat(repeats)]
+
+    def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> Self:
+        """Each row `repeats` times, or as often as its own number says: 0, 0, 1, 1."""
+        return self[torch.arange(self.batch_size).repeat_interleave(torch.as_tensor(repeats).cpu())]
+
+
+def is_number(index: object) -> bool:
+    """Whether this selects one row."""
+    return isinstance(index, int | np.integer) or (isinstance(index, Tensor) and index.dim() == 0)
 
 
 class TensorList(Batched):
@@ -278,22 +332,19 @@ def _equal(one: Field, other: Field) -> bool:
 
 def _packed(tensor: Tensor) -> tuple:
     """The parts of a tensor to pickle: its own pickle has all that it is a view of, and fails for uint16."""
-    return (
-        tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.device,
-    )
+    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return data, tensor.dtype, tensor.shape, tensor.device
 
 
-def _unpacked(data: np.ndarray, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> Tensor:
+def _unpacked(parts: tuple) -> Tensor:
+    data, dtype, shape, device = parts
     writable = np.require(data, requirements="W")  # memory that processes share may not be
     return torch.from_numpy(writable).view(dtype).reshape(shape).to(device)
 
 
 def _restored_list(tensors: list[tuple]) -> TensorList:
-    return TensorList(_unpacked(*each) for each in tensors)
+    return TensorList(map(_unpacked, tensors))
 
 
 def _restored_batch(fields: dict[str, tuple | TensorList]) -> TensorBatch:
-    return TensorBatch({key: _unpacked(*f) if isinstance(f, tuple) else f for key, f in fields.items()})
+    return TensorBatch({key: _unpacked(f) if isinstance(f, tuple) else f for key, f in fields.items()})

@@ -61,16 +61,14 @@ class Memory:
 
     def _storages(self, kind: str) -> list[UntypedStorage]:
         """Each once, of the device; what the optimizer shares with the model belongs to the model."""
-        other = {} if kind != OPTIMIZER else self._unique(chain(self._of_model(), self._of_grads()))
-        tensors = {MODEL: self._of_model, OPTIMIZER: self._of_optimizer, GRADS: self._of_grads}[kind]()
-        return [storage for key, storage in self._unique(tensors).items() if key not in other]
-
-    @staticmethod
-    def _unique(tensors: Iterator[Tensor]) -> dict[int, UntypedStorage]:
-        storages = (
-            tensor.untyped_storage() for tensor in tensors if tensor.device.type == setup.device().type
-        )
-        return {storage._cdata: storage for storage in storages if storage.resizable()}
+        owned: dict[int, tuple[str, UntypedStorage]] = {}
+        in_order = {MODEL: self._of_model(), GRADS: self._of_grads(), OPTIMIZER: self._of_optimizer()}
+        for owner, tensors in in_order.items():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if tensor.device.type == setup.device().type and storage.resizable():
+                    owned.setdefault(storage._cdata, (owner, storage))
+        return [storage for owner, storage in owned.values() if owner == kind]
 
     def _of_model(self) -> Iterator[Tensor]:
         for chunk in self._chunks:

@@ -35,21 +35,15 @@ from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sha
 
 
 @dataclass
-class CheckpointState:
-    """The state that `load_latest` restored, and what the data loaders are to restore."""
-
-    step: int
-    path: Path
-    loader_states: list[Any]  # one per data-parallel rank that saved, in order; their number may differ now
-
-
-@dataclass
 class Saved:
-    """The facts of the newest complete checkpoint before it is loaded; the defaults if there is none."""
+    """The facts of the newest complete checkpoint; the defaults if there is none."""
 
     step: int = 0
+    path: Path | None = None
     tied: bool | None = None  # whether the output layer is the embedding; None if that is not known
     extra: dict[str, Any] = field(default_factory=dict)
+    # one per data-parallel rank that saved, in order; their number may differ now
+    loader_states: list[Any] = field(default_factory=list)
 
 
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
@@ -116,27 +110,19 @@ def save(
     return on_first_rank(finish)
 
 
-def exists(run_dir: str | Path) -> bool:
-    """Whether `load_latest` finds a checkpoint; raises ConfigError as it does. Every rank calls it."""
-    return on_first_rank(run_folder.latest_checkpoint, run_dir) is not None
-
-
 @reading("run_dir")
 def saved(run_dir: str | Path) -> Saved:
     """Call it before a model is built to load it: the run's source may have changed since. Collective."""
 
     def read() -> Saved:
         path = run_folder.latest_checkpoint(run_dir)
-        state = _state(path) if path else {}
-        return Saved(**{name: state[name] for name in ("step", "tied", "extra") if name in state})
+        return _saved(path, _state(path)) if path else Saved()
 
     return on_first_rank(read)
 
 
 @reading("run_dir")
-def load_latest(
-    run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None
-) -> CheckpointState | None:
+def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None) -> Saved | None:
     """Restore the newest complete checkpoint of `run_dir` in place; None if there is none.
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
@@ -156,8 +142,13 @@ def load_latest(
         scheduler.load_state_dict(state["schedule"])
     if state["layout"] == layout():
         restore_generators(state["ranks"][dist.get_rank()]["rng"])
+    return _saved(path, state)
+
+
+def _saved(path: Path, state: dict[str, Any]) -> Saved:
     loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
-    return CheckpointState(state["step"], path, [loaders[rank] for rank in sorted(loaders)])
+    in_order = [loaders[rank] for rank in sorted(loaders)]
+    return Saved(state["step"], path, state["tied"], state["extra"], in_order)
 
 
 def _adapters(model_chunks: list) -> list[str] | None:

@@ -137,7 +137,9 @@ def _give_state(adam: torch.optim.Adam) -> None:
 
 
 def _load_optimizer(optimizer, loaded) -> None:
-    for part, state in zip(parts(optimizer), _states(loaded, len(parts(optimizer))), strict=True):
+    # as Megatron's ChainedOptimizer takes them apart
+    states = [loaded] if len(parts(optimizer)) == 1 else [state for _, state in sorted(loaded.items())]
+    for part, state in zip(parts(optimizer), states, strict=True):
         _follow_config(part, state.get("optimizer", state))
     optimizer.load_state_dict(loaded)
     fuse(optimizer)
@@ -146,11 +148,6 @@ def _load_optimizer(optimizer, loaded) -> None:
             # Megatron gives all parameters one tensor; each would add to it
             step = float(state["step"]) if "step" in state else 0.0
             state["step"] = torch.tensor(step, device=parameter.device)
-
-
-def _states(loaded: dict, count: int) -> list[dict]:
-    """The state of each of `count` optimizers in one, as Megatron's ChainedOptimizer takes them apart."""
-    return [loaded] if count == 1 else [state for _, state in sorted(loaded.items())]
 
 
 def _follow_config(part, state: dict) -> None:
