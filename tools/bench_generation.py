@@ -36,7 +36,7 @@ from megatron_vlm.models.hf import load_config, load_model, load_processor  # no
 from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights.importing import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
-from megatron_vlm.training.logits import logits_of  # noqa: E402
+from megatron_vlm.training.evaluate import logits_of  # noqa: E402
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
 PROMPTS = ("t", "it", "it", "ititit")

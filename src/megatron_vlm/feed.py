@@ -55,7 +55,8 @@ class Feed:
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
             self._started(partial(self._open, source))()
-        self._epochs = self._known_epochs()
+        rows_in = self._data.train_loader.rows_in if setup.is_first_rank() else None
+        self._epochs = Epochs(rows_in) if rows_in and rows_in(1) else None  # None also where it is not known
         self.milestones: Milestones = setup.on_first_rank(self._milestones)
         # of which the log says what was trained, and validated; none unless there are several
         self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
@@ -74,11 +75,6 @@ class Feed:
     def _milestones(self) -> Milestones:
         check_validation(self._train, self._data.valid_loader is not None)
         return milestones(self._train, self._epochs, *self._begun)
-
-    def _known_epochs(self) -> Epochs | None:
-        """The rows of epochs, on the first rank; None if they are not known, and on other ranks."""
-        known = setup.is_first_rank() and self._data.train_loader.rows_in(1)
-        return Epochs(self._data.train_loader.rows_in) if known else None
 
     def resume(self, resumed: Saved | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""

@@ -116,7 +116,7 @@ def difference(chunks: list, prompts: list[Prompt], sampled: list[list]) -> floa
     from transformers import TopPLogitsWarper
 
     from megatron_vlm.generation.rows import batch_of
-    from megatron_vlm.training.logits import logits_of
+    from megatron_vlm.training.evaluate import logits_of
 
     worst = 0.0
     for chunk in chunks:

@@ -43,6 +43,8 @@ ALL_TOKENS = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+# what it raises to read an answer of another form
+OF_ANOTHER_FORM = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 class EngineError(ValueError):
@@ -105,14 +107,7 @@ class HttpEngine:
                 said = await self._post(address, json.dumps(request).encode(), most_bytes)
             try:
                 return self._read(json.loads(said), prompt, source.description)
-            except (
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except OF_ANOTHER_FORM as error:
                 problem = (
                     "the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."
@@ -152,9 +147,11 @@ class HttpEngine:
             final = attempt == self.retries
             try:
                 status, said = await self._attempt(address, body, most_bytes)
-                if 200 <= status < 300:
+                if 200 <= status < 300 and len(said) <= most_bytes:
                     break
                 problem = f"status {status}: {printable(said.decode('utf-8', 'replace'), SHOWN)}"
+                if status < 300:
+                    problem = f"the answer has more than the {most_bytes} bytes that its tokens may take"
                 final = final or (status < 500 and status != 429)
             except TimeoutError:
                 problem, final = f"no whole answer in {self.timeout:g} s", True
@@ -176,15 +173,11 @@ class HttpEngine:
             aiohttp.ClientSession(timeout=limit, auto_decompress=False) as session,
             session.post(address, data=body, headers=headers, allow_redirects=False) as response,
         ):
-            async for part in response.content.iter_any():
-                said += part
-                if response.status >= 300 and len(said) >= SHOWN:
+            most = SHOWN if response.status >= 300 else most_bytes
+            async for piece in response.content.iter_any():
+                said += piece
+                if len(said) > most:
                     break
-                if len(said) > most_bytes:
-                    raise EngineError(
-                        f"{address}: the answer has more than the {most_bytes} bytes that {self.answers} "
-                        f"answers of {self.max_new_tokens} tokens take; see what the server sends."
-                    )
             return response.status, bytes(said)
 
     def _read(self, said: dict[str, Any], prompt: RolloutPrompt, description: Description) -> list[Answered]:
@@ -216,7 +209,7 @@ class HttpEngine:
 
 
 def _need(holds: bool, problem: str) -> None:
-    """Raises EngineError that says the problem of an answer, unless this holds."""
+    """Raises EngineError that says the problem, unless this holds."""
     if not holds:
         raise EngineError(problem)
 
@@ -231,22 +224,19 @@ def _text(tokens: list[int], description: Description) -> list[int]:
 
 def _with_images(prompt: RolloutPrompt) -> list[dict]:
     """The conversation with its images as PNG, so that the server sees the pixels that we see."""
-    images, turns = iter(prompt.images), []
-    for turn in prompt.messages:
-        parts = []
-        for part in turn["content"]:
-            if part["type"] == "image":
-                png = io.BytesIO()
-                decode_image(next(images)).save(png, "PNG", compress_level=1)
-                data = base64.b64encode(png.getvalue()).decode()
-                part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-            elif part["type"] != "text":
-                raise EngineError(
-                    f"a prompt has a {printable(part['type'])}; servers are given text and images."
-                )
-            parts.append(part)
-        turns.append(turn | {"content": parts})
-    return turns
+    images = iter(prompt.images)
+
+    def sent(part: dict) -> dict:
+        kind = part["type"]
+        _need(kind in ("text", "image"), f"a prompt has a {kind}; servers are given text and images.")
+        if kind == "text":
+            return part
+        png = io.BytesIO()
+        decode_image(next(images)).save(png, "PNG", compress_level=1)
+        data = base64.b64encode(png.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    return [turn | {"content": [sent(part) for part in turn["content"]]} for turn in prompt.messages]
 
 
 def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:

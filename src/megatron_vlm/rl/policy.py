@@ -30,8 +30,16 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
-from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
-from megatron_vlm.rl.outputs import Difference, by_sample, differences
+from megatron_vlm.rl.micro_batches import (
+    Difference,
+    MicroBatch,
+    blank,
+    by_sample,
+    check_tokens,
+    differences,
+    documents_of,
+    micro_batches,
+)
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint

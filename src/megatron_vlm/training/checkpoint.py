@@ -10,16 +10,20 @@ tensors. Only the run's own folder is ever read.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import ConfigError
@@ -30,7 +34,6 @@ from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
-from megatron_vlm.training.generators import generator_states, restore_generators
 from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sharded_state, write_tensors
 
 
@@ -141,7 +144,7 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     if state["layout"] == layout():
-        restore_generators(state["ranks"][dist.get_rank()]["rng"])
+        _restore_generators(state["ranks"][dist.get_rank()]["rng"])
     return _saved(path, state)
 
 
@@ -207,6 +210,41 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
     json.dumps(loader_state)  # raises TypeError for what is not JSON data, before anything is written
     return {
         "dp_rank": parallel_state.get_data_parallel_rank(),
-        "rng": generator_states(),
+        "rng": _generator_states(),
         "loader": loader_state,
     }
+
+
+# ---- random generators -----------------------------------------------------------------------------------
+
+
+def _generator_states() -> dict[str, Any]:
+    """The states of python, numpy, torch, the device and Megatron's tracker, as JSON data."""
+    name, np_keys, *np_rest = np.random.get_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np_keys.tolist(), *np_rest],
+        "torch": _to_text(torch.get_rng_state()),
+        "device": _to_text(torch.cuda.get_rng_state()),
+        "tracker": {name: _to_text(state) for name, state in tracker.items()},
+    }
+
+
+def _restore_generators(rng: dict[str, Any]) -> None:
+    """Set all generators to the states that `_generator_states` returned."""
+    version, keys, gauss = rng["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(rng["numpy"]))
+    torch.set_rng_state(_from_text(rng["torch"]))
+    torch.cuda.set_rng_state(_from_text(rng["device"]))
+    states = {name: _from_text(text) for name, text in rng["tracker"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

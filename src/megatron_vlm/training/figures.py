@@ -63,7 +63,7 @@ class StepFigures:
         self._work = StepWork(config, description) if counts_data() else None
         self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
-        self._sums: list[float] = []
+        self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
         on_gpu = setup.device().type == "cuda"
         name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
         self._peak = peak_flops(name)
@@ -91,14 +91,10 @@ class StepFigures:
         self._expert_tokens.zero_()
         return torch.cat((numbers, experts, self._by_source.sums()))
 
-    def added(self, sums: list[float]) -> None:
-        """Takes the sums over all ranks of what `of_this_rank` returned."""
-        self._sums = sums
-
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
         """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
-        done, ranks = Work(*self._sums[: len(Work._fields)]), dist.get_world_size()
-        rest, places = np.array(self._sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
+        done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
+        rest, places = np.array(self.sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
         memory, experts, by_source = np.split(rest, places)
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -96,11 +96,10 @@ def fuse(optimizer: MegatronOptimizer) -> None:
             group.update(fused=True, foreach=False)
 
 
-def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
+def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
     """torch's own Adams inside `optimizer`; none if the Adam is Transformer Engine's or Apex's."""
-    for part in parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            yield part.optimizer
+    adams = [part.optimizer for part in parts(optimizer)]
+    return [adam for adam in adams if isinstance(adam, torch.optim.Adam)]
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
