@@ -125,15 +125,15 @@ class GenericVisualInputs:
 
     def items(self) -> list[GenericVisualInputs]:
         """Each image alone, then each video alone; `cat` is the inverse."""
-        found = []
+        items = []
         for pixels, grids, other in _FIELDS_OF_KIND:
             values = {name: v for name in (pixels, *grids, other) if (v := getattr(self, name)) is not None}
             if pixels in values:
                 rows = next((rows_of_items(values[name]).tolist() for name in grids if name in values), 1)
                 parts = {name: v.split(rows if name == pixels else 1) for name, v in values.items()}
                 columns = zip(*parts.values(), strict=True)
-                found += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
-        return found
+                items += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
+        return items
 
     @property
     def videos(self) -> int:

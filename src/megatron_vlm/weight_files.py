@@ -97,21 +97,21 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
     Raises ConfigError for a file that is not whole, a tensor that is there twice, and one whose form is none
     that is read: what this function lets pass, import takes as the numbers that were meant.
     """
-    found: dict[str, OnDisk] = {}
+    tensors: dict[str, OnDisk] = {}
     for file in weight_files(folder):
         for key, entry in header(folder / file)[0].items():
             if OF_THE_MODEL.search(key):
                 continue
             tensor = OnDisk(file, key, entry["dtype"], entry["shape"])
-            if (twin := found.setdefault(name(key), tensor)) is not tensor:
+            if (twin := tensors.setdefault(name(key), tensor)) is not tensor:
                 raise ConfigError(
                     f"{printable(folder)}: {printable(key)} of {file} and {printable(twin.key)} of "
                     f"{twin.file} are the same tensor of the model; remove one of them."
                 )
-    scaled = {key: of for key in found if (of := _scaled(key, found))}
-    scales = {of: found[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
+    scaled = {key: of for key in tensors if (of := _scaled(key, tensors))}
+    scales = {of: tensors[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
     size = _block_size(folder) if scales else None
-    return {key: _read(folder, found[key], scales.get(key), size) for key in found if key not in scaled}
+    return {key: _read(folder, tensors[key], scales.get(key), size) for key in tensors if key not in scaled}
 
 
 def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:

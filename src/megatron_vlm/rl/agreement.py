@@ -93,7 +93,7 @@ def means(
         failed = [*failed, ValueError(text)]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     total = {"loss": np.zeros(2)}  # there may be no samples
-    for own in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
-        for name, pair in own.items():
+    for of_rank in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
+        for name, pair in of_rank.items():
             total[name] = total.get(name, 0) + pair
     return {name: float(value / (count or 1.0)) for name, (value, count) in total.items()}

@@ -189,7 +189,8 @@ class HttpEngine:
         if prompt.images:
             theirs = said.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
             _need(theirs is not None, f"the answer has no prompt_token_ids; {NEWER}")
-            ours, count = prompt.inputs["input_ids"].tolist(), (said.get("usage") or {}).get("prompt_tokens")
+            ours = prompt.inputs["input_ids"].tolist()
+            count = (said.get("usage") or {}).get("prompt_tokens")
             # a server may name one placeholder an image, and still count all that it sees
             same_text = count == len(ours) and _text(theirs, description) == _text(ours, description)
             _need(
@@ -247,7 +248,8 @@ def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:
         values = [each["logprob"] for each in logprobs.get("content") or []]
     meta = (choice.get("meta_info") or {}).get("output_token_logprobs")
     if tokens is None and meta is not None:
-        tokens, values = [each[1] for each in meta], [each[0] for each in meta]
+        tokens = [token for _, token, *_ in meta]
+        values = [value for value, *_ in meta]
     _need(tokens is not None, f"the answer has no token_ids, and its text is not tokenised again; {NEWER}")
     _need(
         len(values) == len(tokens) and all(map(math.isfinite, values)),
@@ -259,7 +261,8 @@ def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:
         _need(
             known, f"token {printable(token)} is none of the model's {vocabulary}; serve the policy's model."
         )
-    ended_by, reason = choice.get("matched_stop", choice.get("stop_reason")), choice["finish_reason"]
+    reason = choice["finish_reason"]
+    ended_by = choice.get("matched_stop", choice.get("stop_reason"))
     trimmed = isinstance(ended_by, int) and tokens[-1:] != [ended_by]  # SGLang before no_stop_trim
     _need(not trimmed, f"an answer lacks the token {ended_by} that ended it and is to be trained; {NEWER}")
     _need(reason in ("stop", "length"), f"an answer ended by {printable(reason)}; see what the server logs.")

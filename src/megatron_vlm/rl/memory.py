@@ -62,7 +62,7 @@ class Memory:
         """Each once, of the device; what the optimizer shares with the model belongs to the model."""
         modules = [chunk.module for chunk in self._chunks]
         buffers = [each for chunk in self._chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
-        adams = [part.optimizer for part in parts(self._optimizer) if part.optimizer is not None]
+        adams = [each.optimizer for each in parts(self._optimizer) if each.optimizer is not None]
         states = [state for adam in adams for state in adam.state.values()]
         tensors = {
             MODEL: [

@@ -43,13 +43,13 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        seen = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
         # what was made under `inference_mode` cannot be kept for a backward pass
-        held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
-        made = self.needs.of_processor({k: v for k, v in held.items() if len(v)})
-        given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
-        given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
-        return GenericVisualInputs(**given) if given else None
+        seen = {key: value.clone() if value.is_inference() else value for key, value in seen.items()}
+        outputs = self.needs.of_processor({k: v for k, v in seen.items() if len(v)})
+        wanted = {key: outputs[key] for key in self.needs.visual_keys if outputs.get(key) is not None}
+        wanted = {key: value.cpu() if key in HOST_FIELDS else value for key, value in wanted.items()}
+        return GenericVisualInputs(**wanted) if wanted else None
 
     @cached_property
     def scored(self) -> Tensor:
@@ -115,13 +115,13 @@ class MicroBatch:
 
     def fields(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """name -> (N,) over the scored tokens of the row; `sample` is the number of each one's sample."""
-        found = {
+        fields = {
             name: torch.cat([document.field(name) for document in self.documents]).to(device)
             for name in names
         }
         counts = torch.tensor([int(document.scored.sum()) for document in self.documents])
         numbers = torch.tensor([document.number for document in self.documents])
-        return found | {"sample": numbers.repeat_interleave(counts).to(device)}
+        return fields | {"sample": numbers.repeat_interleave(counts).to(device)}
 
 
 def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
@@ -210,16 +210,16 @@ def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds
     """The scores (kinds, T - 1) of each sample, 0 where none was wanted; `reports` have the last stage's, of
     rows that hold these documents. Collective over pipeline stages."""
     counts = [int(each.scored.sum()) for each in documents]
-    found = torch.zeros(kinds, sum(counts), device=setup.device())
+    scores = torch.zeros(kinds, sum(counts), device=setup.device())
     if reports:
-        found = torch.cat([report["scores"] for report in reports], dim=1)
+        scores = torch.cat([report["scores"] for report in reports], dim=1)
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
-        dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        dist.broadcast(scores, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     placed: list[Tensor] = [torch.empty(0)] * len(documents)
-    for each, part in zip(documents, found.split(counts, dim=1), strict=True):
-        placed[each.number] = found.new_zeros(kinds, len(each.input_ids) - 1)
-        placed[each.number][:, each.scored[1:].to(found.device)] = part
+    for each, of_document in zip(documents, scores.split(counts, dim=1), strict=True):
+        placed[each.number] = scores.new_zeros(kinds, len(each.input_ids) - 1)
+        placed[each.number][:, each.scored[1:].to(scores.device)] = of_document
     return placed
 
 
@@ -227,14 +227,14 @@ def differences(
     documents: list[Document], scores: list[Tensor], rollout: Sequence[Tensor], kinds: Kinds
 ) -> dict[str, Difference]:
     """See `Policy.compare`; `scores` (T - 1,) are the policy's."""
-    found = []
-    for document, ours, given in zip(documents, scores, rollout, strict=True):
+    compared = []
+    for document, ours, engine_scores in zip(documents, scores, rollout, strict=True):
         wanted = document.scored[1:]
-        theirs = document.of_scored("rollout", torch.as_tensor(given).cpu().float())
+        theirs = document.of_scored("rollout", torch.as_tensor(engine_scores).cpu().float())
         seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
-        found.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
+        compared.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
     return {
-        name: _difference([(number, off[seen == after]) for number, off, seen in found])
+        name: _difference([(number, off[seen == after]) for number, off, seen in compared])
         for name, after in (("text", False), ("after image", True))
     }
 

@@ -79,9 +79,10 @@ class Policy:
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
         described = source.description
-        own = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
-        self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
-        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
+        by_part = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
+        self.config, self.source = config, source
+        self.chunks, self.max_tokens = chunks, max_tokens
+        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=by_part)
         self.memory = Memory(chunks, self.optimizer)
         self._empty()
 
@@ -160,12 +161,12 @@ class Policy:
             if not row.documents:
                 return scores.sum(), {}
             try:
-                found = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
+                of_row = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
             except Exception as error:  # noqa: BLE001 - all ranks raise it below; now they wait for this one
                 failed.append(error)
                 return scores.sum(), {}
-            total = found.total / normalizer
-            return total, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
+            total = of_row.total / normalizer
+            return total, of_row.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
         try:
             with alarm():
@@ -225,8 +226,8 @@ class Policy:
         self.memory.need("adapter_weights", MODEL)
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
-        own = adapter_tensors([chunk.module for chunk in self.chunks])
-        return _to_the_end(from_every_stage(own))
+        adapters = adapter_tensors([chunk.module for chunk in self.chunks])
+        return _to_the_end(from_every_stage(adapters))
 
     def compare(
         self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
@@ -237,13 +238,13 @@ class Policy:
         result has `text` for tokens before any image or video, `after image` for the others, over this rank's
         samples: what an engine prepares or places differently shows in the second alone.
         """
-        needs, kinds = self.source.needs, self.source.description.visual_kinds
-        scores, documents = self.logprobs(samples, temperature).log_probs, documents_of(samples, needs)
+        scores = self.logprobs(samples, temperature).log_probs
+        documents = documents_of(samples, self.source.needs)
         if len(rollout) != len(documents):
             raise ValueError(
                 f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
             )
-        return differences(documents, scores, rollout, kinds)
+        return differences(documents, scores, rollout, self.source.description.visual_kinds)
 
     def _empty(self) -> None:
         for chunk in self.chunks:

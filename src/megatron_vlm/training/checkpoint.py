@@ -165,9 +165,8 @@ def _adapters(model_chunks: list) -> list[str] | None:
 
 def _files_of_rank(names: Iterable[str]) -> list[str]:
     """The files (`__RANK_0.distcp`) that this rank wrote, or its share of those that other ranks wrote."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    writers = {name: re.match(r"__(\d+)_", name) for name in names}
-    return [name for name, found in writers.items() if (int(found[1]) if found else 0) % world == rank]
+    writers = {name: int(re.match(r"(?:__(\d+)_)?", name)[1] or 0) for name in names}
+    return [name for name, writer in writers.items() if writer % dist.get_world_size() == dist.get_rank()]
 
 
 def _checked_state(path: Path) -> dict[str, Any]:

@@ -171,13 +171,13 @@ class BySource:
     def figures(self, sums: np.ndarray) -> dict[str, float]:
         """The figures of the sources that were there; `sums` are added over all ranks."""
         logs, sums = np.split(sums, [2 * len(self._logged)])
-        found = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
+        figures = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
             if samples:
-                found |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
+                figures |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
             if weight:
-                found[f"loss/{name}"] = float(loss / weight)
-        return found
+                figures[f"loss/{name}"] = float(loss / weight)
+        return figures
 
 
 def _speaks() -> bool:

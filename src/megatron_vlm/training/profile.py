@@ -143,19 +143,19 @@ def _parts(on_host: list[FunctionEvent]) -> dict[int, str]:
     for event in by_start:  # of operations with one number, the last made the node of the backward pass
         if not event.fwd_thread and event.sequence_nr >= 0:
             forward[event.thread, event.sequence_nr] = event
-    found: dict[int, str] = {}
+    part_of: dict[int, str] = {}
     for event in by_start:  # what an event is in comes before it
-        found[id(event)] = _own_part(event, forward, found) or found.get(id(event.cpu_parent), "other")
-    return found
+        part_of[id(event)] = _own_part(event, forward, part_of) or part_of.get(id(event.cpu_parent), "other")
+    return part_of
 
 
-def _own_part(event: FunctionEvent, forward: dict, found: dict[int, str]) -> str | None:
+def _own_part(event: FunctionEvent, forward: dict, part_of: dict[int, str]) -> str | None:
     """The part of an event, None if the event around it has it. Only backward nodes have a forward thread."""
     if event.name in PARTS:
         return event.name
     named = (part for name, part in OPERATIONS.items() if event.name.startswith(name))
     origin = forward.get((event.fwd_thread, event.sequence_nr)) if event.fwd_thread else None
-    return next(named, found.get(id(origin)))
+    return next(named, part_of.get(id(origin)))
 
 
 def _busy(events: Any) -> float:
@@ -170,9 +170,9 @@ def _busy(events: Any) -> float:
 
 def table(seconds: dict[str, float], steps: int) -> str:
     """Milliseconds of a step by part, the longest first."""
-    whole = seconds["all"]
-    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda part: -part[1])
+    total = seconds["all"]
+    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda named: -named[1])
     lines = [f"{'part':<16}{'ms a step':>12}{'share':>8}"]
-    for name, part in [*parts, ("all", whole)]:
-        lines.append(f"{name:<16}{1000 * part / steps:>12.1f}{part / whole:>8.1%}")
+    for name, seconds_of_part in [*parts, ("all", total)]:
+        lines.append(f"{name:<16}{1000 * seconds_of_part / steps:>12.1f}{seconds_of_part / total:>8.1%}")
     return "\n".join(lines)
