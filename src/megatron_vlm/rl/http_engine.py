@@ -256,11 +256,9 @@ def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:
         f"{len(values)} log-probabilities for {len(tokens)} tokens, or one is no number; let the server "
         "return log-probabilities.",
     )
-    for token in tokens:
-        known = isinstance(token, int) and 0 <= token < vocabulary
-        _need(
-            known, f"token {printable(token)} is none of the model's {vocabulary}; serve the policy's model."
-        )
+    wrong = [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]
+    shown = printable(wrong[0]) if wrong else ""
+    _need(not wrong, f"token {shown} is none of the model's {vocabulary}; serve the policy's model.")
     reason = choice["finish_reason"]
     ended_by = choice.get("matched_stop", choice.get("stop_reason"))
     trimmed = isinstance(ended_by, int) and tokens[-1:] != [ended_by]  # SGLang before no_stop_trim
