@@ -122,12 +122,9 @@ class Feed:
         """Lines that a user should know about the data before the first step."""
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
-        if self._data and self._data.why_hf_processor:
-            yield (
-                "data: the Hugging Face processor encodes every sample, slower: "
-                f"{self._data.why_hf_processor}"
-            )
         if self._data:
+            if why := self._data.why_hf_processor:
+                yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
             yield from (*self._unknown, *self._data.train_loader.words)
             yield from validation_words(self._train, self._data.valid_loader is not None)
         last = self.milestones.steps

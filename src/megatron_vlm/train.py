@@ -60,7 +60,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
     if resumed:
         log.message(f"resumed after step {resumed.step} from {resumed.path}")
-    for message in chain(words_of_start(config), feed.words(), exports.words(config, source)):
+    for message in chain(words_of_start(config), feed.words()):
         log.message(message)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
     with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:
