@@ -8,7 +8,6 @@ and meanings of the methods are as in SkyRL's containers (skyrl/backends/skyrl_t
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -30,20 +29,13 @@ VISUAL_FIELDS += ("pixel_attention_mask", "spatial_shapes", "image_position_ids"
 Rows = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
-class Batched(ABC):
-    """Everything that follows from taking rows. No selection is empty: that raises ValueError."""
-
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """The number of rows, at least one."""
-
-    @abstractmethod
-    def _take(self, rows: slice | list[int]) -> Self:
-        """These rows, which exist; a slice shares memory."""
+class Batched:
+    """Everything that follows from `batch_size`, at least 1, and `_take(rows)`, which gives rows that exist.
+    No selection is empty: that raises ValueError. A slice shares memory."""
 
     def __getitem__(self, rows: Rows) -> Self:
-        numbers, index = np.arange(self.batch_size), rows
+        index = rows
+        numbers = np.arange(self.batch_size)
         if not isinstance(rows, slice):
             index = torch.as_tensor(rows).cpu().numpy() if len(rows) else []
         chosen = list(map(int, numbers[index]))
