@@ -27,7 +27,7 @@ from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import printable
-from megatron_vlm.models.description import Description
+from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.policy import Policy
 from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
@@ -106,7 +106,7 @@ class HttpEngine:
                 most_bytes = 2**16 + self.answers * per_answer
                 said = await self._post(address, json.dumps(request).encode(), most_bytes)
             try:
-                return self._read(json.loads(said), prompt, source.description)
+                return self._read(json.loads(said), prompt, source)
             except OF_ANOTHER_FORM as error:
                 problem = (
                     "the answer is not in the form of vLLM's or SGLang's "
@@ -180,7 +180,7 @@ class HttpEngine:
                     break
             return response.status, bytes(said)
 
-    def _read(self, said: dict[str, Any], prompt: RolloutPrompt, description: Description) -> list[Answered]:
+    def _read(self, said: dict[str, Any], prompt: RolloutPrompt, source: Source) -> list[Answered]:
         choices = sorted(said["choices"], key=lambda choice: choice["index"])
         _need(
             len(choices) == self.answers,
@@ -192,14 +192,14 @@ class HttpEngine:
             ours = prompt.inputs["input_ids"].tolist()
             count = (said.get("usage") or {}).get("prompt_tokens")
             # a server may name one placeholder an image, and still count all that it sees
-            same_text = count == len(ours) and _text(theirs, description) == _text(ours, description)
+            same_text = count == len(ours) and _text(theirs, source) == _text(ours, source)
             _need(
                 theirs == ours or same_text,
                 f"the server's prompt has {count or len(theirs)} tokens and ours {len(ours)}, of which the "
                 f"first {len(os.path.commonprefix([theirs, ours]))} are the same; serve a folder with the "
                 "policy's chat template and processor.",
             )
-        answers = [_answered(choice, description.text.vocab_size) for choice in choices]
+        answers = [_answered(choice, source.description.text.vocab_size) for choice in choices]
         most = max(len(answer.tokens) for answer in answers)
         _need(
             most <= self.max_new_tokens,
@@ -215,12 +215,11 @@ def _need(holds: bool, problem: str) -> None:
         raise EngineError(problem)
 
 
-def _text(tokens: list[int], description: Description) -> list[int]:
+def _text(tokens: list[int], source: Source) -> list[int]:
     """Without placeholders, and what a server may put in their place."""
-    ids = torch.tensor(
-        [token for token in tokens if 0 <= token < description.text.vocab_size], dtype=torch.long
-    )
-    return ids[torch.as_tensor(description.visual_kinds(ids)) == 0].tolist()
+    size = source.description.text.vocab_size
+    ids = torch.tensor([token for token in tokens if 0 <= token < size], dtype=torch.long)
+    return ids[torch.as_tensor(source.description.visual_kinds(ids)) == 0].tolist()
 
 
 def _with_images(prompt: RolloutPrompt) -> list[dict]:
