@@ -29,7 +29,7 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.run_folder.batch_log import BatchLog
-from megatron_vlm.training.checkpoint import CheckpointState, Saved
+from megatron_vlm.training.checkpoint import Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
 
@@ -55,7 +55,8 @@ class Feed:
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
             self._started(partial(self._open, source))()
-        self._epochs = self._known_epochs()
+        rows_in = self._data.train_loader.rows_in if setup.is_first_rank() else None
+        self._epochs = Epochs(rows_in) if rows_in and rows_in(1) else None  # None also where it is not known
         self.milestones: Milestones = setup.on_first_rank(self._milestones)
         # of which the log says what was trained, and validated; none unless there are several
         self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
@@ -75,18 +76,13 @@ class Feed:
         check_validation(self._train, self._data.valid_loader is not None)
         return milestones(self._train, self._epochs, *self._begun)
 
-    def _known_epochs(self) -> Epochs | None:
-        """The rows of epochs, on the first rank; None if they are not known, and on other ranks."""
-        known = setup.is_first_rank() and self._data.train_loader.rows_in(1)
-        return Epochs(self._data.train_loader.rows_in) if known else None
-
-    def resume(self, resumed: CheckpointState | None) -> None:
+    def resume(self, resumed: Saved | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
         if self._data:
             self._started(partial(self._begin, resumed))()
 
-    def _begin(self, resumed: CheckpointState | None) -> None:
+    def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
         rank, ranks = setup.data_parallel_place()
@@ -126,12 +122,9 @@ class Feed:
         """Lines that a user should know about the data before the first step."""
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
-        if self._data and self._data.why_hf_processor:
-            yield (
-                "data: the Hugging Face processor encodes every sample, slower: "
-                f"{self._data.why_hf_processor}"
-            )
         if self._data:
+            if why := self._data.why_hf_processor:
+                yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
             yield from (*self._unknown, *self._data.train_loader.words)
             yield from validation_words(self._train, self._data.valid_loader is not None)
         last = self.milestones.steps

@@ -105,7 +105,7 @@ def gradients(ddp: list, micro_batches: list[dict]) -> dict:
 
 def leak(chunks: list, rows: list[dict]) -> dict:
     """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
-    from megatron_vlm.training.logits import logits_of
+    from megatron_vlm.training.evaluate import logits_of
 
     packed = parity.pack(rows[:2])
     changed = packed["input_ids"].clone()

@@ -70,7 +70,7 @@ class Run:
 
     def logits(self, case: dict) -> list[torch.Tensor]:
         """Of each row, in a layout without data parallelism; empty where they are not computed."""
-        from megatron_vlm.training.logits import logits_of
+        from megatron_vlm.training.evaluate import logits_of
 
         for chunk in self.model:
             chunk.eval()

@@ -77,7 +77,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             ids = _ended(inputs, batch["input_ids"][0][mine])
             ready = kind_of(processor).unpadded(inputs)
             seen = {key: value for key, value in ready.items() if key in description.visual_keys}
-            visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
+            visual = parity.GenericVisualInputs(**seen) if seen else None
             inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)
             labels = batch["labels"][0][mine]
             scores.append([_score(model, inputs, labels) for model in models])

@@ -302,7 +302,7 @@ def encode(
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
     made = [kind_of(processor).unpadded(out) for out in outputs]
     visual = [
-        GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
+        GenericVisualInputs(**{key: out[key] for key in description.visual_keys if key in out})
         for out in made
     ]
     both = zip(outputs, visual, strict=True)
@@ -494,7 +494,7 @@ class Model:
     def compare(self, case: dict) -> dict:
         """The worst differences over all ranks, the same on every rank."""
         from megatron_vlm.training import step
-        from megatron_vlm.training.logits import logits_of
+        from megatron_vlm.training.evaluate import logits_of
 
         layout = self.run.parallel
         mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]

@@ -67,7 +67,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
         found["experts"].append({})
         ids, ready = sample["input_ids"], kind.unpadded(sample)
         seen = {key: ready[key] for key in description.visual_keys if key in ready}
-        inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
+        inputs = parity.GenericVisualInputs(**seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}
         visual = {key: sample[key] for key in sample if key not in (*text, *OURS)}
         text["position_ids"] = positions(ids, inputs).unsqueeze(-2)

@@ -116,7 +116,7 @@ def difference(chunks: list, prompts: list[Prompt], sampled: list[list]) -> floa
     from transformers import TopPLogitsWarper
 
     from megatron_vlm.generation.rows import batch_of
-    from megatron_vlm.training.logits import logits_of
+    from megatron_vlm.training.evaluate import logits_of
 
     worst = 0.0
     for chunk in chunks:
@@ -174,7 +174,7 @@ def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
     for outputs in encoded:
         outputs = kind_of(processor).unpadded(outputs)
         tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-        visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+        visual = GenericVisualInputs(**tensors) if tensors else None
         input_ids = outputs["input_ids"][0]
         positions = needs.position_ids(input_ids, visual)
         prompts.append({"input_ids": input_ids, "position_ids": positions, "visual_inputs": visual})

@@ -47,7 +47,7 @@ def import_run(config: RunConfig) -> None:
     """Write the HF checkpoint as the run folder's checkpoint of step 0, from which training starts."""
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
-    if checkpoint.exists(config.run_dir):
+    if checkpoint.saved(config.run_dir).path:
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     source = open_source(config.model.hf_path)
     chunks = open_model(config, source, raw_pixels=False, run_dir=config.run_dir)

@@ -32,7 +32,7 @@ def encode_prompt(
     outputs = kind_of(processor).unpadded(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    visual = GenericVisualInputs(**tensors) if tensors else None
     return {
         "input_ids": input_ids,
         "position_ids": needs.position_ids(input_ids, visual),
