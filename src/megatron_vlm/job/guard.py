@@ -1,8 +1,9 @@
-"""A process beside one that nothing waits for: it says why that ended, if it could not say so itself.
+"""A process beside another: it says why that ended, if it could not say so itself, and ends it if it is held.
 
 A crash in compiled code, a kill, and code that never lets the interpreter go leave no time for Python. The
 guard needs nothing of the process that it guards. faulthandler writes stacks to it, through a socket so small
-that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `ranks.last_words`.
+that the crash waits until the reason is on the screen. Of a rank that ended, its launcher speaks instead, see
+`ranks.last_words`.
 
 It ends a process whose watchdog has not looked for too long. It counts its own waits and not the clock, and
 none while the process is stopped: so time in which either of them could not run is not counted.
@@ -73,7 +74,11 @@ def _attend(
     if _waits_too_long(record, heard, guarded, most_silence):
         signal.pidfd_send_signal(guarded, signal.SIGUSR2)  # faulthandler writes the stacks
         time.sleep(_WRITES_FOR)
-        say(f"megatron-vlm: {held(f'process {record.content["pid"]}', record.read())}")
+        record.content = record.read()  # which the other process has written, and can no longer
+        message = f"megatron-vlm: {held(record.content)}"
+        record.end("hang", message)
+        if record.claim():
+            say(message)
         signal.pidfd_send_signal(guarded, signal.SIGKILL)
         return
     first = ""
@@ -81,7 +86,8 @@ def _attend(
         time.sleep(_SPEAKS_AFTER)
         first = heard.recv(256, socket.MSG_PEEK).decode(errors="replace")
     content = record.read()
-    if not content["ended"] and (folder is None or os.path.exists(folder)):
+    done = content["ended"] or (folder is not None and not os.path.exists(folder))
+    if not done and ranks.world_size() == 1:
         who = f"process {content['pid']}"
         number = next((number for name, number in _CRASHES.items() if name in first), None)
         say(f"megatron-vlm: {by_signal(who, number, content)}")

@@ -213,8 +213,6 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
     if code < 0:
         kind, said = "SIGTERM" if -code == signal.SIGTERM else "signal", by_signal(who, -code, content)
         code = 128 - code
-    elif content and not ended and time.time() - content["looked"] > content["hang_seconds"]:
-        code, said = HANG_CODE, held(who, content, ", or was stopped for so long")
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
 
@@ -227,9 +225,10 @@ def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> s
     return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
 
 
-def held(who: str, content: dict[str, Any], or_else: str = "") -> str:
-    """The last words of a process that faulthandler ended, as its interpreter could not run for too long."""
-    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}{or_else}"
+def held(content: dict[str, Any]) -> str:
+    """The last words of a process that its guard ends, as its interpreter could not run for too long."""
+    who = f"rank {content['rank']}" if world_size() > 1 else f"process {content['pid']}"
+    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}"
     return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
 
 

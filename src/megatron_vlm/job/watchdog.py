@@ -5,12 +5,11 @@ run. A thread of every rank looks at the beats of all ranks. If no rank has made
 the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
 first rank that has heard all others names the rank that hangs, and all end.
 
-Code that never lets the interpreter go stops that thread, too. So what needs no interpreter waits for its
-looks, and ends the process with its stacks when none has come for longer: the guard of a single process, or
-faulthandler's timer in a rank.
+Code that never lets the interpreter go stops that thread, too. So a process beside it waits for its looks,
+and ends it with its stacks when none has come for longer, see `guard`.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
-in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
+in which it did not run, and neither does its guard. `kill -USR2 PID` writes a rank's stacks at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_vlm.job.ranks import HANG_CODE, say
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
-TIMER_AFTER = 10  # seconds after the watchdog, which has better words
+GUARD_AFTER = 10  # seconds after the watchdog, which has better words
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
@@ -118,16 +117,11 @@ class Watch:
         self.path = errors / f"rank{ranks.rank()}.txt"
         self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
-        # where a crash in compiled code writes its stacks; workers have another parent than this process
-        alone = ranks.world_size() == 1
-        to_guard = guard.start(record, self.file.fileno(), hang_seconds + TIMER_AFTER) if alone else None
-        self._guarded = to_guard is not None
-        self._crashes = to_guard if self._guarded else self.file
+        to_guard = guard.start(record, self.file.fileno(), hang_seconds + GUARD_AFTER)
         atexit.register(record.end, "done", "")  # Python itself ends the process
         os.register_at_fork(after_in_child=self._in_worker)
-        faulthandler.enable(self._crashes)
+        faulthandler.enable(self.file if to_guard is None else to_guard)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
-        self._wind_up()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -135,7 +129,6 @@ class Watch:
         self._done.set()
         self._thread.join()
         self.record.end("done", "")
-        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
@@ -160,7 +153,7 @@ class Watch:
         seen, still, looked = None, 0.0, time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
-            self._wind_up()
+            self.record.write(looked=time.time())
             passed, looked = now - looked, now
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
@@ -174,11 +167,6 @@ class Watch:
                 self.record.flush()
             if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:
                 end_now(HANG_CODE)  # torchrun was killed; nobody would end this rank
-
-    def _wind_up(self) -> None:
-        self.record.write(looked=time.time())
-        if not self._guarded:
-            faulthandler.dump_traceback_later(self.hang_seconds + TIMER_AFTER, exit=True, file=self.file)
 
     def _beat_for_files_and_workers(self, passed: float) -> None:
         found = [progress() for progress in self.progress]
