@@ -119,7 +119,7 @@ def plan(
 
     from megatron_vlm.models.hf import look_at
     from megatron_vlm.planning.plan import make_plan
-    from megatron_vlm.planning.words import advice, describe
+    from megatron_vlm.planning.words import advice, describe, rehearsed, searched
 
     description, assumed = look_at(config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
@@ -128,13 +128,10 @@ def plan(
         typer.echo(assumed)
     for line in advice(made, gpu_memory * 1e9):
         typer.echo(line)
-    if rehearse or search:
-        from megatron_vlm.planning.rehearsed_words import rehearsed, searched
-
-        for line in rehearsed(made, rank, gpu or []) if rehearse else ():
-            typer.echo(line)
-        for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
-            typer.echo(line)
+    for line in rehearsed(made, rank, gpu or []) if rehearse else ():
+        typer.echo(line)
+    for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
+        typer.echo(line)
 
 
 @app.command()

@@ -1,14 +1,19 @@
-"""A plan in words, and what to change if it does not fit or wastes time."""
+"""Plans, rehearsals and the search for a layout in words, with what to change in a plan that does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import combinations
 
-from megatron_vlm.config import RunConfig, derived, fewest_processes
+from megatron_vlm.config import ConfigError, RunConfig, derived, fewest_processes
+from megatron_vlm.messages import suggestion
 from megatron_vlm.models.work import costs
-from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.overrides import apply_overrides, split_override
 from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
+from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
+from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts, representatives
+from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
 
 MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to change
 
@@ -148,3 +153,81 @@ def _against_imbalance(plan: MemoryPlan) -> Iterator[str]:
     elif busiest == 0 and sum(map(len, plan.stages[0].layers)) == plan.config.parallel.vpp:
         remedy = "its tower alone is more than a stage's share: lower pp"
     yield f"Stage {busiest} has {plan.imbalance:.2f} of the mean work; {remedy}."
+
+
+# --- rehearsals and the search for a layout, a line as soon as it is known --------------------------------
+
+
+def gpu_with(settings: Sequence[str]) -> Gpu:
+    """An H100 with other numbers, given as `name=number`. Raises ConfigError on an unknown name."""
+    numbers = asdict(Gpu())
+    for setting in settings:
+        name, value = split_override(setting)
+        if name not in numbers:
+            raise ConfigError(f"--gpu {setting}: no such number{suggestion(name, numbers)}")
+        numbers[name] = type(numbers[name])(float(value))
+    return Gpu(**numbers)
+
+
+def rehearsed(plan: MemoryPlan, rank: int | None, settings: Sequence[str]) -> Iterator[str]:
+    """Lines about what each rank holds, sends and does in a real step, beside the plan; and its time."""
+    gpu = gpu_with(settings)
+    yield ""
+    ranks = representatives(plan) if rank is None else [rank]
+    found = []
+    for number in ranks:
+        found.append(rehearse(plan.config, plan.description, plan.gpus, number))
+        yield from _of_rank(found[-1], plan)
+    yield from _of_step(step_time(found, gpu, plan.useful_flops), gpu)
+
+
+def _of_rank(one: Rehearsal, plan: MemoryPlan) -> Iterator[str]:
+    planned = plan.stages[one.stage].memory - RESERVE
+    parts = ("weights", "gradients", "optimizer", "activations")
+    yield (
+        f"Rank {one.rank}, of stage {one.stage}, rehearsed: {one.peak / 1e9:.1f} GB at most ("
+        + ", ".join(f"{part} {getattr(one, part) / 1e9:.1f}" for part in parts)
+        + f"); the plan says {planned / 1e9:.1f}, {planned / one.peak:.2f} of it."
+    )
+    yield f"  {one.operations:,.0f} operations of {one.flops('matmul', 'attention') / 1e12:,.0f} TFLOP a step"
+    for (group, kind), (calls, nbytes) in sorted(one.collectives.items()):
+        yield f"  {group}: {kind}, {calls:,.0f} calls, {nbytes / 1e9:,.2f} GB a step"
+    reads = ", ".join(f"{place} {count:,.0f} times" for place, count in one.micro_batch.of(str).items())
+    yield f"  The host waits for the device in a micro batch's forward and backward: {reads or 'never'}."
+    yield f"  It waits {sum(one.once.of(str).values()):,} times in the rest of a step."
+
+
+def _of_step(time: StepTime, gpu: Gpu) -> Iterator[str]:
+    yield (
+        f"A step takes {time.seconds:.2f} s: {time.computing:.2f} computing, "
+        f"{time.exchanging:.2f} exchanging, {time.bubble:.2f} waiting for "
+        f"other stages, {time.once:.2f} for gradients and optimizer; "
+        f"utilisation {time.utilisation:.0%}."
+    )
+    yield (
+        "  if "
+        + ", ".join(f"{name} {value:g}" for name, value in asdict(gpu).items())
+        + " (--gpu changes one)."
+    )
+
+
+def searched(plan: MemoryPlan, capacity: float, settings: Sequence[str]) -> Iterator[str]:
+    """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
+    gpu = gpu_with(settings)
+    yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
+    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu)
+    yield f"{len(layouts)} fit by their plans; the best are rehearsed:"
+    fitting = []
+    for layout, planned in layouts[:MOST_REHEARSED]:
+        ranks = [rehearse(planned.config, plan.description, plan.gpus, r) for r in representatives(planned)]
+        memory = max(one.peak for one in ranks) + RESERVE
+        time = step_time(ranks, gpu, planned.useful_flops)
+        name = " ".join(layout)
+        if memory <= capacity:
+            fitting.append((time.seconds, name))
+        said = f"{memory / 1e9:.0f} GB" + ("" if memory <= capacity else ", which does not fit")
+        yield f"  {name}: {time.seconds:.2f} s, {time.utilisation:.0%}, {said}"
+    if fitting:
+        yield f"The quickest: {min(fitting)[1]}"
+    else:
+        yield "No layout fits; use more GPUs, shorter rows or a smaller micro batch."
