@@ -337,20 +337,14 @@ def test_a_process_that_was_stopped_for_long_goes_on(ranks, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
 
-def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
+def test_a_launcher_that_is_killed_has_a_last_line():
     program = (
-        "import os, signal, tempfile; from megatron_vlm.job import guard, ranks; guard._RANKS_END = 0.1\n"
-        "with tempfile.TemporaryDirectory() as folder:\n"
-        "    guard.start(ranks.RankFile(None), folder=folder); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from megatron_vlm.job import guard, ranks\n"
+        "guard.start(ranks.RankFile(None)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+    options = {"capture_output": True, "text": True, "timeout": 60}
     said = subprocess.run([sys.executable, "-c", program], **options).stderr
     assert "is no more while starting: something outside did it, most often for want of memory" in said
-    deadline = time.monotonic() + 30
-    while any(tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import socket
 import time
@@ -29,17 +28,13 @@ _CRASHES |= {"Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE}
 _SPEAKS_AFTER = 0.05  # seconds, in which the first line has come
 _LOOKS = 20  # times within the longest silence
 _WRITES_FOR = 1  # seconds, in which stacks are in their file
-_RANKS_END = 10  # seconds, in which ranks notice that their launcher is no more
 
 
-def start(
-    record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf, folder: str | None = None
-) -> int | None:
-    """Start the guard of this process, which ends with it; `record` must be in memory. `most_silence` are
-    seconds between two looks of the watchdog.
+def start(record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf) -> int | None:
+    """Start the guard of this process, which ends with it. `most_silence` are seconds between looks of the
+    watchdog.
 
-    What faulthandler writes to the returned descriptor goes to the descriptor `stacks`. A process that has a
-    `folder` for the time of its work is done when it has removed that; else the guard removes it.
+    What faulthandler writes to the returned descriptor goes to the descriptor `stacks`.
     """
     try:
         guarded = os.pidfd_open(os.getpid())
@@ -52,7 +47,7 @@ def start(
             os.setsid()
             if os.fork() == 0:  # nobody's child, so that nobody waits for it or takes it for a data worker
                 ours.close()
-                _attend(record, heard, guarded, stacks, most_silence, folder)
+                _attend(record, heard, guarded, stacks, most_silence)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
@@ -62,12 +57,7 @@ def start(
 
 
 def _attend(
-    record: ranks.RankFile,
-    heard: socket.socket,
-    guarded: int,
-    stacks: int,
-    most_silence: float,
-    folder: str | None,
+    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int, most_silence: float
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -86,17 +76,12 @@ def _attend(
         time.sleep(_SPEAKS_AFTER)
         first = heard.recv(256, socket.MSG_PEEK).decode(errors="replace")
     content = record.read()
-    done = content["ended"] or (folder is not None and not os.path.exists(folder))
-    if not done and ranks.world_size() == 1:
+    if not content["ended"] and ranks.world_size() == 1:
         who = f"process {content['pid']}"
         number = next((number for name, number in _CRASHES.items() if name in first), None)
         say(f"megatron-vlm: {by_signal(who, number, content)}")
     while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
         os.write(stacks, stack)
-    if folder is not None:
-        os.closerange(0, 3)  # who reads what the process printed shall not wait
-        time.sleep(_RANKS_END)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:
