@@ -118,8 +118,8 @@ def plan(
     read_config(config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
+    from megatron_vlm.planning.notes import advice, describe, rehearsed, searched
     from megatron_vlm.planning.plan import make_plan
-    from megatron_vlm.planning.words import advice, describe, rehearsed, searched
 
     description, assumed = look_at(config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))

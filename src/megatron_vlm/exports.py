@@ -47,7 +47,7 @@ def export_step(
         export_hf(chunks, folder, source.folder, source.weight_map)
 
 
-def words(config: RunConfig, source: Source) -> Iterator[str]:
+def notes(config: RunConfig, source: Source) -> Iterator[str]:
     """A line about the space that the exports of a run take on disk, if it makes any."""
     if not config.train.export_every or config.adapter.used:
         return

@@ -14,10 +14,10 @@ from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.planning.notes import ways_to_fit
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.search import planned_layouts
 from megatron_vlm.planning.step_time import Gpu
-from megatron_vlm.planning.words import ways_to_fit
 from megatron_vlm.run_folder.adapter_start import begun
 
 ROWS_IN_A_STEP = 32

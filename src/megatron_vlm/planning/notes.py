@@ -59,7 +59,7 @@ def _changed(plan: MemoryPlan, settings: tuple[str, ...]) -> MemoryPlan | None:
         return None
 
 
-# --- words -----------------------------------------------------------------------------------------------
+# --- notes -----------------------------------------------------------------------------------------------
 
 
 def describe(plan: MemoryPlan) -> str:
