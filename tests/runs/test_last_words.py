@@ -17,7 +17,7 @@ from places import HELPERS
 from programs import run_program
 
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.job.ranks import hung, last_words, read_all
+from megatron_vlm.job.ranks import last_words, read_all
 from megatron_vlm.job.reasons import named
 
 AT_ONCE = 4
@@ -207,19 +207,6 @@ def test_a_rank_whose_interpreter_was_held_is_named(tmp_path):
 def in_a_job(shared: Path) -> dict[str, str]:
     """The environment of the first of two ranks, whose files lie in this folder."""
     return {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(shared / "0/error.json")}
-
-
-def test_a_data_worker_that_is_stopped_is_no_reason_to_wait_longer():
-    where = "select (selectors.py:415); its data worker (pid 7) is stopped (SIGSTOP)"
-    content = {
-        "host": "another",
-        "pid": 5,
-        "doing": "saving step 6",
-        "hang": {"waits": False, "where": where},
-    }
-    said = hung({0: content}, 20, Path("run/errors"))
-    assert "its data worker (pid 7) is stopped (SIGSTOP)" in said and "raise train.hang_seconds" not in said
-    assert said.endswith("; start again: a run goes on from its last checkpoint, if it has saved one.")
 
 
 def still_running(run_dir: Path) -> list[str]:

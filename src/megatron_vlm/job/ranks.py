@@ -250,8 +250,8 @@ def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path)
         where = f", in {content['hang']['where']}" if content["hang"] else ""
         texts.append(f"rank {number} (pid {content['pid']}) {worst} while {content['doing']}{where}")
     who = listed(texts, 3, "; ")
-    only_slow = worst in _WORST_FIRST[3:] and "SIGSTOP" not in who
-    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else START_AGAIN
+    may_be_slow = worst in _WORST_FIRST[3:]
+    remedy = "raise train.hang_seconds if it only needs longer" if may_be_slow else START_AGAIN
     return (
         f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
         f"The stacks of all ranks and workers are in {errors}; {remedy}."

@@ -177,10 +177,9 @@ class Watch:
 
     def _end_the_job(self) -> None:
         frames = self._frames()
-        where = _where(frames) + _stopped_workers()
         innermost = "".join(frame.f_code.co_filename for frame in frames[:3])
         waits = ranks.world_size() > 1 and any(place in innermost for place in WAITING)
-        self.record.write(hang={"where": where, "waits": waits})
+        self.record.write(hang={"where": _where(frames), "waits": waits})
         self._write_stacks()
         others = self._hear_others()
         contents = {ranks.rank(): self.record.content, **others}
@@ -248,12 +247,6 @@ def _where(frames: list[Any]) -> str:
         f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         for frame in named
     )
-
-
-def _stopped_workers() -> str:
-    pids = [worker.pid for worker in multiprocessing.active_children()]
-    stopped = [str(pid) for pid in pids if ranks.process_state(pid) == "T"]
-    return f"; its data worker (pid {', '.join(stopped)}) is stopped (SIGSTOP)" if stopped else ""
 
 
 def _bytes_read_and_written() -> int:

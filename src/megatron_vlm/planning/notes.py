@@ -15,8 +15,6 @@ from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
 from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts, representatives
 from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
 
-MAX_IMBALANCE, MAX_BUBBLE = 1.15, 0.2  # above these, the plan says what to change
-
 # --- advice ----------------------------------------------------------------------------------------------
 
 
@@ -88,10 +86,11 @@ def describe(plan: MemoryPlan) -> str:
         f"{config.data.visual_share:g}, data.max_pixels {config.data.max_pixels or costs.DEFAULT_IMAGE}).",
     ]
     if parallel.pp > 1:
-        lines.append(
-            f"Pipeline: the busiest stage has {plan.imbalance:.2f} of the mean work; stages wait for one "
-            f"another {plan.bubble:.0%} of a step."
-        )
+        lines += [
+            f"Pipeline: the busiest stage has {plan.imbalance:.2f} of the mean work, which another pp or "
+            f"parallel.vision_dp changes; stages wait for one another {plan.bubble:.0%} of a step, which a "
+            "larger train.global_batch_size or vpp lowers."
+        ]
     return "\n".join(lines)
 
 
@@ -135,24 +134,6 @@ def advice(plan: MemoryPlan, capacity: float) -> Iterator[str]:
             yield f"  {change}: {other.memory / 1e9:.0f} GB on {_gpus(other)}"
         if not ways:
             yield "  No change of recomputation, tp, pp, ep or seq_length, alone or with another, is enough."
-    if plan.imbalance > MAX_IMBALANCE:
-        yield from _against_imbalance(plan)
-    if plan.bubble > MAX_BUBBLE:
-        config = plan.config
-        yield (
-            f"Stages wait {plan.bubble:.0%} of a step: raise train.global_batch_size above "
-            f"{config.train.global_batch_size}, or vpp above {config.parallel.vpp}."
-        )
-
-
-def _against_imbalance(plan: MemoryPlan) -> Iterator[str]:
-    busiest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].flops)
-    remedy = "use fewer or more stages"
-    if busiest == 0 and plan.config.parallel.tp > 1 and not plan.config.parallel.images_spread:
-        remedy = "spread its images: parallel.vision_dp=true"
-    elif busiest == 0 and sum(map(len, plan.stages[0].layers)) == plan.config.parallel.vpp:
-        remedy = "its tower alone is more than a stage's share: lower pp"
-    yield f"Stage {busiest} has {plan.imbalance:.2f} of the mean work; {remedy}."
 
 
 # --- rehearsals and the search for a layout, a line as soon as it is known --------------------------------
