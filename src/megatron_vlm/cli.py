@@ -15,7 +15,7 @@ from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import refuse_existing, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
@@ -60,7 +60,11 @@ def train(
     if model or data:
         from megatron_vlm.commands.proposing import recipe_for
 
-        arguments.refuse_both(recipe, file)
+        if recipe or file:
+            raise configs.ConfigError(
+                "--model and --data make a recipe of their own; to change a recipe's checkpoint and data, "
+                "give --hf_path and --train_data_path."
+            )
         file, nproc = recipe_for(model, data, settings or (), flags, nproc, dry_run)
         settings = None
         flags = {}
@@ -242,7 +246,10 @@ def export(
     adapter: bool = False,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
-    config = arguments.config_to_export(run_dir, output, adapter, settings, nproc)
+    config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
+    refuse_existing(output)
+    if adapter and not config.adapter.used:
+        raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     if nproc:
         given = ["--adapter"] if adapter else []
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))

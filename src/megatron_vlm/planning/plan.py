@@ -7,8 +7,9 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, replace
-from operator import add
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
@@ -43,21 +44,9 @@ from megatron_vlm.planning.kept import saved_by_dropout, saved_by_layer, saved_b
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of one rank; experts count separately, as other ranks hold their optimizer state."""
-
-    dense: int = 0
-    experts: int = 0
-    trained_dense: int = 0
-    trained_experts: int = 0
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*map(add, astuple(self), astuple(other)))
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
+# Numbers of one rank: "dense" and "experts", apart as other ranks hold the experts' optimizer state, and
+# "trained_dense" and "trained_experts" of them
+Parameters = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -182,13 +171,10 @@ class _Held:
             )
             for kind, i in examples.items()
         }
-        words = (
-            megatron_config.padded_vocabulary
-            // megatron_config.tensor_model_parallel_size
-            * megatron_config.hidden_size
-        )
-        self._words = Parameters(words, 0, words * trained, 0)
-        self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
+        width = megatron_config.hidden_size
+        words = megatron_config.padded_vocabulary // megatron_config.tensor_model_parallel_size * width
+        self._words = Counter(dense=words, trained_dense=words * trained)
+        self._norm = Counter(dense=width, trained_dense=width * trained)
         self._adapters = adapter_sizes(config, description)
         self._saved = saved_sizes(config, description)
         self._drops = settled(config.adapter).lora_dropout > 0
@@ -203,19 +189,20 @@ class _Held:
         """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
         dense = sum(self._adapters[layer, part] for part in (ATTENTION, FEED_FORWARD, None))
         experts = self._adapters[layer, EXPERTS]
-        return Parameters(dense, experts, dense + self._saved[layer], experts)
+        trained = dense + self._saved[layer]
+        return Counter(dense=dense, experts=experts, trained_dense=trained, trained_experts=experts)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
-        total = Parameters()
-        for i in (i for held in layers for i in held):
-            total += self._layers[self._kind(i)] + self._adapters_of(i)
+        pieces = [self._layers[self._kind(i)] + self._adapters_of(i) for i in chain.from_iterable(layers)]
         if first:
-            total += self._words + self.vision + self._adapters_of(FIRST)
+            pieces += [self._words, self.vision, self._adapters_of(FIRST)]
         if last:
-            total += self._norm + self._adapters_of(LAST)
+            pieces += [self._norm, self._adapters_of(LAST)]
         one_chunk = first and last and len(layers) == 1
-        return total + self._words if last and not (one_chunk and self._config.tie_embeddings) else total
+        if last and not (one_chunk and self._config.tie_embeddings):
+            pieces.append(self._words)
+        return sum(pieces, Counter())
 
     def saved(self, megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
         """Bytes per token that a layer saves; its linears' inputs, where these or adapters are trained."""
@@ -232,14 +219,16 @@ class _Held:
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
     experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
     dense = sum(p.numel() for p in module.parameters()) - experts
-    return Parameters(dense, experts, dense * trained, experts * trained)
+    return Counter(
+        dense=dense, experts=experts, trained_dense=dense * trained, trained_experts=experts * trained
+    )
 
 
 def _count_vision(description: Description, frozen: list[str]) -> Parameters:
     prefixes = tuple(prefix for group in frozen for prefix in description.groups[group])
     sizes = {f"vision.{n}": p.numel() for n, p in description.build_vision().named_parameters()}
     trained = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
-    return Parameters(sum(sizes.values()), 0, trained, 0)
+    return Counter(dense=sum(sizes.values()), trained_dense=trained)
 
 
 def _stage(
@@ -270,19 +259,22 @@ def _stage(
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
     lm_passes = costs.language_model_passes(config)
     seq_length = config.data.seq_length
-    layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
+    numbers = chain.from_iterable(layers)
+    layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for i in numbers)
     activations = _activations(config, megatron_config, held, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
-        activations = max(activations, 4 * held.vision.trained_dense)
+        activations = max(activations, 4 * held.vision["trained_dense"])
     flops = lm_passes * layers_flops + last * costs.output_passes(config) * costs.output_flops(architecture)
-    trained = parameters.trained_dense + parameters.trained_experts
+    total = parameters["dense"] + parameters["experts"]
+    trained_dense = parameters["trained_dense"]
+    trained_experts = parameters["trained_experts"]
+    trained = trained_dense + trained_experts
     return Stage(
         layers=layers,
-        parameters=parameters.total,
-        weights=value * (parameters.total + costs.reference_passes(config) * trained),
+        parameters=total,
+        weights=value * (total + costs.reference_passes(config) * trained),
         gradients=4 * trained,
-        optimizer=state
-        * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
+        optimizer=state * (trained_dense / dense_ranks + trained_experts / expert_ranks),
         activations=activations,
         flops=flops * tokens / (parallel.tp * parallel.cp)
         + first * costs.vision_passes(config, image) * images * image.flops,
