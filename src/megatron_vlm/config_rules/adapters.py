@@ -47,13 +47,10 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         is_none_needed = name == "target_modules" and adapter.target_parameters
         if getattr(adapter, name) == [] and not is_none_needed:
             yield f"adapter.{name}: [] names no modules; give ends of their names, as [q_proj, v_proj]."
-    for name in ("target_modules", "exclude_modules", *PATTERNS):
-        patterns = getattr(adapter, name)
-        if name not in PATTERNS:
-            patterns = [patterns] if isinstance(patterns, str) else []
-        for pattern in patterns:
-            if why := problem(pattern):
-                yield (
-                    f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
-                    "list."
-                )
+    patterns = [(name, pattern) for name in PATTERNS for pattern in getattr(adapter, name)]
+    patterns += [(name, getattr(adapter, name)) for name in ("target_modules", "exclude_modules")]
+    for name, pattern in patterns:
+        if isinstance(pattern, str) and (why := problem(pattern)):  # else names in a list, or none
+            yield (
+                f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a list."
+            )
