@@ -52,5 +52,6 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     for name, pattern in patterns:
         if isinstance(pattern, str) and (why := problem(pattern)):  # else names in a list, or none
             yield (
-                f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a list."
+                f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
+                "list."
             )

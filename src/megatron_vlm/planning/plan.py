@@ -39,7 +39,7 @@ from megatron_vlm.planning.adapters import (
     adapter_sizes,
     saved_sizes,
 )
-from megatron_vlm.planning.kept import saved_by_dropout, saved_by_layer, saved_by_output_layer
+from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
@@ -210,10 +210,7 @@ class _Held:
         attention = self._trained or adapters[layer, ATTENTION] + self._saved[layer] > 0
         inner = adapters[layer, FEED_FORWARD] + adapters[layer, EXPERTS]
         feed_forward = self._trained or inner + self._saved[layer] > 0
-        saved = saved_by_layer(megatron_config, layer, value, attention, feed_forward)
-        if self._drops:
-            saved += saved_by_dropout(megatron_config, layer, value, attention, feed_forward)
-        return saved
+        return saved_by_layer(megatron_config, layer, value, attention, feed_forward, self._drops)
 
 
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
