@@ -251,8 +251,8 @@ def export(
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     if nproc:
-        given = ["--adapter"] if adapter else []
-        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))
+        flags = ["--adapter"] if adapter else []
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *flags, *(settings or ())]))
 
     with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.claim_files()
@@ -318,8 +318,8 @@ def generate(
     from megatron_vlm.commands.runs import generate_from_run
 
     sampling = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
-    found = generate_from_run(config, question, images, max_new_tokens, **sampling)
-    typer.echo(printable_lines("\n---\n".join(found)))
+    replies = generate_from_run(config, question, images, max_new_tokens, **sampling)
+    typer.echo(printable_lines("\n---\n".join(replies)))
 
 
 def main() -> None:

@@ -111,8 +111,8 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
     if problems := list(run_problems(run_dir)):
         raise ConfigError("\n".join(problems))
     assumed = {} if nproc or world_size() else ONE_PROCESS
-    given = {"run_dir": str(run_dir)}
-    config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), given, assumed)
+    flags = {"run_dir": str(run_dir)}
+    config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), flags, assumed)
     validate(_with_some_data(config), nproc or world_size() or 1)
     return config
 

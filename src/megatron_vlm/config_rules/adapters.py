@@ -16,12 +16,12 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     """Messages for the user about what is wrong with `config.adapter`."""
     adapter = config.adapter
     default = dict(all_settings(AdapterConfig()))
-    given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
+    changed = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
     if adapter.start is not None:
-        for name in given:
+        for name in changed:
             yield f"adapter.{name}: is settled by the folder of adapter.start; drop one of the two."
     elif adapter.r == 0:
-        for name in given:
+        for name in changed:
             yield f"adapter.{name}: is set, and adapter.r is 0, which means no adapters; set adapter.r=16."
     if adapter.used and config.model.freeze:
         yield (

@@ -33,14 +33,14 @@ def matching(pattern: str, texts: Iterable[str], how: str = "fullmatch") -> dict
 
     test = getattr(regex, how)
     ends = time.process_time() + SECONDS
-    found = {}
+    matches = {}
     for text in texts:
         try:
             if match := test(pattern, text, timeout=max(ends - time.process_time(), 1e-3)):
-                found[text] = match
+                matches[text] = match
         except TimeoutError as error:
             raise ConfigError(
                 f"the pattern {printable(pattern)} was not done with {printable(text)} after {SECONDS:g} s; "
                 "write it without repeats inside of repeats, or give a list of names."
             ) from error
-    return found
+    return matches

@@ -119,8 +119,8 @@ def without_traceback(text: str) -> str:
     if marker not in text:
         return text
     after = text.rpartition(marker)[2].strip("\n").splitlines()
-    kept = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
-    return "\n".join(after[kept[0] :]) if kept else text.partition(marker)[0].strip()
+    unindented = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
+    return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
 
 
 def named(error: BaseException) -> str:

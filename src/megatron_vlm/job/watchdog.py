@@ -109,7 +109,7 @@ class Watch:
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
         self.reader: int | None = None
         self.files, self._moved = False, 0
-        self._found: list[Any] = []
+        self._progress_seen: list[Any] = []
         self._parent = os.getppid()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
@@ -150,17 +150,20 @@ class Watch:
     # ---- the thread
 
     def _look(self) -> None:
-        seen, still, looked = None, 0.0, time.monotonic()
+        seen = None
+        still = 0.0
+        looked = time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
             self.record.write(looked=time.time())
-            passed, looked = now - looked, now
+            passed = now - looked
+            looked = now
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
-            found = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
+            beats = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
             # this process did not run during the rest of a longer gap
-            still = still + min(passed, 2 * self._period) if found == seen else 0.0
-            seen = found
+            still = still + min(passed, 2 * self._period) if beats == seen else 0.0
+            seen = beats
             if still > self.hang_seconds and not self._done.is_set():
                 self._end_the_job()
             if ranks.several_machines():
@@ -169,11 +172,12 @@ class Watch:
                 end_now(HANG_CODE)  # torchrun was killed; nobody would end this rank
 
     def _beat_for_files_and_workers(self, passed: float) -> None:
-        found = [progress() for progress in self.progress]
+        progress = [count() for count in self.progress]
         moved = _bytes_read_and_written()
-        if found != self._found or (self.files and moved - self._moved > MUCH_IO * passed):
+        if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
             self.record.write(beats=self.record.content["beats"] + 1)
-        self._found, self._moved = found, moved
+        self._progress_seen = progress
+        self._moved = moved
 
     def _end_the_job(self) -> None:
         frames = self._frames()

@@ -26,9 +26,9 @@ def ways_to_fit(plan: MemoryPlan, capacity: float) -> list[tuple[str, MemoryPlan
     changes = list(_changes(plan.config))
     for together in (1, 2):
         tried = ((pair, _changed(plan, pair)) for pair in combinations(changes, together))
-        found = [(" ".join(pair), other) for pair, other in tried if other and other.memory <= capacity]
-        if found:
-            return found
+        fitting = [(" ".join(pair), other) for pair, other in tried if other and other.memory <= capacity]
+        if fitting:
+            return fitting
     return []
 
 
@@ -104,7 +104,7 @@ def _table(plan: MemoryPlan) -> list[str]:
         rows.append(
             (
                 str(number),
-                " ".join(f"{held.start}-{held.stop - 1}" for held in stage.layers),
+                " ".join(f"{layers.start}-{layers.stop - 1}" for layers in stage.layers),
                 f"{stage.parameters:,}",
                 *(f"{size / 1e9:.1f}" for size in parts),
                 f"{stage.flops / mean:.2f}",
@@ -155,11 +155,11 @@ def rehearsed(plan: MemoryPlan, rank: int | None, settings: Sequence[str]) -> It
     gpu = gpu_with(settings)
     yield ""
     ranks = representatives(plan) if rank is None else [rank]
-    found = []
+    rehearsals = []
     for number in ranks:
-        found.append(rehearse(plan.config, plan.description, plan.gpus, number))
-        yield from _of_rank(found[-1], plan)
-    yield from _of_step(step_time(found, gpu, plan.useful_flops), gpu)
+        rehearsals.append(rehearse(plan.config, plan.description, plan.gpus, number))
+        yield from _of_rank(rehearsals[-1], plan)
+    yield from _of_step(step_time(rehearsals, gpu, plan.useful_flops), gpu)
 
 
 def _of_rank(one: Rehearsal, plan: MemoryPlan) -> Iterator[str]:

@@ -105,7 +105,7 @@ class KnownCosts:
     """Costs that plans of one model and one size of images share, so that they are computed once."""
 
     image: costs.ImageCost | None = None
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
+    pieces: dict[tuple[int, int], _Pieces] = field(default_factory=dict)  # by tp and ep
 
 
 def make_plan(
@@ -125,12 +125,13 @@ def make_plan(
     meta = torch.device("meta")
     megatron_config.attention_backends = attention_backends(megatron_config, config.model, meta)
     split = config.parallel.tp, config.parallel.ep
-    if split not in known.held:
+    if split not in known.pieces:
         with setup.pretended(config.parallel, gpus), meta:
-            known.held[split] = _Held(config, megatron_config, description)
-    held = known.held[split]
+            known.pieces[split] = _Pieces(config, megatron_config, description)
+    pieces = known.pieces[split]
     stages = tuple(
-        _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
+        _stage(config, megatron_config, architecture, pieces, image, gpus, i)
+        for i in range(config.parallel.pp)
     )
     passes = costs.language_model_passes(config)
     per_row = costs.images_per_row(config, image)
@@ -156,7 +157,7 @@ def make_plan(
     )
 
 
-class _Held:
+class _Pieces:
     """Parameters of the model's pieces on one rank, from modules built on the meta device."""
 
     def __init__(self, config: RunConfig, megatron_config: LanguageModelConfig, description: Description):
@@ -232,7 +233,7 @@ def _stage(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
     architecture: dict,
-    held: _Held,
+    pieces: _Pieces,
     image: costs.ImageCost,
     gpus: int,
     number: int,
@@ -246,7 +247,7 @@ def _stage(
         for v in range(parallel.vpp)
         for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
     )
-    parameters = held.stage(layers, first, last)
+    parameters = pieces.stage(layers, first, last)
     value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of its Adam state
     dense_ranks = expert_ranks = 1
     if parallel.distributed_optimizer:
@@ -258,9 +259,9 @@ def _stage(
     seq_length = config.data.seq_length
     numbers = chain.from_iterable(layers)
     layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for i in numbers)
-    activations = _activations(config, megatron_config, held, layers, image, gpus, number)
+    activations = _activations(config, megatron_config, pieces, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
-        activations = max(activations, 4 * held.vision["trained_dense"])
+        activations = max(activations, 4 * pieces.vision["trained_dense"])
     flops = lm_passes * layers_flops + last * costs.output_passes(config) * costs.output_flops(architecture)
     total = parameters["dense"] + parameters["experts"]
     trained_dense = parameters["trained_dense"]
@@ -281,7 +282,7 @@ def _stage(
 def _activations(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
-    held: _Held,
+    pieces: _Pieces,
     layers: tuple[range, ...],
     image: costs.ImageCost,
     gpus: int,
@@ -300,19 +301,19 @@ def _activations(
     cut = tp if megatron_config.sequence_parallel else 1
     hidden = tokens * value * megatron_config.hidden_size
     numbers = [i for each in layers for i in each]
-    per_layer = [tokens * held.saved(megatron_config, i, value) for i in numbers]
-    kept = sum(per_layer)
+    per_layer = [tokens * pieces.saved(megatron_config, i, value) for i in numbers]
+    saved = sum(per_layer)
     if recompute:  # the layers' inputs; the first ones bring visual features for later layers
         extras = sum(extras_before(megatron_config, i + 1) for i in numbers)
-        kept = hidden / cut * (len(per_layer) + extras)
+        saved = hidden / cut * (len(per_layer) + extras)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
-    of_one = kept + value * masks * tokens * rows * config.data.seq_length
-    kept = forwards * of_one
+    of_one = saved + value * masks * tokens * rows * config.data.seq_length
+    saved = forwards * of_one
     images = rows * costs.images_per_tower(config, image)
     if stage == 0:
-        kept += images * forwards * image.kept(recompute)
-        kept += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
+        saved += images * forwards * image.kept(recompute)
+        saved += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
     # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
     if recompute:
@@ -323,7 +324,7 @@ def _activations(
         besides = max(besides, saved_by_output_layer(config, megatron_config, tokens, trained))
     if stage == 0:
         besides = max(besides, images * image.made_again(recompute) - of_one)
-    return kept + besides
+    return saved + besides
 
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:

@@ -28,15 +28,15 @@ def planned_layouts(
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
     """
     known = KnownCosts()
-    found = []
+    fitting = []
     for settings in _layouts(config, description, gpus, gpu):
         try:
             plan = make_plan(apply_overrides(config, settings), description, gpus, known)
         except ValueError:
             continue  # it does not divide GPUs, model or batch
         if plan.memory <= capacity:
-            found.append((planned_seconds(plan, gpu), settings, plan))
-    return [(settings, plan) for _, settings, plan in sorted(found, key=lambda each: each[0])]
+            fitting.append((planned_seconds(plan, gpu), settings, plan))
+    return [(settings, plan) for _, settings, plan in sorted(fitting, key=lambda each: each[0])]
 
 
 def representatives(plan: MemoryPlan) -> list[int]:
