@@ -47,6 +47,7 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
     """
     notes = "\n".join(["", *getattr(error, "__notes__", ())])
     text, what = without_traceback(str(error)), _what_was_read(error)
+    # from the surest sign of what it is to the weakest: only what nothing here explains is a bug
     if is_worker_death(error):
         return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{START_AGAIN.capitalize()}."
     if isinstance(error, OSError) and error.errno is not None:

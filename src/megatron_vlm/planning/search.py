@@ -73,6 +73,7 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
         ranks = tuple(range(0, size * apart, apart))
         return collective_seconds(Collective("", kind, ranks, int(nbytes)), gpu)
 
+    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats
     exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
