@@ -87,7 +87,8 @@ def _attend(
 def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:
     """Waits until the process ends or crashes; or until its watchdog did not look for longer: then True."""
     period = None if most_silence == math.inf else most_silence / _LOOKS
-    last_look, silence = None, 0.0
+    last_look = None
+    silence = 0.0
     while not select.select([heard, guarded], [], [], period)[0]:
         try:
             content = record.read()

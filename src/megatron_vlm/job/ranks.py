@@ -209,9 +209,11 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
         return _BEST_FIRST.index(ended["kind"]), ended["time"], ended.get("code", HANG_CODE), ended["message"]
     if code == 0:
         return None
-    kind, said = "silence", f"{who} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
+    kind = "silence"
+    said = f"{who} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
     if code < 0:
-        kind, said = "SIGTERM" if -code == signal.SIGTERM else "signal", by_signal(who, -code, content)
+        kind = "SIGTERM" if -code == signal.SIGTERM else "signal"
+        said = by_signal(who, -code, content)
         code = 128 - code
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
