@@ -200,7 +200,7 @@ def test_a_rank_whose_interpreter_was_held_is_named(tmp_path):
     assert (done.returncode, done.stderr) == (-9, "")
     ended, message = last_words(read_all(shared, 2), {0: -9, 1: -15})
     assert ended == 3
-    assert message.startswith("megatron-vlm: rank 0 let no other code run for 1 s while training step 3")
+    assert message.startswith("megatron-vlm: rank 0 let no other code run for 2 s while training step 3")
     assert 'File "<string>", line 4' in (tmp_path / "errors/rank0.txt").read_text()
 
 
@@ -276,7 +276,7 @@ ALONE = {
     ),
     "re.fullmatch('(a?){40}b', 'a' * 40)": (
         -9,
-        "let no other code run for 1 s while training step 3; its stacks ",
+        "let no other code run for 2 s while training step 3; its stacks ",
     ),
 }
 

@@ -65,7 +65,7 @@ def _attend(
         signal.pidfd_send_signal(guarded, signal.SIGUSR2)  # faulthandler writes the stacks
         time.sleep(_WRITES_FOR)
         record.content = record.read()  # which the other process has written, and can no longer
-        message = f"megatron-vlm: {held(record.content)}"
+        message = f"megatron-vlm: {held(record.content, most_silence)}"
         record.end("hang", message)
         if record.claim():
             say(message)

@@ -72,7 +72,7 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
 class RankFile:
     """This rank's file; without a folder, it is in memory, which processes forked from this one share."""
 
-    def __init__(self, folder: Path | None, hang_seconds: float = float("inf")):
+    def __init__(self, folder: Path | None):
         self.folder = folder
         self.content: dict[str, Any] = {
             "rank": rank(),
@@ -82,7 +82,6 @@ class RankFile:
             "step": 0,
             "beats": 0,
             "looked": time.time(),  # when the watchdog last did
-            "hang_seconds": hang_seconds,
             "hang": None,
             "ended": None,
         }
@@ -227,10 +226,10 @@ def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> s
     return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
 
 
-def held(content: dict[str, Any]) -> str:
+def held(content: dict[str, Any], seconds: float) -> str:
     """The last words of a process that its guard ends, as its interpreter could not run for too long."""
     who = f"rank {content['rank']}" if world_size() > 1 else f"process {content['pid']}"
-    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}"
+    where = f"{who} let no other code run for {seconds:g} s while {content['doing']}"
     return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
 
 

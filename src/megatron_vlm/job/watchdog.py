@@ -52,7 +52,7 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
-    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), hang_seconds))
+    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir)))
     yield
     _watch.finish()
     _watch = None
