@@ -19,12 +19,12 @@ from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.data.generation_prompt import vocabulary_words
+from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_words
+from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_notes
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
@@ -63,7 +63,7 @@ class Feed:
 
     def _open(self, source: Source) -> None:
         rank, ranks = setup.data_parallel_place()
-        self._unknown = vocabulary_words(source.processor, source.description.text.vocab_size)
+        self._unknown = vocabulary_notes(source.processor, source.description.text.vocab_size)
         data = self._data = RunData(self._config, source.processor, source.needs, rank, ranks)
         watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
@@ -118,19 +118,19 @@ class Feed:
         known, and on all ranks but the first."""
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
-    def words(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
         """Lines that a user should know about the data before the first step."""
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
         if self._data:
             if why := self._data.why_hf_processor:
                 yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
-            yield from (*self._unknown, *self._data.train_loader.words)
-            yield from validation_words(self._train, self._data.valid_loader is not None)
+            yield from (*self._unknown, *self._data.train_loader.notes)
+            yield from validation_notes(self._train, self._data.valid_loader is not None)
         last = self.milestones.steps
         if self._epochs:
-            yield from self._epochs.words(self._config, last, self.rows_after(last))
-        yield from self.milestones.words(self._begun[0])
+            yield from self._epochs.notes(self._config, last, self.rows_after(last))
+        yield from self.milestones.notes(self._begun[0])
 
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""

@@ -14,7 +14,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.adapters.files import words_of_start
+from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
@@ -60,7 +60,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
     if resumed:
         log.message(f"resumed after step {resumed.step} from {resumed.path}")
-    for message in chain(words_of_start(config), feed.words()):
+    for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
     with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:

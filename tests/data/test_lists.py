@@ -154,9 +154,9 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
         ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
         ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
-        ("energon", ["a#5", "b"], {}, "is read whole; drop what follows the path"),
+        ("energon", ["a#5", "b"], {}, "is read whole or, beside others, several times"),
         ("energon", ["a*0.5", "b"], {}, "give an integer after"),
-        ("energon", ["a*2"], {}, "is the only one; drop what follows"),
+        ("energon", ["a*2"], {}, "is read whole or, beside others, several times"),
     ],
 )
 def test_what_paths_say_is_checked(kind, paths, others, message):

@@ -30,7 +30,7 @@ from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.data.records.unread import first_notes
 
 RECORDS = [record(number) for number in range(7)]
 PLAIN = [{"question": f"où, {n}?\n<image>", "answer": '"là"', "image": f"images/{n}-0.jpg"} for n in range(4)]
@@ -304,7 +304,7 @@ def test_what_cannot_be_an_image_is_named(content, said):
 
 def told(folder: Path, rows: list[dict]) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(first_words(open_table(folder / "rows.jsonl")))
+    return list(first_notes(open_table(folder / "rows.jsonl")))
 
 
 def test_other_forms_are_counted_and_said_once(tmp_path):
@@ -338,7 +338,7 @@ def test_a_spelling_that_begins_late_is_said_too(tmp_path):
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):
     rows = [{"question": "<image>", "answer": "a", "pictures": [image_bytes(1)]}] * 3
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows")
-    [hint] = first_words(open_table(tmp_path / "rows"))
+    [hint] = first_notes(open_table(tmp_path / "rows"))
     assert hint.endswith("data.columns.images=pictures reads it")
     with pytest.raises(ValueError, match="nothing to write") as refusal:
         prepare_energon_dataset(tmp_path / "rows", tmp_path / "out", workers=1, progress=False)

@@ -360,7 +360,7 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
     """A run begins with a copy of the folder `sound`, which is then changed, and then removed: whether it
     goes on to the bit, and what is said of a run of other weights in its folder."""
     from megatron_vlm.config import ConfigError
-    from megatron_vlm.models.adapters.files import words_of_start
+    from megatron_vlm.models.adapters.files import notes_of_start
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
@@ -383,7 +383,7 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
         if how == "removed":
             shutil.rmtree(start)
         continued = Run(settings)
-        found[f"words, {how}"] = " ".join(words_of_start(continued.config))
+        found[f"words, {how}"] = " ".join(notes_of_start(continued.config))
         continued.train(case, 1)
         found[how] = continued.digests() == expected
     try:

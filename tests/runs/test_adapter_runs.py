@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.models.adapters.files import settled, words_of_start
+from megatron_vlm.models.adapters.files import settled, notes_of_start
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.adapters.files import _config_for_peft
 from megatron_vlm.models.adapters.targets import _refuse, hf_modules
@@ -445,9 +445,9 @@ def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(named))
     run = RunConfig(run_dir="run", adapter=AdapterConfig(start=str(tmp_path)))
     run.model.hf_path = "/models/gemma-3-4b-it"
-    assert list(words_of_start(run)) == []
+    assert list(notes_of_start(run)) == []
     run.model.hf_path = "other"
-    [said] = words_of_start(run)
+    [said] = notes_of_start(run)
     assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
 
 

@@ -66,7 +66,7 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def vocabulary_words(processor: ProcessorMixin, size: int) -> list[str]:
+def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
     """Lines about tokens of the tokenizer that are none of the model's `size`, if it has any.
 
     Raises ConfigError, which names them, if the chat template or the processor writes them into every

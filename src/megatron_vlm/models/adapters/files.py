@@ -88,7 +88,7 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     return run.adapter
 
 
-def words_of_start(config: RunConfig) -> Iterator[str]:
+def notes_of_start(config: RunConfig) -> Iterator[str]:
     """Lines about the adapter in `adapter.start`: whether it is the run's own copy, and whether it is of a
     base of another name."""
     start, base = config.adapter.start, config.model.hf_path
