@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import saved_cases
 import json
 import time
 from pathlib import Path
@@ -127,7 +128,7 @@ def loaded(path):
 
 def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, story):
     found, folder = story
-    case = torch.load(parts[1], weights_only=False)
+    case = saved_cases.read(parts[1])
     expected = of_run(found[1]["logits"], case)  # of the last stage
     base = of_model(loaded(parts[0]), case)
     assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
@@ -140,7 +141,7 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
 
 def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
     found, folder = story
-    case = torch.load(parts[1], weights_only=False)
+    case = saved_cases.read(parts[1])
     assert all(rank["modules"]["continued equal"] for rank in found)
     assert_equal_adapters(folder / "modules", folder / "modules from PP2·VPP2")
     assert_equal_adapters(folder / "modules", folder / "modules imported")
@@ -160,7 +161,7 @@ PREFIX = "base_model.model."
 
 def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     path, file, folder = parts
-    case = torch.load(file, weights_only=False)
+    case = saved_cases.read(file)
     found = run_distributed(2, adapter_runs.dora, *map(str, (path, file, folder)), timeout=300)[0]
     base = of_model(loaded(path), case)
     assert found["replicas"]
@@ -198,7 +199,7 @@ def of_experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     path, case = written_case("qwen3_vl_moe", folder)
     found = run_distributed(2, adapter_runs.experts, *map(str, (path, case, folder)), timeout=400)
-    return path, torch.load(case, weights_only=False), found, folder
+    return path, saved_cases.read(case), found, folder
 
 
 def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
