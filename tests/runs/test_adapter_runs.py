@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import saved_cases
 import json
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import adapter_parity
 import adapter_runs
 import parity
 import pytest
+import saved_cases
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -22,10 +22,8 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.models.adapters.files import settled, words_of_start
-from megatron_vlm.models.adapters.targets import find_targets, find_whole
-from megatron_vlm.models.adapters.files import _config_for_peft
-from megatron_vlm.models.adapters.targets import _all_but, hf_modules
+from megatron_vlm.models.adapters.files import _config_for_peft, settled, words_of_start
+from megatron_vlm.models.adapters.targets import _all_but, find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
