@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loaders import encoder_of, open_loader
 from pairs import pairwise
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import data_problems
@@ -18,7 +19,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.paths import DataSource, paths_of, sources_of
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
@@ -37,8 +37,8 @@ def sources(tmp_path_factory):
         folder = tmp_path_factory.mktemp("lists") / name
         source = write_sharegpt(folder / "source", size)
         found["hf"].append(str(source if name == "a" else write_hf_folder(folder / "rows", source)))
-        options = {"samples_per_shard": 3, "workers": 1, "progress": False}
-        prepare_energon_dataset(source, folder / "shards", splits={"train": size - 2, "val": 2}, **options)
+        splits = {"train": size - 2, "val": 2}
+        prepare(source, folder / "shards", splits=splits, samples_per_shard=3)
         found["energon"].append(str(folder / "shards"))
     return found
 

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
-from loaders import encoder_of, open_loader
+from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
 from sources import image_bytes, write_hf_folder, write_sharegpt
@@ -90,10 +90,6 @@ def take_epoch(loader):
     while loader.state_dict()["place"][0] == 0:
         batches.append(next(loader))
     return batches[:-1]
-
-
-def take(loader, count):
-    return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import parity
+import saved_cases
 import torch
 from PIL import Image
 
@@ -168,7 +169,7 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
     """The worst differences to Transformers over all ranks, by layout and by how pairs are packed."""
     from megatron_vlm.parallel import setup
 
-    case, rows = torch.load(held, weights_only=False), []
+    case, rows = saved_cases.read(held), []
     for name in names:
         layout = parity.LAYOUTS[name][1]
         if not torch.distributed.is_initialized():

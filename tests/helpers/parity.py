@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import saved_cases
 import torch
 import torch.distributed as dist
 from pairs import covering, pairs_of
@@ -445,7 +446,7 @@ def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[di
 
     if not dist.is_initialized():
         setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
-    cases = torch.load(references, weights_only=False)
+    cases = saved_cases.read(references)
     rows = []
     for name, inputs in wanted.items():
         setup.reset_layout(LAYOUTS[name][1], seed=1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import parity
+import saved_cases
 import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
@@ -152,7 +153,7 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
 
 
 def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
-    samples, expected = torch.load(held, weights_only=False)
+    samples, expected = saved_cases.read(held)
     return differences(policy_of(path, parity.LAYOUTS[name][1], max_tokens), samples, expected)
 
 
@@ -206,7 +207,7 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.rl import losses
 
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     found: dict[str, Any] = {}
     policy = policy_of(path, ParallelConfig(tp=2), 300)
     found["balancing"] = [policy.config.model.load_balancing]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import parity
 import pytest
+import saved_cases
 import torch
 
 from megatron_vlm.batch import GenericVisualInputs, Prompt
@@ -48,7 +49,7 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
     from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
-    prompts = torch.load(prompts_file, weights_only=False)
+    prompts = saved_cases.read(prompts_file)
     hf_config = load_config(Path(path))
     description = describe(hf_config)
     found = {}
@@ -82,7 +83,7 @@ def calls_per_token(path: str, file: str) -> dict[str, float]:
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    inputs, prompt = torch.load(file, weights_only=False)
+    inputs, prompt = saved_cases.read(file)
     hf_config = load_config(Path(path))
     description, run = describe(hf_config), RunConfig(model=ModelConfig(dtype="fp32"))
     chunks = build_model(run, description, setup.device())

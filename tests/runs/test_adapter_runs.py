@@ -10,6 +10,7 @@ import adapter_parity
 import adapter_runs
 import parity
 import pytest
+import saved_cases
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -21,10 +22,8 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.models.adapters.files import settled, notes_of_start
-from megatron_vlm.models.adapters.targets import find_targets, find_whole
-from megatron_vlm.models.adapters.files import _config_for_peft
-from megatron_vlm.models.adapters.targets import _refuse, hf_modules
+from megatron_vlm.models.adapters.files import _config_for_peft, notes_of_start, settled
+from megatron_vlm.models.adapters.targets import _refuse, find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -127,7 +126,7 @@ def loaded(path):
 
 def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, story):
     found, folder = story
-    case = torch.load(parts[1], weights_only=False)
+    case = saved_cases.read(parts[1])
     expected = of_run(found[1]["logits"], case)  # of the last stage
     base = of_model(loaded(parts[0]), case)
     assert (base - expected).abs().max() > 0.05, "the adapters change nothing"
@@ -140,7 +139,7 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
 
 def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
     found, folder = story
-    case = torch.load(parts[1], weights_only=False)
+    case = saved_cases.read(parts[1])
     assert all(rank["modules"]["continued equal"] for rank in found)
     assert_equal_adapters(folder / "modules", folder / "modules from PP2·VPP2")
     assert_equal_adapters(folder / "modules", folder / "modules imported")
@@ -160,7 +159,7 @@ PREFIX = "base_model.model."
 
 def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     path, file, folder = parts
-    case = torch.load(file, weights_only=False)
+    case = saved_cases.read(file)
     found = run_distributed(2, adapter_runs.dora, *map(str, (path, file, folder)), timeout=300)[0]
     base = of_model(loaded(path), case)
     assert found["replicas"]
@@ -198,7 +197,7 @@ def of_experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     path, case = written_case("qwen3_vl_moe", folder)
     found = run_distributed(2, adapter_runs.experts, *map(str, (path, case, folder)), timeout=400)
-    return path, torch.load(case, weights_only=False), found, folder
+    return path, saved_cases.read(case), found, folder
 
 
 def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
@@ -21,7 +22,6 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.held_out import is_held_out
 from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
@@ -224,8 +224,7 @@ def test_ranks_share_epochs_as_one_sequence():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_energon_counts_the_samples_that_its_workers_share(folder, processor, num_workers, tmp_path):
     source = folder / "source/data.jsonl"
-    options = {"samples_per_shard": 5, "workers": 1, "progress": False}
-    prepare_energon_dataset({"train": source}, tmp_path / "shards", **options)
+    prepare({"train": source}, tmp_path / "shards", samples_per_shard=5)
     data = DataConfig(
         train_data_path=str(tmp_path / "shards"), num_workers=num_workers, shuffle_buffer_size=1
     )
