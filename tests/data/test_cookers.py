@@ -19,7 +19,10 @@ def cook(**parts):
 def test_images_come_in_the_order_of_their_part_names():
     sample = cook(json=json.dumps(TURNS).encode(), img001_png=b"second", img000_jpg=b"first")
     assert (sample.imgs, sample.problem) == ([b"first", b"second"], None)
-    assert sample.conversation == {"messages": TURNS}
+    asked = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]
+    said = [{"type": "text", "text": "x"}]
+    assert sample.messages == [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    assert sample.limits == {"image": [{}, {}], "video": []}
     assert sample.__key__ == "a/1"
 
 

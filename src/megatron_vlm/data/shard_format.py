@@ -20,7 +20,7 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, parsed, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean, clean_sample, parsed
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -45,14 +45,15 @@ def cook_record(record: dict) -> ChatMLSample:
 
     If there are several paths, the key says which one the record is from.
     """
-    try:
-        fields = _read_parts(record)
-    except BadSample as bad:
-        fields = {"conversation": "", "problem": BadSample(bad.reason, bad.detail + _place(record))}
     keys = basic_sample_keys(record)
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
-    return ChatMLSample(**keys, **fields)
+    try:
+        conversation, images, videos = _read_parts(record)
+        return clean_sample(conversation, images, videos, **keys)
+    except BadSample as bad:
+        problem = BadSample(bad.reason, bad.detail + _place(record))
+    return ChatMLSample(problem=problem, **keys)
 
 
 COOKERS = [Cooker(cook_record)]
@@ -79,7 +80,8 @@ def _check_names(record: dict) -> None:
             raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
 
 
-def _read_parts(record: dict) -> dict:
+def _read_parts(record: dict) -> tuple[dict, list, list]:
+    """The conversation, images and videos of a record, as `read_record` gives them for a row of a table."""
     _check_names(record)
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
@@ -92,7 +94,7 @@ def _read_parts(record: dict) -> dict:
         imgs = [record[name] for name in _image_names(document, record, frames)]
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
     conversation, _ = normalise(others | {"images": imgs, "videos": videos})
-    return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
+    return conversation, imgs, videos
 
 
 def _text(data: bytes) -> str:
@@ -160,7 +162,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
     Raises BadSample where every encoder would drop the sample.
     """
-    training_conversation(conversation, len(images), len(videos))
+    clean(conversation, len(images), len(videos))
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation | ({"images": list(files)} if files else {})
     if videos:

@@ -96,11 +96,9 @@ class DropReport:
         with self._locked():
             self._counts[0] += 1
 
-    def passed(self, stage: str) -> None:
-        """One more sample went through a stage of its encoding: nothing to count."""
-
-    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
-        """One more sample was dropped, at a stage of its encoding. `reason` is one of REASONS."""
+    def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
+        """One more sample was dropped. `reason` is one of REASONS; `in_a_row`: so many drops of this process
+        followed one another."""
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
         if self._counts[slot] < self._details_per_reason:

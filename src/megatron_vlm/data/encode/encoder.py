@@ -65,6 +65,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         self.processor, self.data, self.needs = processor, data, needs or DataNeeds()
         self.drops = drops or DropReport()
         self._dropped: Counter[str] = Counter()  # by this process, since its last batch
+        self._in_a_row: Counter[str] = Counter()  # drops of this process, by the stage of the encoding
         self.documents = DocumentEncoder(processor, data, self.needs, chat_template, fast)
 
     @property
@@ -113,10 +114,11 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         try:
             yield
         except BadSample as bad:
-            self.drops.drop(sample.__key__, bad.reason, bad.detail, stage)
+            self._in_a_row[stage] += 1
+            self.drops.drop(sample.__key__, bad.reason, bad.detail, self._in_a_row[stage])
             self._dropped[bad.reason] += 1
             raise SkipSample(f"{sample.__key__}: {bad}") from bad
-        self.drops.passed(stage)
+        self._in_a_row[stage] = 0
 
     def _batch_rows(self, samples: list[HFEncoderTaskSample], length: int) -> HFEncoderTaskBatch:
         """Rows padded on the right; documents and visual items stay in order."""
