@@ -514,15 +514,6 @@ def test_a_stream_without_rows_is_named(tmp_path, processor):
         opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
 
 
-def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
-    paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
-    with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
-        blend_tables(
-            {str(path): open_table(str(path), Columns({})) for path in paths},
-            [DataSource("a"), DataSource("b", share=10**8)],
-        )
-
-
 # -- documents
 
 
