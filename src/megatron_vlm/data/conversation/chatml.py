@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.conversation.limits import LIMITS, limits_of_media
+from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
 from megatron_vlm.data.conversation.turns import (
     ROLES,
     TRAINED,
@@ -261,7 +261,7 @@ def _part(part: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has a part that is no {known}, or has no text")
     if kind == "text":
         return {"type": "text", "text": part["text"]}
-    return {"type": kind} | {name: part[name] for name in LIMITS[kind] if part.get(name) is not None}
+    return {"type": kind} | named_limits(kind, part)
 
 
 def _split_placeholders(text: str) -> list[dict]:

@@ -113,14 +113,14 @@ class ChatTemplate:
         if self._next_turn:
             prompt, spans = self._with_ends(prompt, spans)
         if self._mask_thinking:
-            pieces = [self._outside_thinking(prompt, *span) for span in spans]
+            pieces = [self._outside_thinking(prompt, start, stop) for start, stop in spans]
             weights = [weight for weight, some in zip(weights, pieces, strict=True) for _ in some]
             spans = [piece for some in pieces for piece in some]
         return prompt, spans, weights
 
-    def _outside_thinking(self, prompt: str, *reply: int) -> list[Span]:
+    def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
-        pieces = [piece for piece in between_thinking(prompt, *reply) if piece[0] < piece[1]]
+        pieces = [piece for piece in between_thinking(prompt, start, stop) if piece[0] < piece[1]]
         return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
 
     def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
@@ -179,7 +179,8 @@ class ChatTemplate:
 
     def _token_that_ends_replies(self) -> str | None:
         """The control token after a reply that has none of its own, such as <|user|>; else None."""
-        turns = [_text_message(*turn) for turn in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+        said = (("user", "a"), ("assistant", "b"), ("user", "c"))
+        turns = [_text_message(role, text) for role, text in said]
         try:
             prompt, ((start, stop), *_), _ = self.render(turns)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are

@@ -76,7 +76,6 @@ class DocumentEncoder:
         self._most_characters = math.inf
         if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
-        self._in_time = functools.partial(in_time, data.decode_seconds)
 
     def measure(self, sample: ChatMLSample) -> Measured:
         """Measures a sample from its text and the headers of its media; of a video, one frame is decoded.
@@ -84,13 +83,17 @@ class DocumentEncoder:
         Raises ValueError if the processor cannot tell an image's number of tokens from its size.
         """
         prompt = self._prompt(sample)
-        sizes = [self._in_time(image_size, *image) for image in self._images(sample)]
-        plans = [self._in_time(plan_video, *video) for video in self._videos(sample)]
+        seconds = self._data.decode_seconds
+        sizes = [
+            in_time(seconds, image_size, image, most, least) for image, most, least in self._images(sample)
+        ]
+        plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
         text = self.processing.sizes(prompt, sizes, plans)
-        length, images, videos = self._kept(text)
+        length, image_count, video_count = self._kept(text)
         if not text.weights[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        patches = sum([*text.image_patches[:images], *map(math.prod, text.video_grids[:videos])])
+        grids = text.video_grids[:video_count]
+        patches = sum(text.image_patches[:image_count]) + sum(map(math.prod, grids))
         if (most := self._data.max_patches) is not None and patches > most:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {most}")
         return Measured(prompt, text, length, patches)
@@ -98,14 +101,15 @@ class DocumentEncoder:
     def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
         """The encoded document. `measured` saves reading the text again."""
         prompt = measured.prompt if measured else self._prompt(sample)
-        videos = [self._in_time(decode_video, *video) for video in self._videos(sample)]
+        seconds = self._data.decode_seconds
+        videos = [in_time(seconds, decode_video, video, rules) for video, rules in self._videos(sample)]
         text, visual = self.processing(prompt, self._images(sample), videos, measured and measured.text)
         if why := self._needs.misfit(text.input_ids, visual):
             raise BadSample("model_refuses", why)
-        length, images, kept_videos = self._kept(text)
+        length, image_count, video_count = self._kept(text)
         if length < len(text.input_ids):
             token = getattr(self._processor, "image_token_id", None)
-            text, visual = truncated(text, visual, length, images, kept_videos, token)
+            text, visual = truncated(text, visual, length, image_count, video_count, token)
         loss_mask = np.append(text.weights[1:], np.float32(0))  # the last position predicts nothing
         labels = np.where(loss_mask > 0, np.roll(text.input_ids, -1), IGNORE_INDEX)
         if not loss_mask.any():

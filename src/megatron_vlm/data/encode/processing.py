@@ -16,6 +16,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -80,7 +82,8 @@ class HFProcessor:
         Raises BadSample when an image cannot be decoded or the processor refuses what it gets, and ValueError
         if it makes something that is not among the model's visual keys.
         """
-        images = [in_time(self._decode_seconds, self.decode, *file) for file in files]
+        seconds = self._decode_seconds
+        images = [in_time(seconds, self.decode, file, most, least) for file, most, least in files]
         for image in images:
             self.kind.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
@@ -106,8 +109,9 @@ class KnownProcessor(HFProcessor):
 
     def __call__(self, prompt, files, videos, text=None) -> tuple[EncodedText, GenericVisualInputs | None]:
         tensors, sizes = [], []
-        for file in files:  # cut each image right after it is decoded: its pixels are still in the caches
-            image = in_time(self._decode_seconds, self.decode, *file)
+        # cut each image right after it is decoded: its pixels are still in the caches
+        for file, most, least in files:
+            image = in_time(self._decode_seconds, self.decode, file, most, least)
             tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:
@@ -181,10 +185,16 @@ class SizeEncoder:
             self._with_runs(short.input_ids[slice(*span)], runs)
             for span, (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
-        ids, weights, spans = _grown(short.input_ids, short.weights, [*short.images, *short.videos], grown)
-        count = len(images)
-        patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
-        return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
+        media, lengths = [*short.images, *short.videos], list(map(len, grown))
+        untrained = [np.zeros(length, np.float32) for length in lengths]
+        return EncodedText(
+            np.concatenate(_replaced(short.input_ids, media, grown)),
+            np.concatenate(_replaced(short.weights, media, untrained)),
+            _moved(short.images, media, lengths),
+            _moved(short.videos, media, lengths),
+            [patches for _, patches in images],
+            [grid for *_, grid in videos],
+        )
 
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and a count of that text's tokens.
@@ -247,36 +257,29 @@ class SizeEncoder:
 
 def with_media(prompt: RenderedChat, texts: list[str]) -> RenderedChat:
     """The conversation with `texts` in place of the images, then of the videos."""
-    pieces, read, stops, shifts = [], 0, [], [0]
-    for (start, stop), text in sorted(zip([*prompt.images, *prompt.videos], texts, strict=True)):
-        pieces += [prompt.text[read:start], text]
-        read = stop
-        stops.append(stop)
-        shifts.append(shifts[-1] + len(text) - (stop - start))
-
-    def moved(spans: list[Span]) -> list[Span]:
-        return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
-
+    media, lengths = [*prompt.images, *prompt.videos], list(map(len, texts))
     return replace(
         prompt,
-        text="".join([*pieces, prompt.text[read:]]),
-        replies=moved(prompt.replies),
-        images=moved(prompt.images),
-        videos=moved(prompt.videos),
+        text="".join(_replaced(prompt.text, media, texts)),
+        replies=_moved(prompt.replies, media, lengths),
+        images=_moved(prompt.images, media, lengths),
+        videos=_moved(prompt.videos, media, lengths),
     )
 
 
-def _grown(
-    ids: np.ndarray, weights: np.ndarray, spans: list[Span], grown: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, list[Span]]:
-    """Ids, weights and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
-    new_ids, new_weights, new_spans, read, written = [], [], list(spans), 0, 0
-    for index in sorted(range(len(spans)), key=spans.__getitem__):
-        start, stop = spans[index]
-        media = grown[index]
-        new_ids += [ids[read:start], media]
-        new_weights += [weights[read:start], np.zeros(len(media), weights.dtype)]
-        first = written + start - read
-        read, written = stop, first + len(media)
-        new_spans[index] = (first, written)
-    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
+def _replaced(sequence: Any, spans: list[Span], contents: list) -> list:
+    """The pieces of a text or of ids, with `contents` in place of the spans."""
+    pieces, read = [], 0
+    for place in sorted(range(len(spans)), key=spans.__getitem__):
+        start, stop = spans[place]
+        pieces += [sequence[read:start], contents[place]]
+        read = stop
+    return [*pieces, sequence[read:]]
+
+
+def _moved(spans: list[Span], replaced: list[Span], lengths: list[int]) -> list[Span]:
+    """Where `spans` lie once each replaced span has its new length; no edge lies inside one."""
+    in_order = sorted(zip(replaced, lengths, strict=True))
+    stops = [stop for (_, stop), _ in in_order]
+    growth = [0, *accumulate(length - (stop - start) for (start, stop), length in in_order)]
+    return [tuple(edge + growth[bisect_right(stops, edge)] for edge in span) for span in spans]

@@ -52,7 +52,8 @@ class PairEncoder:
             _named(name, self._one.encode, half, of_half)
             for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True)
         ]
-        self._check(*(document.input_ids.tolist() for document in documents))
+        chosen, rejected = (document.input_ids.tolist() for document in documents)
+        self._check(chosen, rejected)
         return join_documents(documents)
 
     def _check(self, chosen: list[int], rejected: list[int]) -> None:
