@@ -74,7 +74,7 @@ def _read_parts(record: dict) -> tuple[dict, list, list]:
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
-    document = Columns()(parsed(_text(record["json"])))
+    document = Columns()(parsed(record["json"]))
     if pickled := [name for name in PICKLED if name in record]:
         raise BadSample("unsafe_pickle", f"its media are in the part {pickled[0]}, a pickle")
     videos, frames = _videos(document, record)
@@ -82,13 +82,6 @@ def _read_parts(record: dict) -> tuple[dict, list, list]:
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
     conversation, _ = normalise(others | {"images": imgs, "videos": videos})
     return conversation, imgs, videos
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadSample("bad_json", str(error)) from error
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:

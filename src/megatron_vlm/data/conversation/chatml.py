@@ -178,7 +178,7 @@ def _with_foreign(message: dict, kind: str) -> dict:
     return message | {"content": _join_texts(list(chain.from_iterable(pieces)))}
 
 
-def parsed(conversation: str | dict | list) -> Any:
+def parsed(conversation: str | bytes | dict | list) -> Any:
     """The object of a conversation in JSON. Raises BadSample."""
     if not isinstance(conversation, str | bytes):
         return conversation

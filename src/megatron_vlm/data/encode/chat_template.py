@@ -121,7 +121,7 @@ class ChatTemplate:
     def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
         pieces = [piece for piece in between_thinking(prompt, start, stop) if piece[0] < piece[1]]
-        return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
+        return [] if all(self._no_content.fullmatch(prompt, begin, end) for begin, end in pieces) else pieces
 
     def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
         """The replies that are trained, with the `weights` of the assistant's turns.
@@ -140,9 +140,9 @@ class ChatTemplate:
             detail = f"it marks {len(whole)} replies of {len(weights)}, so none can have a weight of its own"
             raise BadSample("template_error", detail)
         return [
-            (span, weight)
-            for span, weight in zip(whole, weights, strict=True)
-            if weight and not self._no_content.fullmatch(prompt, *span)
+            ((start, stop), weight)
+            for (start, stop), weight in zip(whole, weights, strict=True)
+            if weight and not self._no_content.fullmatch(prompt, start, stop)
         ]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
@@ -169,7 +169,7 @@ class ChatTemplate:
         if (
             replies
             and replies[-1][1] == len(prompt)
-            and not self._control_tokens.search(prompt, *replies[-1])
+            and not self._control_tokens.search(prompt, replies[-1][0])
         ):
             prompt += self._next_turn
         ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
@@ -198,9 +198,10 @@ class ChatTemplate:
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
     def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
-        return UntaggedReplies(
-            lambda *said, **how: self._render(*said, tools, **how)[0], self._control_tokens
-        )
+        def render(messages: list[dict], **how: bool) -> str:
+            return self._render(messages, tools, **how)[0]
+
+        return UntaggedReplies(render, self._control_tokens)
 
     def _probe_template(self) -> None:
         turn = [_text_message("user", "a"), _text_message("assistant", "b")]

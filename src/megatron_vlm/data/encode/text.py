@@ -88,10 +88,10 @@ class TextEncoder:
         outputs = dict(outputs)
         input_ids = outputs.pop("input_ids")[0].numpy()
         processed = replace(self.marked_tokenizer.prompt, weights=prompt.weights)
-        weights, *media = on_tokens(processed, self.marked_tokenizer.offsets)
+        weights, image_spans, video_spans = on_tokens(processed, self.marked_tokenizer.offsets)
         assert len(weights) == len(input_ids), "the processor changed the ids after tokenizing"
         outputs.pop("video_metadata", None)
-        return EncodedText(input_ids, weights, *media), outputs
+        return EncodedText(input_ids, weights, image_spans, video_spans), outputs
 
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, with the ids that a call of the tokenizer would give."""
@@ -102,7 +102,8 @@ class TextEncoder:
         else:
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-        return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets))
+        weights, images, videos = on_tokens(prompt, offsets)
+        return EncodedText(np.fromiter(ids, np.int64, len(ids)), weights, images, videos)
 
 
 def _only_wraps(tokenizer: Any) -> bool:
@@ -170,7 +171,8 @@ def without_marks(text: str) -> RenderedChat:
     for start, stop in MARK_PAIRS:
         assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
     spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
-    return RenderedChat(MARKS.sub("", text), *spans)
+    replies, images, videos = spans
+    return RenderedChat(MARKS.sub("", text), replies, images, videos)
 
 
 def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:

@@ -7,6 +7,8 @@ an epoch, and a resumed run goes on with the same pairs. In a row, documents 1 a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig
@@ -36,10 +38,11 @@ class PairEncoder:
         self.chat, self.processing, self.why_hf_processor = one.chat, one.processing, one.why_hf_processor
 
     def measure(self, sample: ChatMLSample) -> MeasuredPair:
-        chosen, rejected = (
-            _named(name, self._one.measure, half)
-            for name, half in zip(HALVES, halves_of(sample), strict=True)
-        )
+        measured = []
+        for name, half in zip(HALVES, halves_of(sample), strict=True):
+            with _named(name):
+                measured.append(self._one.measure(half))
+        chosen, rejected = measured
         patches = chosen.patches + rejected.patches
         self._check(chosen.text.input_ids.tolist(), rejected.text.input_ids.tolist())
         if (most := self._data.max_patches) is not None and patches > most:
@@ -48,10 +51,10 @@ class PairEncoder:
 
     def encode(self, sample: ChatMLSample, measured: MeasuredPair | None = None) -> HFEncoderTaskSample:
         known = measured.halves if measured else (None, None)
-        documents = [
-            _named(name, self._one.encode, half, of_half)
-            for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True)
-        ]
+        documents = []
+        for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True):
+            with _named(name):
+                documents.append(self._one.encode(half, of_half))
         chosen, rejected = (document.input_ids.tolist() for document in documents)
         self._check(chosen, rejected)
         return join_documents(documents)
@@ -89,9 +92,10 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     return tuple(dataclasses.replace(sample, messages=prompt + turns) for turns in answers.values())
 
 
-def _named(name: str, encode, *given):
-    """Returns what `encode` gives; its BadSample says which answer it is about."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A BadSample from inside says which answer it is about."""
     try:
-        return encode(*given)
+        yield
     except BadSample as bad:
         raise BadSample(bad.reason, f"{name} answer: {bad.detail}") from bad

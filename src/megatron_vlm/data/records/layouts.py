@@ -50,8 +50,8 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     if prompt and rejected is None and sole(record, fields.REJECTIONS):
         sole(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
     if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
-        asked = None if prompt else _asked(record, "bad_preference")
-        prompt = prompt or ([] if asked is None else _turns(asked, "user"))
+        if not prompt:
+            prompt = _turns(_asked(record, "bad_preference") or [], "user")
         turns = _answered(prompt, chosen)
         if rejected is not None:
             return turns, _answered(prompt, rejected)
@@ -126,7 +126,7 @@ def _plain_turns(record: dict) -> list[dict]:
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
-    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(*pair)]
+    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(pair[0], pair[1])]
 
 
 def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:

@@ -68,7 +68,8 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     if isinstance(path, Path) and not path.exists():
         raise FileNotFoundError(f"{place}: {path} does not exist.")
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
-    source = DataSource(str(path), entry.get("subset"), *_rows_and_share(place, entry))
+    rows, share = _rows_and_share(place, entry)
+    source = DataSource(str(path), entry.get("subset"), rows, share)
     return Entry(place, source, columns, media_dir, entry.get("split"))
 
 
