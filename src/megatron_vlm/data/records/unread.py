@@ -20,7 +20,7 @@ from megatron_vlm.messages import printable
 LOOKED_AT = 100  # records of each source, from its first to its last: another spelling may begin anywhere
 
 
-def first_words(table: Table | StreamedRows) -> Iterator[str]:
+def first_notes(table: Table | StreamedRows) -> Iterator[str]:
     """Lines about each source: media in columns that are not read, and placeholders of other models that stay
     text. There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
