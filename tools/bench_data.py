@@ -57,7 +57,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import RESAMPLE
@@ -103,7 +103,7 @@ class Conversation:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": reply})
         turns[0]["content"] = "<image>" + turns[0]["content"]
-        return ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=[self.jpeg])
+        return clean_sample(turns, [self.jpeg], [], __key__="0", __restore_key__=())
 
 
 Work = Callable[[Conversation], Any]
@@ -354,7 +354,7 @@ def measure_video(family: str, processor: ProcessorMixin, rounds: int) -> Iterat
     turns = json.dumps(
         [{"role": "user", "content": "<video> What is shown?"}, {"role": "assistant", "content": "A cat."}]
     )
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=None, videos=[h264()])
+    sample = clean_sample(turns, [], [h264()], __key__="0", __restore_key__=())
     best = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, work in works.items():
@@ -398,8 +398,7 @@ def energon_dataset(folder: Path, samples: int) -> Path:
     for number in range(samples):
         one = given[number % len(given)]
         (folder / f"{number}.jpg").write_bytes(one.jpeg)
-        turns = json.loads(one.sample().conversation)
-        records.append({"images": [f"{number}.jpg"], "messages": turns})
+        records.append({"images": [f"{number}.jpg"], "messages": one.sample().messages})
     (folder / "source.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     prepare_energon_dataset(
         folder / "source.jsonl",

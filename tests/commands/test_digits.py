@@ -161,7 +161,7 @@ def test_demo_prompts_fit_a_row(demo, encoded):
 def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
     stop = GenerationConfig.from_pretrained(demo[1]).eos_token_id
     for text in encoded.values():
-        assert text.input_ids[text.reply_mask][-1].item() in (stop if isinstance(stop, list) else [stop])
+        assert text.input_ids[text.weights > 0][-1].item() in (stop if isinstance(stop, list) else [stop])
 
 
 def test_demo_names_the_families_it_knows(tmp_path):

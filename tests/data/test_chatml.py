@@ -4,11 +4,11 @@ import pytest
 
 from megatron_vlm.data.conversation.chatml import (
     BadSample,
+    clean,
     cook_chatml_sample,
     place_media,
-    training_conversation,
 )
-from megatron_vlm.data.conversation.turns import is_trained
+from megatron_vlm.data.conversation.turns import is_trained, last_reply_alone
 
 
 def text(value):
@@ -172,10 +172,10 @@ NOTHING = ["", " \n\t", "\u200b\ufeff", None, [], [""], [text("")], [text(" "), 
 def test_a_reply_without_content_is_no_reply(nothing):
     empty = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": nothing}]
     with pytest.raises(BadSample, match="no_trained_tokens: 2 replies, all without content"):
-        training_conversation(empty * 2)
+        clean(empty * 2)
     with pytest.raises(BadSample, match="no_trained_tokens"):
-        training_conversation([{"role": "document", "content": nothing}])
-    assert len(training_conversation(empty + SHAREGPT, images=1)[0]) == 4
+        clean([{"role": "document", "content": nothing}])
+    assert len(clean(empty + SHAREGPT, images=1)[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -184,27 +184,34 @@ def test_a_reply_without_content_is_no_reply(nothing):
     ids=str,
 )
 def test_text_or_a_tool_call_is_a_reply(reply):
-    training_conversation([{"role": "user", "content": "Hi"}, {"role": "assistant"} | reply])
+    clean([{"role": "user", "content": "Hi"}, {"role": "assistant"} | reply])
 
 
 def test_replies_that_say_so_are_not_trained():
     untrained = [SHAREGPT[0], SHAREGPT[1] | {"loss": False}]
     with pytest.raises(BadSample, match="no_trained_tokens: no reply to train on"):
-        training_conversation(untrained, images=1)
+        clean(untrained, images=1)
     for nonsense in (-0.5, 0.0001, 1e9, float("nan"), "no", "0.5", [0]):
         with pytest.raises(
             BadSample, match="turn 1 has weight .*, not true, false or a number from 0.001 to 1000"
         ):
-            training_conversation([SHAREGPT[0], SHAREGPT[1] | {"weight": nonsense}], images=1)
+            clean([SHAREGPT[0], SHAREGPT[1] | {"weight": nonsense}], images=1)
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     turns[5]["loss"] = 0
-    messages, _ = training_conversation(turns, last_only=True)
-    assert [is_trained(message) for message in messages] == [False, False, False, True, False, False]
+    messages, _, _ = clean(turns)
+    assert [is_trained(message) for message in last_reply_alone(messages)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_document_of_images_alone_has_no_text_to_train():
     with pytest.raises(BadSample, match="no_trained_tokens"):
-        training_conversation([{"role": "document", "content": [IMAGE]}], images=1)
+        clean([{"role": "document", "content": [IMAGE]}], images=1)
 
 
 @pytest.mark.parametrize("nothing", NOTHING, ids=repr)

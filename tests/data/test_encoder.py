@@ -10,6 +10,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
+from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
@@ -39,7 +40,7 @@ def conversation(images=0, question="Which digit is this?", answer="A seven."):
 def sample(turns, images=0, key="s0"):
     imgs = [jpeg(index) for index in range(images)]
     turns = turns if isinstance(turns, str) else json.dumps(turns)
-    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=turns, imgs=imgs)
+    return sample_of(turns, imgs, key=key)
 
 
 def dropped(encoder, bad):
@@ -257,9 +258,8 @@ def nested(depth):
     return '[{"role": "user", "content": "x", "tool_calls": ' + call + "}, " + reply + "]"
 
 
-def raw(**fields):
-    fields = {"conversation": json.dumps(conversation()), **fields}
-    return ChatMLSample(__key__="raw", __restore_key__=(), **fields)
+def unread():
+    return ChatMLSample(__key__="raw", __restore_key__=(), problem=BadSample("missing_media"))
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,9 @@ def raw(**fields):
         (sample(conversation()[:1]), "no_trained_tokens"),
         (sample(conversation(question="why " * 300)), "over_length"),
         (sample(conversation() + conversation()[1:]), "template_error"),
-        (raw(imgs=[b"x"]), "image_undecodable"),
-        (raw(videos=[b"x"]), "video_unsupported"),
-        (raw(problem=BadSample("missing_media")), "missing_media"),
+        (sample_of(conversation(), [b"x"]), "image_undecodable"),
+        (sample_of(conversation(), videos=[b"x"]), "video_unsupported"),
+        (unread(), "missing_media"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

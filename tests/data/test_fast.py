@@ -12,6 +12,7 @@ from megatron.energon.errors import SkipSample
 from noisy_media import film, picture
 from PIL import Image
 from places import ROOT
+from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.llava.image_processing_llava import LlavaImageProcessor
@@ -20,7 +21,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
@@ -104,7 +105,7 @@ def _samples():
             turns.append({"role": "user", "content": question + rng.choice(TEXTS)})
             reply = rng.choice(TEXTS)  # empty ones only beside others: alone they are no reply
             turns.append({"role": "assistant", "content": reply if turns[1:] or reply.strip() else "A dog."})
-        yield ChatMLSample(__key__=str(number), __restore_key__=(), conversation=turns, imgs=imgs or None)
+        yield sample_of(turns, imgs, key=str(number))
 
 
 def clip(size, count):
@@ -147,13 +148,7 @@ def _videos_and_images(images_or_videos, of_one_length):
         question = "".join(rng.choice(TEXTS) + medium for medium in media)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A dog."}] * 2
         turns[2] = turns[2] | {"content": rng.choice(TEXTS)}
-        yield ChatMLSample(
-            __key__=f"video {number}",
-            __restore_key__=(),
-            conversation=turns,
-            imgs=imgs or None,
-            videos=videos,
-        )
+        yield sample_of(turns, imgs, videos=videos, key=f"video {number}")
 
 
 @pytest.fixture(
@@ -424,7 +419,7 @@ def test_an_image_whose_square_would_fill_the_memory_is_counted():
     processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
     long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
     talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=[long, small])
+    sample = sample_of(talk, [long, small], key="0")
     for encoder in encoders(processor):
         with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
             encoder.encode_sample(sample)
@@ -474,7 +469,7 @@ def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), DataConfig(), chat_template=template)
     assert "a question about an image is refused" in encoder.documents.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=talk, imgs=None)
+    sample = sample_of(talk, key="0")
     assert encoder.encode_sample(sample).loss_mask.any()
 
 
@@ -569,6 +564,6 @@ def test_an_undecodable_image_is_counted(processor):
     turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
     for encoder in (fast, hf):
         with pytest.raises(SkipSample):
-            sample = ChatMLSample(__key__="x", __restore_key__=(), conversation=turns, imgs=[cut])
+            sample = sample_of(turns, [cut], key="x")
             encoder.encode_sample(sample)
     assert fast.drops.examples() == hf.drops.examples()

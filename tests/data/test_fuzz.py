@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
+from samples import sample_of
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
@@ -31,7 +32,6 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.conversation.chatml import (
     BadSample,
-    ChatMLSample,
     cook_chatml_sample,
     is_blank,
     place_media,
@@ -334,7 +334,7 @@ def letters(text: str) -> str:
 def test_any_json_trains_exactly_its_replies_or_is_dropped(any_encoder, conversation, images):
     text, imgs = json.dumps(conversation), [good(2).images[i] for i in range(images)]
     before = any_encoder.drops.summary()["dropped"]
-    sample = ChatMLSample(__key__="any", __restore_key__=(), conversation=text, imgs=imgs)
+    sample = sample_of(text, imgs, key="any")
     try:
         encoded = any_encoder.encode_sample(sample)
     except SkipSample:

@@ -5,11 +5,11 @@ import pytest
 from megatron.energon.errors import SkipSample
 from parity import OF_DATA
 from PIL import Image
+from samples import sample_of
 from sources import image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, image_size
@@ -43,7 +43,7 @@ def sample(sizes, question="\n Which? ", turns=1, key="s"):
     for turn in range(1, turns):
         talk += [{"role": "user", "content": f"And {turn}?"}, {"role": "assistant", "content": "Yes " * turn}]
     imgs = [image(size) for size in sizes]
-    return ChatMLSample(__key__=key, __restore_key__=(key,), conversation=talk, imgs=imgs)
+    return sample_of(talk, imgs, key=key)
 
 
 def samples():

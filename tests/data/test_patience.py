@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from samples import sample_of
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.media import patience, videos
@@ -185,7 +186,7 @@ def test_an_encoder_counts_a_late_clip_and_trains_on_the_next_sample(qwen, long_
 
     def sample(question, **media):
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "b"}]
-        return ChatMLSample(__key__="s", __restore_key__=(), conversation=talk, **media)
+        return sample_of(talk, **media)
 
     with pytest.raises(SkipSample):
         encode(sample("<video>a", videos=[long_clip]))

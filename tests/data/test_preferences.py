@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from samples import sample_of
 
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
@@ -41,13 +42,15 @@ RECORDS = {
 }
 
 
-def halves(record: dict) -> list[dict]:
+def halves(record: dict) -> list[list[dict]]:
     """As a run reads them, from a source or from a shard."""
     columns = {"chosen": "better", "rejected": "worse"} if "better" in record else {}
     conversation, _ = normalise(Columns(columns)(record))
-    from_source = ChatMLSample(__key__="0", __restore_key__=(), conversation=conversation)
+    images = [b"x"] if "<image>" in json.dumps(conversation) else []
+    from_source = sample_of(conversation, images)
     stored = {"__key__": "0", "__restore_key__": (), "json": json.dumps(conversation).encode()}
-    halves = [[half.conversation for half in halves_of(each)] for each in (from_source, cook_record(stored))]
+    from_shard = cook_record(stored | ({"img000.png": b"x"} if images else {}))
+    halves = [[half.messages for half in halves_of(each)] for each in (from_source, from_shard)]
     assert halves[0] == halves[1]
     return halves[0]
 
@@ -55,7 +58,7 @@ def halves(record: dict) -> list[dict]:
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_way_of_writing_a_record_gives_the_same_pair(name):
     for half, text in zip(halves(RECORDS[name]), ("A cat.", "A dog."), strict=True):
-        assert half["messages"] == [
+        assert half == [
             {"role": "user", "content": [{"type": "text", "text": "Which?"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "This one?"}], "loss": False},
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "No."}]},
@@ -75,7 +78,7 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
     system = {"prompt": [turn("system", "Be short.")]}
     whole = {key: [turn("user", "What?"), turn("assistant", key)] for key in ("chosen", "rejected")}
     for each in (record, system | whole):
-        roles = [[each["role"] for each in half["messages"]] for half in halves(each)]
+        roles = [[each["role"] for each in half] for half in halves(each)]
         assert roles == [["system", "user", "assistant"]] * 2
 
 
@@ -85,7 +88,7 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
         ({"messages": [*ASKED, GOOD]}, "no rejected answer"),
         ({"prompt": ASKED, "chosen": [GOOD]}, "no rejected answer"),
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": [GOOD]}, "are equal"),
-        ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 2"),
+        ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 0"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
         (RECORDS["TRL"] | {"chosen_images": ["a.jpg"]}, "chosen_images"),

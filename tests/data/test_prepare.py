@@ -14,6 +14,7 @@ from prepared_shards import prepare, stored
 from programs import ROOT, run_program
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
+from megatron_vlm.data.conversation.chatml import clean
 from megatron_vlm.data.shard_format import cook_record
 
 
@@ -128,9 +129,9 @@ def test_stock_energon_reads_the_same_samples(prepared):
     assert sorted(read) == sorted(expected)
     for key, parts in expected.items():
         document = json.loads(parts["json"])
-        document.pop("images", None)
-        assert read[key].conversation == document
-        assert (read[key].imgs or []) == [parts[n] for n in sorted(parts) if n.startswith("img")]
+        images = [parts[name] for name in sorted(parts) if name.startswith("img")]
+        assert read[key].messages == clean(document, len(images))[0]
+        assert (read[key].imgs or []) == images
 
 
 def test_every_skipped_record_is_named_with_its_reason(tmp_path):

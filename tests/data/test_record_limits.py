@@ -8,9 +8,10 @@ import pytest
 from grey_media import steady
 from loaders import arguments_of
 from PIL import Image
+from samples import sample_of
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, clean
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.records.normalise import normalise, read_record
@@ -36,7 +37,7 @@ def encoded(arguments, record, packing=True, **settings):
     encoder = PackingVLMTaskEncoder if packing else HFEncoderVLMTaskEncoder
     data = DataConfig(seq_length=2048, **settings)
     talk, images, videos = read_record(record, Path())
-    sample = ChatMLSample(__key__="s", __restore_key__=(), conversation=talk, imgs=images, videos=videos)
+    sample = sample_of(talk, images, videos=videos)
     return (
         encoder(data=data, **arguments).documents.encode(sample)
         if not packing
@@ -120,9 +121,9 @@ def test_limits_that_are_none_are_named(picture, wrong, said):
     entry, _ = normalise({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")})
     for conversation in (entry, turns([{"type": "image"} | wrong])):
         with pytest.raises(BadSample, match="bad_conversation.*" + said):
-            training_conversation(conversation, images=1)
+            clean(conversation, images=1)
     with pytest.raises(BadSample, match="image_limits is no list of an object for each image"):
-        training_conversation({"messages": turns("<image>"), "image_limits": [{}, {}]}, images=1)
+        clean({"messages": turns("<image>"), "image_limits": [{}, {}]}, images=1)
 
 
 def test_a_processor_with_one_size_for_all_images_says_so(tiny_gemma3, picture):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from samples import sample_of
 from transformers import AutoModelForImageTextToText, PretrainedConfig, ProcessorMixin
 from transformers.image_utils import SizeDict
 
@@ -39,7 +40,7 @@ def sample(*sizes: tuple[int, int]) -> ChatMLSample:
         files.append(file.getvalue())
     turns = [{"role": "user", "content": "<image>" * len(sizes) + "Which?"}]
     turns.append({"role": "assistant", "content": "7"})
-    return ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files)
+    return sample_of(turns, files, key="a")
 
 
 def made(family: str, settings: dict | None = None, **sizes) -> tuple[ProcessorMixin, PretrainedConfig]:

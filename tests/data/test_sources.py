@@ -15,6 +15,7 @@ import pytest
 from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
+from samples import sample_of
 from sources import image_bytes, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 from written_sources import (
@@ -31,7 +32,7 @@ from written_sources import (
 )
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
@@ -509,15 +510,6 @@ def test_a_stream_without_rows_is_named(tmp_path, processor):
         opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
 
 
-def test_an_epoch_with_more_rows_than_can_be_listed_is_refused(tmp_path):
-    paths = [write_sharegpt(tmp_path / name, 3) for name in "ab"]
-    with pytest.raises(ValueError, match="would have 300,000,000 of the 3 rows of .*make all epochs"):
-        blend_tables(
-            {str(path): open_table(str(path), Columns({})) for path in paths},
-            [DataSource("a"), DataSource("b", share=10**8)],
-        )
-
-
 # -- documents
 
 
@@ -547,7 +539,7 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     texts = ["\nthe cat\n", None, None, " sits on", "", "<image> a table\n"]
     record = Columns()({"texts": texts, "images": [None, "a.jpg", "a.jpg", None, "a.jpg", None]})
     talk, images, _ = read_record(record, tmp_path)
-    sample = ChatMLSample(__key__="document", __restore_key__=(), conversation=talk, imgs=images)
+    sample = sample_of(talk, images, key="document")
     needs = load(family)(AutoConfig.from_pretrained(path)).data_needs
     encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=512), needs)
     encoded = encoder.postencode_sample(encoder.preencode_sample(sample))  # raises where lengths differ

@@ -9,6 +9,7 @@ from transformers import AutoProcessor, Gemma3Processor
 import megatron_vlm.data.encode.text as spans_module
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat
+from megatron_vlm.data.encode.processing import with_media
 from megatron_vlm.data.encode.text import TextEncoder, _only_wraps, on_tokens
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 from tiny.corpus import default_corpus
@@ -52,7 +53,7 @@ def encode(spans, *turns, images=0):
 def replies(spans, encoded):
     """The text of every run of tokens in the mask."""
     runs, previous = [], False
-    for token, trained in zip(encoded.input_ids.tolist(), encoded.reply_mask.tolist(), strict=True):
+    for token, trained in zip(encoded.input_ids.tolist(), (encoded.weights > 0).tolist(), strict=True):
         if trained:
             runs = runs if previous else [*runs, []]
             runs[-1].append(token)
@@ -108,9 +109,10 @@ def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
         turn |= weight
     messages = cook_chatml_sample(said)[0]
     encoded = processed(family_spans, messages)[0]
-    found = np.split(encoded.weights[plain.reply_mask], np.flatnonzero(_begins(plain.reply_mask))[1:])
+    replied = plain.weights > 0
+    found = np.split(encoded.weights[replied], np.flatnonzero(_begins(replied))[1:])
     assert [set(reply.tolist()) for reply in found] == [{np.float32(w)} for w in (0.3, 0, 2.5, 1)]
-    assert not encoded.weights[~plain.reply_mask].any()
+    assert not encoded.weights[~replied].any()
     read = family_spans.tokenize(family_spans.chat(messages, None, 0))
     assert np.array_equal(read.weights, encoded.weights)
 
@@ -171,7 +173,7 @@ def test_reserved_characters_in_a_record_cannot_move_the_mask(spans):
     noise = "".join(map(chr, [0x10FF00, 0x10FF01, 0x10FF02, 0x10FF03, 0xF0000, 0xF0001]))
     clean = encode(spans, ("user", "<image>a b"), ("assistant", "c d"), images=1)
     noisy = encode(spans, ("user", f"<image>a{noise} b{noise}"), ("assistant", f"c{noise} d"), images=1)
-    for field in ("input_ids", "reply_mask"):
+    for field in ("input_ids", "weights"):
         assert np.array_equal(getattr(noisy, field), getattr(clean, field))
 
 
@@ -336,7 +338,7 @@ def test_a_tokenizer_with_a_call_of_its_own_is_called(processor, monkeypatch):
 
 def test_media_are_written_in_place_and_spans_follow():
     prompt = RenderedChat("aIIbIcVd", [(0, 1), (3, 4), (5, 6), (7, 8)], [(1, 3), (4, 5)], [(6, 7)], False)
-    written = prompt.with_media(["", "xyz", "vw"])
+    written = with_media(prompt, ["", "xyz", "vw"])
     assert written == RenderedChat(
         "abxyzcvwd", [(0, 1), (1, 2), (5, 6), (8, 9)], [(1, 1), (2, 5)], [(6, 8)], False
     )

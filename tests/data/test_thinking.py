@@ -5,11 +5,11 @@ import time
 
 import pytest
 from megatron.energon.errors import SkipSample
+from samples import sample_of
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.conversation.turns import between_thinking
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
@@ -65,7 +65,7 @@ def thoughtful():
 
 def encoded(processor, turns, thinking, **settings):
     encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=512, thinking=thinking), **settings)
-    sample = ChatMLSample(__key__="s", __restore_key__=(), conversation=turns)
+    sample = sample_of(turns)
     try:
         return encoder.encode_sample(sample)
     except SkipSample:

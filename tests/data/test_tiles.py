@@ -10,12 +10,12 @@ import torch
 from grey_media import frame_list, picture, sample, steady
 from megatron.energon.errors import SkipSample
 from PIL import Image
+from samples import sample_of
 from sources import image
 from transformers import AutoConfig, AutoProcessor, InternVLConfig
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
@@ -61,7 +61,7 @@ def test_images_are_those_of_apply_chat_template(folder, sizes):
     words = {"type": "text", "text": "Which?"}
     asked = {"role": "user", "content": [{"type": "image"} for _ in files] + [words]}
     turns = [asked, {"role": "assistant", "content": [{"type": "text", "text": "7"}]}]
-    given = ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files, videos=None)
+    given = sample_of(turns, files, key="a")
     encoder = encoder_of(folder)
     encoded = encoder.encode_sample(given)
     pictures = ({"type": "image", "image": Image.open(io.BytesIO(file))} for file in files)
@@ -140,13 +140,7 @@ def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
         {"role": "user", "content": "<video>Which one?<image>And this?<video>"},
         {"role": "assistant", "content": "A cat jumps."},
     ]
-    given = ChatMLSample(
-        __key__="a",
-        __restore_key__=(),
-        conversation=turns,
-        imgs=[picture(3)],
-        videos=[frame_list(3), frame_list(3)],
-    )
+    given = sample_of(turns, [picture(3)], videos=[frame_list(3), frame_list(3)], key="a")
     whole = encoder_of(folder).encode_sample(given)
     encoder, kept = encoder_of(folder), set()
     hf_config = AutoConfig.from_pretrained(folder)

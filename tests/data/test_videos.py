@@ -267,7 +267,7 @@ def test_ids_grids_and_pixels_are_the_processors_of_the_chosen_frames(arguments)
     for videos in ([steady(30)], [steady(7), frame_list(3)], [steady(1)]):
         conversation = sample(videos)
         encoded = encoder.encode_sample(conversation)
-        expected = by_processor(encoder, conversation.conversation, videos)
+        expected = by_processor(encoder, conversation.messages, videos)
         assert encoded.input_ids.equal(expected["input_ids"][0])
         raw = encoded.visual_inputs.as_model_kwargs()
         found = PixelNormalizer(encoder.processor)(raw, torch.float32)
@@ -339,7 +339,8 @@ def test_measured_lengths_are_those_of_the_encoding(arguments):
 def test_truncation_keeps_whole_videos_at_every_length(arguments):
     turns = "<video>Which one?<video>And this?"
     conversation = sample([frame_list(2), frame_list(6)], question=turns)
-    conversation.conversation = [{"role": "assistant", "content": "Yes?"}, *conversation.conversation]
+    before = {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]}
+    conversation.messages = [before, *conversation.messages]
     whole = encoder_of(arguments).encode_sample(conversation)
     kept = set()
     for length in range(4, len(whole.input_ids) + 1, 3):

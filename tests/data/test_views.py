@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from prepared_shards import prepare
+from samples import sample_of
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.models.families import load
@@ -68,7 +68,7 @@ def test_every_frame_of_a_video_is_shown(fast):
         out = io.BytesIO()
         Image.new("RGB", (64, 96), colour).save(out, "PNG")
         frames.append(out.getvalue())
-    sample = ChatMLSample(__key__="0", __restore_key__=(), conversation=turns, imgs=None, videos=[frames])
+    sample = sample_of(turns, videos=[frames], key="0")
     pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, kind_of(processor))
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}

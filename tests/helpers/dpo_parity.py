@@ -12,6 +12,7 @@ import parity
 import saved_cases
 import torch
 from PIL import Image
+from samples import sample_of
 
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
@@ -132,7 +133,6 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
 
 def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
-    from megatron_vlm.data.conversation.chatml import ChatMLSample
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
     from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
     from megatron_vlm.data.records.normalise import normalise
@@ -142,12 +142,7 @@ def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
     run.train.objective = "dpo"
     samples = [
-        ChatMLSample(
-            __key__=str(n),
-            __restore_key__=(),
-            conversation=normalise(record)[0],
-            imgs=[_png(image) for image in images] or None,
-        )
+        sample_of(normalise(record)[0], [_png(image) for image in images], key=str(n))
         for n, (record, images) in enumerate(records())
     ]
     one = HFEncoderVLMTaskEncoder(processor, run.data, needs)

@@ -6,8 +6,7 @@ from fractions import Fraction
 import av
 import numpy as np
 from PIL import Image
-
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from samples import sample_of
 
 SHADE = 8  # frame i is grey 8 i
 
@@ -46,10 +45,4 @@ def frame_list(count):
 def sample(videos=(), imgs=(), question=None, key="s0"):
     question = question or "<image>" * len(imgs) + "<video>" * len(videos) + "What happens here?"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A cat jumps."}]
-    return ChatMLSample(
-        __key__=key,
-        __restore_key__=(key,),
-        conversation=turns,
-        imgs=list(imgs) or None,
-        videos=list(videos) or None,
-    )
+    return sample_of(turns, imgs, videos=videos, key=key)

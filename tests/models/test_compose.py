@@ -18,6 +18,7 @@ from PIL import Image
 from places import CONFIGS
 from safetensors import safe_open
 from safetensors.torch import save_file
+from samples import sample_of
 from sources import write_sharegpt
 from transformers import (
     AutoConfig,
@@ -39,7 +40,6 @@ from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
 from megatron_vlm.compose.sources import Component, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.records.columns import Columns
@@ -179,7 +179,7 @@ def test_images_become_features_and_both_find_the_replies(composed, model):
     inputs = processor(text=[prompt], images=[images], return_tensors="pt", add_special_tokens=False)
     assert text.input_ids.tolist() == inputs["input_ids"][0].tolist()
     end = GenerationConfig.from_pretrained(composed[0]).eos_token_id[-1]
-    replies = text.input_ids[text.reply_mask]
+    replies = text.input_ids[text.weights > 0]
     said = processor.tokenizer.decode(replies)
     assert said == "two apples{0}nothing{0}".format(processor.tokenizer.convert_ids_to_tokens(end))
     asked = processor.tokenizer.apply_chat_template(  # Transformers' own mask, without images
@@ -238,7 +238,7 @@ def test_documents_keep_the_order_of_texts_and_images(composed, name):
     record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
     found = normalise(Columns()(record))[0]
     files = [png(image) for image in images]
-    sample = ChatMLSample(__key__="a", __restore_key__=(), conversation=found, imgs=files)
+    sample = sample_of(found, files, key="a")
     description = describe(hf_config)
     data = DataConfig(seq_length=512)
     encoded = HFEncoderVLMTaskEncoder(processor, data, description.data_needs).encode_sample(sample)

@@ -10,6 +10,7 @@ import parity
 import pytest
 import torch
 from PIL import Image
+from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs
@@ -45,7 +46,7 @@ def sample(sizes: list[tuple[int, int]]) -> ChatMLSample:
         files.append(file.getvalue())
     question = {"role": "user", "content": "<image>" * len(files) + "Which?"}
     turns = [question, {"role": "assistant", "content": "7"}]
-    return ChatMLSample(__key__="a", __restore_key__=(), conversation=turns, imgs=files)
+    return sample_of(turns, files, key="a")
 
 
 @pytest.fixture(scope="module")

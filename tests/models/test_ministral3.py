@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from samples import sample_of
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.mistral3 import Mistral3
@@ -38,12 +38,7 @@ def hf_config(tiny):
 def encoded(tiny):
     """Two images of different sizes side by side in one conversation, encoded as for training."""
     turns = [{"role": "user", "content": "<image><image>Which digit?"}, {"role": "assistant", "content": "7"}]
-    sample = ChatMLSample(
-        __key__="a",
-        __restore_key__=("a",),
-        conversation=turns,
-        imgs=[jpeg(size) for size in SIZES],
-    )
+    sample = sample_of(turns, [jpeg(size) for size in SIZES], key="a")
     return HFEncoderVLMTaskEncoder(
         AutoProcessor.from_pretrained(tiny), DataConfig(seq_length=256), DataNeeds(Mistral3.visual_keys)
     ).encode_sample(sample)

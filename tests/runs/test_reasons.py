@@ -14,7 +14,6 @@ import pytest
 from transformers import GenerationConfig
 
 from megatron_vlm.data.conversation.turns import BadSample
-from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.job.reasons import explain
 from megatron_vlm.messages import reading
@@ -102,14 +101,14 @@ class Config:
 def test_what_takes_all_memory_is_named():
     """Not the micro batch, which has no part in it."""
 
-    class Template(ChatTemplate):
-        def __init__(self):
-            self.text, self._tokenizer = "{{ 'a' * 9999999999999 }}", type("", (), {"special_tokens_map": {}})
+    @reading("the numbers")
+    def read() -> bytearray:
+        return bytearray(1 << 60)
 
-    code, said = explained(Template()._render, [], None)
+    code, said = explained(read)
     assert code == 2 and said == (
-        "out of memory while reading the chat template: no more is to be had\n"
-        "Make the chat template smaller, or give it more memory."
+        "out of memory while reading the numbers: no more is to be had\n"
+        "Make the numbers smaller, or give it more memory."
     )
     code, said = explained(bytearray, 1 << 60)
     assert code == 2 and said.splitlines()[1].startswith("Lower train.micro_batch_size, ")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
-from megatron_vlm.config import ConfigError
-from megatron_vlm.data.encode.chat_template import TEMPLATE_ERRORS
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.messages import listed, printable, reading
@@ -67,45 +62,15 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
 
 
 def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
-    """Lines about tokens of the tokenizer that are none of the model's `size`, if it has any.
-
-    Raises ConfigError, which names them, if the chat template or the processor writes them into every
-    conversation, or into those with images.
-    """
-    beyond = {token: name for name, token in processor.tokenizer.get_vocab().items() if token >= size}
-    if not beyond:
+    """A line about the tokens of the tokenizer that are none of the model's `size`, if it has any."""
+    tokens = sorted((token, name) for name, token in processor.tokenizer.get_vocab().items() if token >= size)
+    if not tokens:
         return []
-    known = f"and the model has {size} (vocab_size in its config.json, the rows of its embedding)"
-    remedy = (
-        "Give the model rows for them with Transformers (resize_token_embeddings) and save it in the folder "
-        "model.hf_path"
-    )
-    if written := _written(processor) & beyond.keys():
-        raise ConfigError(
-            f"model.hf_path: its chat template and processor write {_listed(beyond, written)}, {known}. "
-            f"{remedy}, or take them out of the template."
-        )
+    names = listed([f"{printable(name)} ({token})" for token, name in tokens], MOST_LISTED)
+    count = f"{len(tokens)} {'tokens' if len(tokens) > 1 else 'token'}"
     return [
-        f"model.hf_path: its tokenizer has {_listed(beyond, beyond.keys())}, {known}; a sample with one of "
-        f"them would end the run. {remedy}"
+        f"model.hf_path: its tokenizer has {count}, {names}, and the model has {size} "
+        "(vocab_size in its config.json, the rows of its embedding); a sample with one of them would end the "
+        "run. Give the model rows for them with Transformers (resize_token_embeddings) and save it in the "
+        "folder model.hf_path"
     ]
-
-
-def _listed(names: Mapping[int, str], tokens: Iterable[int]) -> str:
-    """How many tokens these are, with the first few."""
-    some = [f"{printable(names[token])} ({token})" for token in sorted(tokens)]
-    return f"{len(some)} {'tokens' if len(some) > 1 else 'token'}, {listed(some, MOST_LISTED)}"
-
-
-def _written(processor: ProcessorMixin) -> set[int]:
-    """The tokens of a conversation with an image and of one without; none of one that is refused."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, "PNG")
-    written: set[int] = set()
-    for images in ([file.getvalue()], []):
-        question = [*({"type": "image"} for _ in images), {"type": "text", "text": "a"}]
-        answer = [{"type": "text", "text": "b"}]
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        with suppress(*TEMPLATE_ERRORS):
-            written.update(processor_outputs(processor, messages, images)["input_ids"][0].tolist())
-    return written

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from transformers import ProcessorMixin
 
@@ -47,8 +47,7 @@ class RunData:
         atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
         gc.freeze()  # a collection in a forked worker would look at, and so copy, all that is imported here
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
-        module, name = PROVIDERS[data.dataset_type].split(":")
-        provider = getattr(import_module(module), name)(data)
+        provider = resolve_name(PROVIDERS[data.dataset_type])(data)
         train = train_encoder(data, processor, needs, self.drops)
         valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
         for encoder in (train, valid):

@@ -3,7 +3,6 @@
 Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
 `img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Videos are stored
 likewise (`vid000.mp4`, ..., `"videos"`); an entry `{"frames": [part names], "fps": ...}` is a list of images.
-Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `videos`.
 
 Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -20,7 +18,7 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, parsed, training_conversation
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean, clean_sample, parsed
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -33,10 +31,7 @@ DECODE_SECONDS = DataConfig.decode_seconds
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 
 SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
-DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
-    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
-    *(ArithmeticError, MemoryError),
-)
+PICKLED = ("jpgs", "videos")  # parts in which Megatron-Bridge stores lists of media
 
 
 @stateless
@@ -45,14 +40,15 @@ def cook_record(record: dict) -> ChatMLSample:
 
     If there are several paths, the key says which one the record is from.
     """
-    try:
-        fields = _read_parts(record)
-    except BadSample as bad:
-        fields = {"conversation": "", "problem": BadSample(bad.reason, bad.detail + _place(record))}
     keys = basic_sample_keys(record)
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
-    return ChatMLSample(**keys, **fields)
+    try:
+        conversation, images, videos = _read_parts(record)
+        return clean_sample(conversation, images, videos, **keys)
+    except BadSample as bad:
+        problem = BadSample(bad.reason, bad.detail + _place(record))
+    return ChatMLSample(problem=problem, **keys)
 
 
 COOKERS = [Cooker(cook_record)]
@@ -64,13 +60,6 @@ def _place(record: dict) -> str:
     return f"; in shard {shards[0]}" if shards else ""
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses any class or function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise BadSample("unsafe_pickle", f"the pickle asks for {module}.{name}")
-
-
 def _check_names(record: dict) -> None:
     """Energon joins neighbours of one key to one sample, in which parts of one name replace each other."""
     for source in record.get("__sources__") or ():
@@ -79,27 +68,20 @@ def _check_names(record: dict) -> None:
             raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
 
 
-def _read_parts(record: dict) -> dict:
+def _read_parts(record: dict) -> tuple[dict, list, list]:
+    """The conversation, images and videos of a record, as `read_record` gives them for a row of a table."""
     _check_names(record)
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
-    document = Columns()(parsed(_text(record["json"])))
-    if "jpgs" in record or "videos" in record:
-        imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
-    else:
-        videos, frames = _videos(document, record)
-        imgs = [record[name] for name in _image_names(document, record, frames)]
+    document = Columns()(parsed(record["json"]))
+    if pickled := [name for name in PICKLED if name in record]:
+        raise BadSample("unsafe_pickle", f"its media are in the part {pickled[0]}, a pickle")
+    videos, frames = _videos(document, record)
+    imgs = [record[name] for name in _image_names(document, record, frames)]
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
     conversation, _ = normalise(others | {"images": imgs, "videos": videos})
-    return {"conversation": conversation, "imgs": imgs or None, "videos": videos or None}
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadSample("bad_json", str(error)) from error
+    return conversation, imgs, videos
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
@@ -139,19 +121,6 @@ def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:
     return sorted(name for key, name in dotted if key.endswith(extensions))
 
 
-def _pickled_media(record: dict, name: str) -> list:
-    if name not in record:
-        return []
-    try:
-        media = PlainUnpickler(io.BytesIO(record[name])).load()
-    except DAMAGED_PICKLE_ERRORS as error:
-        raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
-    is_list = isinstance(media, list | tuple | None)
-    if not is_list or (name == "jpgs" and not all(isinstance(image, bytes) for image in media or ())):
-        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded files")
-    return list(media or [])
-
-
 # -- writing
 
 
@@ -160,7 +129,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
     Raises BadSample where every encoder would drop the sample.
     """
-    training_conversation(conversation, len(images), len(videos))
+    clean(conversation, len(images), len(videos))
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation | ({"images": list(files)} if files else {})
     if videos:

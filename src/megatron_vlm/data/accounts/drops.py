@@ -29,7 +29,7 @@ REASONS = {
     "dataset again, with --image-root",
     "duplicate_key": "samples that follow one another in a shard have the same key, and Energon makes one of "
     "them; give each a key of its own, or prepare the dataset again",
-    "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
+    "unsafe_pickle": "media in pickles are not read; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",
@@ -96,11 +96,9 @@ class DropReport:
         with self._locked():
             self._counts[0] += 1
 
-    def passed(self, stage: str) -> None:
-        """One more sample went through a stage of its encoding: nothing to count."""
-
-    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
-        """One more sample was dropped, at a stage of its encoding. `reason` is one of REASONS."""
+    def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
+        """One more sample was dropped. `reason` is one of REASONS; `in_a_row`: so many drops of this process
+        followed one another."""
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
         if self._counts[slot] < self._details_per_reason:

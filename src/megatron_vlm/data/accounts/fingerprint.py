@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MEDIA_PROCESSORS = ("image_processor", "video_processor")
@@ -23,10 +23,9 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
     `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
     """
-    pairs = {name: (saved.get(name), current.get(name)) for name in saved.keys() | current.keys()}
-    different = {name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair}
+    different = _different(saved, current, saved.keys() | current.keys())
     if different:
-        named = sorted(different - {"pipeline"}) or ["pipeline"]
+        named = sorted(set(different) - {"pipeline"}) or ["pipeline"]
         raise ValueError(
             "loader state belongs to another data configuration: "
             + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
@@ -36,7 +35,10 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
 def data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The fields about rows and processor in which two fingerprints differ; the order of rows may differ."""
-    names = ("dataset", "shards", "chat_template", "tokenizer", "processor")
+    return _different(saved, current, ("dataset", "shards", "chat_template", "tokenizer", "processor"))
+
+
+def _different(saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     pairs = {name: (saved.get(name), current.get(name)) for name in names}
     return [name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair]
 

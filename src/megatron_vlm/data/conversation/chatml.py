@@ -9,17 +9,17 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.conversation.limits import limits_of, with_limits
+from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
 from megatron_vlm.data.conversation.turns import (
     ROLES,
     TRAINED,
+    WEIGHTS,
     BadSample,
     is_trained,
-    mistake,
+    named_weight,
     sole,
-    without_thinking,
 )
-from megatron_vlm.data.on_disk.fields import TURNS
+from megatron_vlm.data.on_disk.fields import REJECTED_TURNS, TURNS
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
 
 WRAPPERS = (*TURNS, "conversation")
@@ -28,22 +28,68 @@ PLACEHOLDER = re.compile(r"<(image|video)>")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
+READ_KEYS = ("role", "from", "content", "value", *WEIGHTS)  # of a turn, which come out under one name
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
 
 
 @edataclass
 class ChatMLSample(Sample):
-    """A conversation with its media, still encoded.
+    """A clean conversation with its media, still encoded: `clean_sample` makes it.
 
-    `conversation` is what `cook_chatml_sample` accepts; that of a preference record has `rejected_messages`
-    beside its turns. If the record could not be read, `problem` says why, so that the encoder counts it with
-    all other drops.
+    `messages` and `tools` are as chat templates take them, with a part for each medium; `limits` are those
+    that the record names for each image and each video. `rejected` is the conversation with the other answer
+    of a preference record; only one objective reads it, and cleans it then. If the record cannot be trained
+    on, `problem` says why, so that the encoder counts it with all other drops.
     """
 
-    conversation: str | dict | list
+    messages: list[dict] | None = None
+    tools: list[dict] | None = None
     imgs: list[bytes] | None = None
     videos: list | None = None
+    limits: dict[str, list[dict]] | None = None
+    rejected: dict | None = None
     problem: BadSample | None = None
+
+
+def clean_sample(
+    conversation: str | dict | list, imgs: list[bytes], videos: list, **keys: Any
+) -> ChatMLSample:
+    """The sample of a normalised record; nothing after it looks at the conversation as it was written.
+
+    Raises BadSample as `clean`.
+    """
+    messages, tools, limits = clean(conversation, len(imgs), len(videos))
+    rejected = None
+    if isinstance(conversation, dict) and REJECTED_TURNS in conversation:
+        rejected = {"system": conversation.get("system"), "messages": conversation[REJECTED_TURNS]}
+    return ChatMLSample(
+        messages=messages,
+        tools=tools,
+        imgs=imgs or None,
+        videos=videos or None,
+        limits=limits,
+        rejected=rejected,
+        **keys,
+    )
+
+
+def clean(
+    conversation: str | dict | list, images: int = 0, videos: int = 0
+) -> tuple[list[dict], list[dict] | None, dict[str, list[dict]]]:
+    """(messages, tools, limits of each medium) of a conversation that is trained on.
+
+    Raises BadSample as `cook_chatml_sample`, `place_media` and `limits_of_media`, and BadSample
+    `no_trained_tokens` when no trained reply has content.
+    """
+    conversation = parsed(conversation)
+    messages, tools = cook_chatml_sample(conversation)
+    messages = place_media(messages, images, videos)
+    limits = limits_of_media(messages, conversation)
+    replies = [message for message in messages if is_trained(message)]
+    if not any(map(has_content, replies)):
+        why = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
+        raise BadSample("no_trained_tokens", f"{why}; roles are {[m['role'] for m in messages]}")
+    return messages, tools, limits
 
 
 def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], list[dict] | None]:
@@ -55,9 +101,10 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
 
     Content comes out as a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}` and
     `{"type": "video"}`. `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a
-    list that already names its media. Adjacent texts are joined as they stand; other keys of a turn
-    (`tool_calls`, `name`, ...) pass through. A system turn without content is left out; any other empty turn
-    gets one empty text, as templates may look at its first part. The argument is not changed.
+    list that already names its media. Adjacent texts are joined as they stand. A turn's weight in the loss is
+    a number under `loss`; its other keys (`tool_calls`, `name`, ...) pass through. A system turn without
+    content is left out; any other empty turn gets one empty text, as templates may look at its first part.
+    The argument is not changed.
 
     Raises BadSample.
     """
@@ -72,37 +119,6 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
             messages.insert(0, turn)
         elif messages[0]["content"] != turn["content"]:
             raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
-    return messages, tools
-
-
-def training_conversation(
-    conversation: str | dict | list,
-    images: int = 0,
-    videos: int = 0,
-    last_only: bool = False,
-    drop_thinking: bool = False,
-) -> tuple[list[dict], list[dict] | None]:
-    """`cook_chatml_sample`, then `place_media`: every path checks a conversation to be trained on with this.
-    Parts of media have the limits that they or the conversation's `image_limits` and `video_limits` name.
-
-    With `last_only`, all replies that are trained but the last get `"loss": False`; with `drop_thinking`,
-    replies lose their thinking. Raises BadSample as they do, and BadSample `no_trained_tokens` when no
-    trained reply has content.
-    """
-    messages, tools = cook_chatml_sample(conversation)
-    messages = with_limits(place_media(messages, images, videos), conversation)
-    if drop_thinking:
-        messages = [without_thinking(m) if m["role"] == "assistant" else m for m in messages]
-    if last_only:
-        last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
-        messages = [
-            message | {"loss": False} if message["role"] == "assistant" and index != last else message
-            for index, message in enumerate(messages)
-        ]
-    replies = [message for message in messages if is_trained(message)]
-    if not any(map(has_content, replies)):
-        found = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
-        raise BadSample("no_trained_tokens", f"{found}; roles are {[m['role'] for m in messages]}")
     return messages, tools
 
 
@@ -162,7 +178,7 @@ def _with_foreign(message: dict, kind: str) -> dict:
     return message | {"content": _join_texts(list(chain.from_iterable(pieces)))}
 
 
-def parsed(conversation: str | dict | list) -> Any:
+def parsed(conversation: str | bytes | dict | list) -> Any:
     """The object of a conversation in JSON. Raises BadSample."""
     if not isinstance(conversation, str | bytes):
         return conversation
@@ -201,9 +217,9 @@ def _message(turn: Any, index: int) -> dict:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get(sole(turn, ("content", "value"), place=place, same=_no_content))
-    others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    if wrong := mistake(others):
-        raise BadSample("bad_conversation", f"turn {index} has {wrong}")
+    others = {key: value for key, value in turn.items() if key not in READ_KEYS}
+    if (weight := named_weight(turn, index)) is not None:
+        others["loss"] = weight
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
         parts = [{"type": "text", "text": ""}]
@@ -245,7 +261,7 @@ def _part(part: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} has a part that is no {known}, or has no text")
     if kind == "text":
         return {"type": "text", "text": part["text"]}
-    return {"type": kind, **limits_of(kind, part)}
+    return {"type": kind} | named_limits(kind, part)
 
 
 def _split_placeholders(text: str) -> list[dict]:

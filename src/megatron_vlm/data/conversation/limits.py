@@ -41,27 +41,18 @@ def limits_beside(kind: str, media: Any) -> dict[str, list[dict]]:
     return {f"{kind}_limits": limits} if any(limits) else {}
 
 
-def with_limits(messages: list[dict], conversation: Any) -> list[dict]:
-    """The messages, whose parts of media also have what `limits_beside` put beside them. Raises BadSample."""
+def limits_of_media(messages: list[dict], conversation: Any) -> dict[str, list[dict]]:
+    """The limits of each image and each video of a conversation, in order: what its parts name, and what
+    `limits_beside` put beside its turns. Raises BadSample."""
+    limits = {}
     for kind in LIMITS:
-        limits = conversation.get(f"{kind}_limits") if isinstance(conversation, dict) else None
-        if limits is None:
-            continue
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
-        if not isinstance(limits, list) or [type(one) for one in limits] != [dict] * len(parts):
+        beside = conversation.get(f"{kind}_limits") if isinstance(conversation, dict) else None
+        beside = [{}] * len(parts) if beside is None else beside
+        if not isinstance(beside, list) or [type(one) for one in beside] != [dict] * len(parts):
             raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
-        beside = (limits_of(kind, one) for one in limits)
-        messages = [
-            message | {"content": [p | next(beside) if p["type"] == kind else p for p in message["content"]]}
-            for message in messages
-        ]
-    return messages
-
-
-def limits_of_media(messages: list[dict]) -> dict[str, list[dict]]:
-    """For each image and each video of a conversation, in order, its limits."""
-    parts = [part for message in messages for part in message["content"]]
-    return {kind: [limits_of(kind, part) for part in parts if part["type"] == kind] for kind in LIMITS}
+        limits[kind] = [limits_of(kind, part | one) for part, one in zip(parts, beside, strict=True)]
+    return limits
 
 
 def rules_within(own: dict, rules: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from operator import eq
 from typing import Any
 
@@ -40,17 +39,13 @@ class BadSample(Exception):
 
 # What processors raise on images and videos that they cannot take: beside ValueErrors of their own, those of
 # arithmetic with sizes that become 0, and torch's
-_REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-@contextmanager
-def refused_by_processor() -> Iterator[None]:
-    """Turns what a processor raises on a sample's media into BadSample."""
-    try:
-        yield
-    except _REFUSALS as error:
-        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise BadSample("processor_error", said) from error
+def refused_by_processor(error: Exception) -> BadSample:
+    """The BadSample that says what a processor raised on the media of a sample, one of REFUSALS."""
+    said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return BadSample("processor_error", said)
 
 
 def sole(
@@ -74,30 +69,40 @@ def sole(
     return first
 
 
-def loss_weight(turn: dict) -> float:
-    """The weight of a turn's tokens in the loss: what its `loss` or OpenAI's `weight` says, true and false
-    being 1 and 0; 1 for a reply that says nothing, 0 for turns that are no replies."""
-    if turn["role"] not in TRAINED:
-        return 0.0
-    return float(next((turn[key] for key in WEIGHTS if turn.get(key) is not None), 1))
+def named_weight(turn: dict, index: int) -> float | None:
+    """The weight in the loss that a turn names, as `loss` or as OpenAI's `weight`, or None; true is 1.
+
+    Raises BadSample for a wrong one, and for two that differ.
+    """
+    named = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in named.items():
+        if not (isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)):
+            wanted = f"true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
+            raise BadSample("bad_conversation", f"turn {index} has {key} {value!r}, not {wanted}")
+    weights = set(map(float, named.values()))
+    if len(weights) > 1:
+        raise BadSample("bad_conversation", f"turn {index} has {' and '.join(WEIGHTS)}, which differ")
+    return weights.pop() if weights else None
 
 
 def is_trained(turn: dict) -> bool:
-    """Whether a turn is a reply to train on."""
-    return loss_weight(turn) > 0
+    """Whether a clean turn is a reply to train on."""
+    return turn["role"] in TRAINED and turn.get("loss", 1) > 0
 
 
-def mistake(turn: dict) -> str | None:
-    """A message about a wrong weight of a turn."""
-    for key in WEIGHTS:
-        if not _is_weight(turn.get(key)):
-            return f"{key} {turn[key]!r}, not true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
-    weights = {float(turn[key]) for key in WEIGHTS if turn.get(key) is not None}
-    return f"{' and '.join(WEIGHTS)}, which differ" if len(weights) > 1 else None
+def last_reply_alone(messages: list[dict]) -> list[dict]:
+    """The messages, of which no trained reply but the last is trained."""
+    last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
+    return [
+        message | {"loss": 0.0} if message["role"] == "assistant" and index != last else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def without_thinking(turn: dict) -> dict:
-    """A reply without the thinking blocks in its text, and without THINKING_KEYS."""
+    """The turn; a reply without the thinking blocks in its text, and without THINKING_KEYS."""
+    if turn["role"] != "assistant":
+        return turn
 
     def rest(text: str) -> str:
         pieces = between_thinking(text, 0, len(text))
@@ -122,9 +127,3 @@ def between_thinking(text: str, start: int, stop: int) -> list[tuple[int, int]]:
             start = end + len(END_OF_THINKING)
         read = end + len(END_OF_THINKING)
     return [*pieces, (start, stop)]
-
-
-def _is_weight(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.data.conversation.chatml import INVISIBLE, BadSample
 from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
-from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking, loss_weight
-from megatron_vlm.data.encode.interleaved import DocumentText
-from megatron_vlm.messages import reading
+from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking
 
 WORD_JOINER = "\u2060"
 # Before and after each reply, image and video in what a processor is called with.
@@ -28,6 +25,7 @@ MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U00
 MARKS = re.compile("[\U0010ff00-\U0010ff05]")
 # All marks, and the two characters with which transformers >= 5.23 marks control tokens.
 RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}\U000f0000\U000f0001]")
+BEFORE, AFTER = "before the image", "after the image"  # texts that show how a template writes an image
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -45,22 +43,6 @@ class RenderedChat:
     add_special_tokens: bool = True  # False if the template wrote the BOS token
     weights: list[float] = field(default_factory=list)  # of the replies in the loss; empty: 1 for each
 
-    def with_media(self, texts: list[str]) -> RenderedChat:
-        """The conversation with `texts` in place of the images, then of the videos."""
-        pieces, read, stops, shifts = [], 0, [], [0]
-        for (start, stop), text in sorted(zip([*self.images, *self.videos], texts, strict=True)):
-            pieces += [self.text[read:start], text]
-            read = stop
-            stops.append(stop)
-            shifts.append(shifts[-1] + len(text) - (stop - start))
-
-        def moved(spans: list[Span]) -> list[Span]:
-            return [tuple(edge + shifts[bisect_right(stops, edge)] for edge in span) for span in spans]
-
-        text = "".join([*pieces, self.text[read:]])
-        spans = map(moved, (self.replies, self.images, self.videos))
-        return RenderedChat(text, *spans, self.add_special_tokens, self.weights)
-
 
 class ChatTemplate:
     """The chat template of a processor, or one given instead.
@@ -76,9 +58,12 @@ class ChatTemplate:
 
     def __init__(self, processor: ProcessorMixin, template: str | None = None, mask_thinking: bool = False):
         self.text = template or _template_of(processor)
-        self._tokenizer, self._video_token = processor.tokenizer, getattr(processor, "video_token", None)
-        self._placeholder_tokens = placeholder_tokens(processor)
+        self._tokenizer = processor.tokenizer
         self._control_tokens = _control_tokens(processor)
+        self._image_patterns = [re.escape(token) for token in placeholder_tokens(processor)]
+        # with the control tokens right before and after a video: so no cut leaves it without its end
+        control, video = self._control_tokens.pattern, getattr(processor, "video_token", None)
+        self._video_patterns = [f"(?:{control})?{re.escape(video)}(?:{control})?"] if video else []
         self._tells_replies = bool(GENERATION_TAG.search(self.text))
         if not self._tells_replies:
             self._probe_template()
@@ -96,8 +81,8 @@ class ChatTemplate:
         return RenderedChat(
             text,
             replies,
-            self._placeholders(text, images),
-            self._video_placeholders(text, videos),
+            self._places(text, "images", images, self._image_patterns),
+            self._places(text, "videos", videos, self._video_patterns),
             add_special_tokens=not (bos and text.startswith(bos)),
             weights=[] if set(weights) <= {1} else weights,
         )
@@ -110,9 +95,9 @@ class ChatTemplate:
         try:
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
-                text, spans = self._documents(messages)
+                text, spans = self._document(messages)
                 text.encode()
-                return text, spans, [loss_weight(messages[0])] * len(spans)
+                return text, spans, [messages[0].get("loss", 1)] * len(spans)
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
@@ -122,21 +107,21 @@ class ChatTemplate:
             raise BadSample("bad_conversation", "nested too deeply") from error
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             raise BadSample("bad_conversation", str(error)) from error
-        weights = [loss_weight(message) for message in messages if message["role"] == "assistant"]
+        weights = [message.get("loss", 1) for message in messages if message["role"] == "assistant"]
         weighted = self._trained(prompt, spans, weights)
         spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
         if self._next_turn:
             prompt, spans = self._with_ends(prompt, spans)
         if self._mask_thinking:
-            pieces = [self._outside_thinking(prompt, *span) for span in spans]
+            pieces = [self._outside_thinking(prompt, start, stop) for start, stop in spans]
             weights = [weight for weight, some in zip(weights, pieces, strict=True) for _ in some]
             spans = [piece for some in pieces for piece in some]
         return prompt, spans, weights
 
-    def _outside_thinking(self, prompt: str, *reply: int) -> list[Span]:
+    def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
-        pieces = [piece for piece in between_thinking(prompt, *reply) if piece[0] < piece[1]]
-        return [] if all(self._no_content.fullmatch(prompt, *piece) for piece in pieces) else pieces
+        pieces = [piece for piece in between_thinking(prompt, start, stop) if piece[0] < piece[1]]
+        return [] if all(self._no_content.fullmatch(prompt, begin, end) for begin, end in pieces) else pieces
 
     def _trained(self, prompt: str, replies: list[Span], weights: list[float]) -> list[tuple[Span, float]]:
         """The replies that are trained, with the `weights` of the assistant's turns.
@@ -155,9 +140,9 @@ class ChatTemplate:
             detail = f"it marks {len(whole)} replies of {len(weights)}, so none can have a weight of its own"
             raise BadSample("template_error", detail)
         return [
-            (span, weight)
-            for span, weight in zip(whole, weights, strict=True)
-            if weight and not self._no_content.fullmatch(prompt, *span)
+            ((start, stop), weight)
+            for (start, stop), weight in zip(whole, weights, strict=True)
+            if weight and not self._no_content.fullmatch(prompt, start, stop)
         ]
 
     def _what_is_no_content(self) -> re.Pattern[str]:
@@ -184,7 +169,7 @@ class ChatTemplate:
         if (
             replies
             and replies[-1][1] == len(prompt)
-            and not self._control_tokens.search(prompt, *replies[-1])
+            and not self._control_tokens.search(prompt, replies[-1][0])
         ):
             prompt += self._next_turn
         ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
@@ -194,7 +179,8 @@ class ChatTemplate:
 
     def _token_that_ends_replies(self) -> str | None:
         """The control token after a reply that has none of its own, such as <|user|>; else None."""
-        turns = [_text_message(*turn) for turn in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+        said = (("user", "a"), ("assistant", "b"), ("user", "c"))
+        turns = [_text_message(role, text) for role, text in said]
         try:
             prompt, ((start, stop), *_), _ = self.render(turns)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
@@ -202,7 +188,6 @@ class ChatTemplate:
         follows = self._control_tokens.match(prompt, stop)
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
-    @reading("the chat template")
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
         try:
             prompts, spans = render_jinja_template(
@@ -213,9 +198,10 @@ class ChatTemplate:
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
     def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
-        return UntaggedReplies(
-            lambda *said, **how: self._render(*said, tools, **how)[0], self._control_tokens
-        )
+        def render(messages: list[dict], **how: bool) -> str:
+            return self._render(messages, tools, **how)[0]
+
+        return UntaggedReplies(render, self._control_tokens)
 
     def _probe_template(self) -> None:
         turn = [_text_message("user", "a"), _text_message("assistant", "b")]
@@ -240,31 +226,43 @@ class ChatTemplate:
         return value
 
     @functools.cached_property
-    def _documents(self) -> DocumentText:
-        return DocumentText(lambda messages: self._render(messages, None)[0], self._tokenizer.eos_token)
+    def _image_of_documents(self) -> str:
+        """The placeholder of an image, as the template writes it."""
+        content = [{"type": "text", "text": BEFORE}, {"type": "image"}, {"type": "text", "text": AFTER}]
+        text, _ = self._render([{"role": "user", "content": content}], None)
+        image = text.partition(BEFORE)[2].partition(AFTER)[0]
+        if not image.strip():
+            raise ValueError(
+                "The chat template does not write an image between the texts around it, so documents of "
+                f"texts and images cannot be written with it: {text[:500]!r}"
+            )
+        return image
 
-    def _placeholders(self, prompt: str, count: int) -> list[Span]:
-        """Where the template put the images. Record text is harmless, so the template wrote every match."""
-        seen = 0
-        for token in self._placeholder_tokens if count else ():
-            found = [match.span() for match in re.finditer(re.escape(token), prompt)]
-            if len(found) == count:
-                return found
-            seen = max(seen, len(found))
+    def _document(self, messages: list[dict]) -> tuple[str, list[Span]]:
+        """The text of an interleaved document without the template, and its trained spans: all its own texts
+        and the end-of-text token. Raises BadSample if it is not the conversation's only turn."""
+        if len(messages) != 1:
+            raise BadSample("bad_conversation", f"a document stands alone, here among {len(messages)} turns")
+        text, trained = "", []
+        for part in [*messages[0]["content"], {"type": "text", "text": self._tokenizer.eos_token or ""}]:
+            written = self._image_of_documents if part["type"] == "image" else part.get("text", "")
+            if part["type"] == "text" and written:
+                trained.append((len(text), len(text) + len(written)))
+            text += written
+        return text, trained
+
+    def _places(self, prompt: str, what: str, count: int, patterns: list[str]) -> list[Span]:
+        """Where the template put the images or videos: the first pattern that it wrote `count` times. Record
+        text is harmless, so the template wrote every match."""
+        most = 0
+        for pattern in patterns if count else ():
+            spans = [match.span() for match in re.finditer(pattern, prompt)]
+            if len(spans) == count:
+                return spans
+            most = max(most, len(spans))
         if count:
-            raise BadSample("placeholder_mismatch", f"the chat template wrote {seen} of {count} images")
+            raise BadSample("placeholder_mismatch", f"the chat template wrote {most} of {count} {what}")
         return []
-
-    def _video_placeholders(self, prompt: str, count: int) -> list[Span]:
-        """Where the template put the videos, with the control tokens right before and after each: so no cut
-        leaves a video without its end."""
-        if not count:
-            return []
-        control, token = self._control_tokens.pattern, re.escape(self._video_token)
-        found = [match.span() for match in re.finditer(f"(?:{control})?{token}(?:{control})?", prompt)]
-        if len(found) != count:
-            raise BadSample("placeholder_mismatch", f"the chat template wrote {len(found)} of {count} videos")
-        return found
 
 
 def _template_of(processor: ProcessorMixin) -> str:

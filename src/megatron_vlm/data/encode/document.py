@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +15,16 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, training_conversation
-from megatron_vlm.data.conversation.limits import limits_of_media, rules_within
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.limits import rules_within
+from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
-from megatron_vlm.data.encode.processing import HFProcessor, processor_for
+from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
-
-# What processors return about the text. We make our own masks, and models find images by token id.
-TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 @edataclass
@@ -51,7 +48,6 @@ class Measured:
     text: EncodedText  # of the whole conversation
     length: int  # tokens that are kept
     patches: int  # raw patches of the images and videos that are kept
-    limits: dict[str, list[dict]]  # that the record names, for each image and each video
 
 
 class DocumentEncoder:
@@ -72,47 +68,50 @@ class DocumentEncoder:
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
         text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
-        self.processing, self.why_hf_processor = HFProcessor(text), "fast is off"
-        if fast:
-            self.processing, self.why_hf_processor = processor_for(processor, text)
+        known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
+        self.why_hf_processor = known.why_not() if fast else "fast is off"
+        self.processing = known
+        if self.why_hf_processor:
+            self.processing = HFProcessor(text, needs.visual_keys, data.decode_seconds)
         self._most_characters = math.inf
         if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
-        self._in_time = functools.partial(in_time, data.decode_seconds)
 
     def measure(self, sample: ChatMLSample) -> Measured:
         """Measures a sample from its text and the headers of its media; of a video, one frame is decoded.
 
         Raises ValueError if the processor cannot tell an image's number of tokens from its size.
         """
-        prompt, limits = self._prompt(sample)
-        sizes = [self._in_time(image_size, *image) for image in self._images(sample, limits)]
-        plans = [self._in_time(plan_video, *video) for video in self._videos(sample, limits)]
+        prompt = self._prompt(sample)
+        seconds = self._data.decode_seconds
+        sizes = [
+            in_time(seconds, image_size, image, most, least) for image, most, least in self._images(sample)
+        ]
+        plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
         text = self.processing.sizes(prompt, sizes, plans)
-        length, images, videos = self._kept(text)
-        if not text.reply_mask[1:length].any():
+        length, image_count, video_count = self._kept(text)
+        if not text.weights[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
-        patches = sum([*text.image_patches[:images], *map(math.prod, text.video_grids[:videos])])
+        grids = text.video_grids[:video_count]
+        patches = sum(text.image_patches[:image_count]) + sum(map(math.prod, grids))
         if (most := self._data.max_patches) is not None and patches > most:
             raise BadSample("over_patches", f"{patches} patches, data.max_patches = {most}")
-        return Measured(prompt, text, length, patches, limits)
+        return Measured(prompt, text, length, patches)
 
     def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
         """The encoded document. `measured` saves reading the text again."""
-        prompt, limits = (measured.prompt, measured.limits) if measured else self._prompt(sample)
-        images = (self._in_time(self.processing.decode, *image) for image in self._images(sample, limits))
-        videos = [self._in_time(decode_video, *video) for video in self._videos(sample, limits)]
-        text, outputs = self.processing(prompt, images, videos, measured and measured.text)
-        visual = self._visual_inputs(outputs)
+        prompt = measured.prompt if measured else self._prompt(sample)
+        seconds = self._data.decode_seconds
+        videos = [in_time(seconds, decode_video, video, rules) for video, rules in self._videos(sample)]
+        text, visual = self.processing(prompt, self._images(sample), videos, measured and measured.text)
         if why := self._needs.misfit(text.input_ids, visual):
             raise BadSample("model_refuses", why)
-        length, *kept = self._kept(text)
-        if length < len(text):
+        length, image_count, video_count = self._kept(text)
+        if length < len(text.input_ids):
             token = getattr(self._processor, "image_token_id", None)
-            text, visual = truncated(text, visual, length, *kept, token)
-        labels, loss_mask = np.full(length, IGNORE_INDEX), np.zeros(length, np.float32)
-        loss_mask[:-1] = text.weights[1:]  # the last position predicts nothing
-        np.copyto(labels[:-1], text.input_ids[1:], where=text.reply_mask[1:])
+            text, visual = truncated(text, visual, length, image_count, video_count, token)
+        loss_mask = np.append(text.weights[1:], np.float32(0))  # the last position predicts nothing
+        labels = np.where(loss_mask > 0, np.roll(text.input_ids, -1), IGNORE_INDEX)
         if not loss_mask.any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
         input_ids = torch.from_numpy(text.input_ids)
@@ -140,23 +139,27 @@ class DocumentEncoder:
             multiple=getattr(self._processor.video_processor, "temporal_patch_size", None) or 1,
         )
 
-    def _images(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[bytes, int | None, int | None]]:
+    def _images(self, sample: ChatMLSample) -> list[tuple[bytes, int | None, int | None]]:
         """Each image with the most and the fewest pixels that it is to have: the run's, or its own, moved to
         lie within the run's."""
         most, least = self._data.max_pixels, self._data.min_pixels
-        for image, named in zip(sample.imgs or [], limits["image"], strict=True):
+        images = []
+        for image, named in zip(sample.imgs or [], sample.limits["image"], strict=True):
             if named and self.processing.kind.makes_one_size:
                 detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
-            yield image, within.get("max_pixels", most), within.get("min_pixels", least)
+            images.append((image, within.get("max_pixels", most), within.get("min_pixels", least)))
+        return images
 
-    def _videos(self, sample: ChatMLSample, limits: dict) -> Iterator[tuple[Any, VideoRules]]:
-        for video, own in zip(sample.videos or [], limits["video"], strict=True):
-            yield video, rules_within(own, self.video_rules)
+    def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:
+        return [
+            (video, rules_within(named, self.video_rules))
+            for video, named in zip(sample.videos or [], sample.limits["video"], strict=True)
+        ]
 
-    def _prompt(self, sample: ChatMLSample) -> tuple[RenderedChat, dict[str, list[dict]]]:
-        """The rendered conversation, and the limits that it names for each image and each video."""
+    def _prompt(self, sample: ChatMLSample) -> RenderedChat:
+        """The rendered conversation, of which the replies are trained that the settings ask for."""
         if sample.problem is not None:
             raise sample.problem
         images, videos = len(sample.imgs or []), len(sample.videos or [])
@@ -164,33 +167,22 @@ class DocumentEncoder:
             raise BadSample("video_unsupported", f"{videos} videos")
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
-        conversation = training_conversation(
-            sample.conversation,
-            images,
-            videos,
-            last_only=self._data.train_replies == "last",
-            drop_thinking=self._data.thinking == "drop",
-        )
-        prompt = self.chat(*conversation, images, videos)
-        if (found := len(prompt.text)) > self._most_characters:
-            detail = f"{found} characters; more than {self._most_characters} never fit"
+        messages = sample.messages
+        if self._data.thinking == "drop":
+            messages = [without_thinking(message) for message in messages]
+        if self._data.train_replies == "last":
+            messages = last_reply_alone(messages)
+        prompt = self.chat(messages, sample.tools, images, videos)
+        if (count := len(prompt.text)) > self._most_characters:
+            detail = f"{count} characters; more than {self._most_characters} never fit"
             raise BadSample("over_length", detail)
-        return prompt, limits_of_media(conversation[0])
+        return prompt
 
     def _kept(self, text: EncodedText) -> tuple[int, int, int]:
         """How many tokens, images and videos remain."""
-        if len(text) <= self._data.seq_length:
-            return len(text), len(text.images), len(text.videos)
+        length = len(text.input_ids)
+        if length <= self._data.seq_length:
+            return length, len(text.images), len(text.videos)
         if self._data.over_length == "drop":
-            raise BadSample("over_length", f"{len(text)} tokens, seq_length = {self._data.seq_length}")
+            raise BadSample("over_length", f"{length} tokens, seq_length = {self._data.seq_length}")
         return cut(text.images, text.videos, self._data.seq_length)
-
-    def _visual_inputs(self, outputs: dict[str, Tensor]) -> GenericVisualInputs | None:
-        keys = self._needs.visual_keys
-        if unexpected := sorted(set(outputs) - TEXT_KEYS - set(keys)):
-            raise ValueError(
-                f"{type(self._processor).__name__} returned {unexpected}, which are not in "
-                f"visual_keys = {keys}; add those that the model takes"
-            )
-        tensors = {key: outputs[key] for key in keys if key in outputs}
-        return GenericVisualInputs(**tensors) if tensors else None

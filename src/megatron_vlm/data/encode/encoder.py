@@ -65,6 +65,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         self.processor, self.data, self.needs = processor, data, needs or DataNeeds()
         self.drops = drops or DropReport()
         self._dropped: Counter[str] = Counter()  # by this process, since its last batch
+        self._in_a_row: Counter[str] = Counter()  # drops of this process, by the stage of the encoding
         self.documents = DocumentEncoder(processor, data, self.needs, chat_template, fast)
 
     @property
@@ -113,22 +114,23 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         try:
             yield
         except BadSample as bad:
-            self.drops.drop(sample.__key__, bad.reason, bad.detail, stage)
+            self._in_a_row[stage] += 1
+            self.drops.drop(sample.__key__, bad.reason, bad.detail, self._in_a_row[stage])
             self._dropped[bad.reason] += 1
             raise SkipSample(f"{sample.__key__}: {bad}") from bad
-        self.drops.passed(stage)
+        self._in_a_row[stage] = 0
 
     def _batch_rows(self, samples: list[HFEncoderTaskSample], length: int) -> HFEncoderTaskBatch:
         """Rows padded on the right; documents and visual items stay in order."""
-        pad_id = self.tokenizer.pad_token_id or 0
+        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
+        padding |= dict.fromkeys(("loss_mask", "position_ids", "attention_mask"), 0)
         return HFEncoderTaskBatch(
             __key__=[sample.__key__ for sample in samples],
             __restore_key__=[sample.__restore_key__ for sample in samples],
-            input_ids=_stack([sample.input_ids for sample in samples], length, pad_id),
-            labels=_stack([sample.labels for sample in samples], length, IGNORE_INDEX),
-            loss_mask=_stack([sample.loss_mask for sample in samples], length, 0),
-            position_ids=_stack([sample.position_ids for sample in samples], length, 0),
-            attention_mask=_stack([sample.attention_mask for sample in samples], length, 0),
+            **{
+                name: _stack([getattr(sample, name) for sample in samples], length, value)
+                for name, value in padding.items()
+            },
             visual_inputs=cat_visual(samples),
             document_keys=[sample.document_keys for sample in samples],
         )

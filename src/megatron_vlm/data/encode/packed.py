@@ -97,12 +97,11 @@ def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
     for sample in samples:
         numbers.append(sample.attention_mask + count)
         count += int(sample.attention_mask[-1])
+    names = ("input_ids", "labels", "loss_mask", "position_ids")
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples], dim=-1) for name in names}
     return HFEncoderTaskSample.derive_from(
         samples[0],
-        input_ids=torch.cat([sample.input_ids for sample in samples]),
-        labels=torch.cat([sample.labels for sample in samples]),
-        loss_mask=torch.cat([sample.loss_mask for sample in samples]),
-        position_ids=torch.cat([sample.position_ids for sample in samples], dim=-1),
+        **tensors,
         attention_mask=torch.cat(numbers),
         visual_inputs=cat_visual(samples),
         document_keys=[key for sample in samples for key in sample.document_keys],

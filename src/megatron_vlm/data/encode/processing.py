@@ -13,23 +13,29 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.conversation.replies import Span
-from megatron_vlm.data.conversation.turns import BadSample, refused_by_processor
+from megatron_vlm.data.conversation.turns import REFUSALS, BadSample, refused_by_processor
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
 from megatron_vlm.data.media.images import decode_image, decode_pixels
+from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import Frames, VideoPlan
 
+# What processors return about the text. We make our own masks, and models find images by token id.
+TEXT_KEYS = {"attention_mask", "token_type_ids", "mm_token_type_ids"}
 PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
@@ -37,21 +43,26 @@ PROBE_MESSAGES = [
 
 
 class HFProcessor:
-    """Any Hugging Face processor, called once per conversation."""
+    """Any Hugging Face processor, called once per conversation.
+
+    text             encodes a conversation by a call of the processor
+    visual_keys      the outputs of the processor that the model takes
+    decode_seconds   the time that an image may take; see `media.patience`
+    """
 
     known = False
-    # (image file, most pixels, fewest pixels) → an image as `__call__` takes it
-    decode = staticmethod(decode_image)
+    decode = staticmethod(decode_image)  # (image file, most pixels, fewest pixels) → an image
 
-    def __init__(self, text: TextEncoder):
-        self.kind, self._text = text.kind, text
+    def __init__(self, text: TextEncoder, visual_keys: tuple[str, ...], decode_seconds: float):
+        self.kind, self.text = text.kind, text
+        self._visual_keys, self._decode_seconds = visual_keys, decode_seconds
         self.kind.check_settings()
 
     @functools.cached_property
     def sizes(self) -> SizeEncoder:
         """Gives the text of a call, or one of equal length. Raises ValueError if it cannot."""
         try:
-            return SizeEncoder(self._text, self.known)
+            return SizeEncoder(self.text, self.known)
         except BadSample as bad:
             raise ValueError(
                 f"{type(self.kind.processor).__name__}: a question about an image is refused ({bad}), and "
@@ -59,17 +70,34 @@ class HFProcessor:
             ) from bad
 
     def __call__(
-        self, prompt: RenderedChat, images: Iterable, videos: list[Frames], text: EncodedText | None = None
-    ) -> tuple[EncodedText, dict[str, Tensor]]:
-        """The text, and the processor's other outputs by name. `text` is what `sizes` gave, if called.
+        self,
+        prompt: RenderedChat,
+        files: list[tuple[bytes, int | None, int | None]],
+        videos: list[Frames],
+        text: EncodedText | None = None,
+    ) -> tuple[EncodedText, GenericVisualInputs | None]:
+        """The text, and the images and videos as the model takes them. `files` are what `decode` takes;
+        `text` is what `sizes` gave, if called.
 
-        Raises BadSample when the processor refuses what it gets.
+        Raises BadSample when an image cannot be decoded or the processor refuses what it gets, and ValueError
+        if it makes something that is not among the model's visual keys.
         """
-        images = list(images)
+        seconds = self._decode_seconds
+        images = [in_time(seconds, self.decode, file, most, least) for file, most, least in files]
         for image in images:
             self.kind.refuse(image.height, image.width, len(images) == 1)
-        encoded, outputs = self._text(prompt, images, videos)
-        return encoded, self.kind.unpadded(outputs)
+        encoded, outputs = self.text(prompt, images, videos)
+        outputs = self.kind.unpadded(outputs)
+        self._check_keys(outputs.keys() - TEXT_KEYS)
+        tensors = {key: outputs[key] for key in self._visual_keys if key in outputs}
+        return encoded, GenericVisualInputs(**tensors) if tensors else None
+
+    def _check_keys(self, keys: Iterable[str]) -> None:
+        if unexpected := sorted(set(keys) - set(self._visual_keys)):
+            raise ValueError(
+                f"{type(self.kind.processor).__name__} returned {unexpected}, which are not in "
+                f"visual_keys = {self._visual_keys}; add those that the model takes"
+            )
 
 
 class KnownProcessor(HFProcessor):
@@ -79,11 +107,12 @@ class KnownProcessor(HFProcessor):
     known = True
     decode = staticmethod(decode_pixels)
 
-    def __call__(self, prompt, images, videos, text=None) -> tuple[EncodedText, dict[str, Tensor]]:
+    def __call__(self, prompt, files, videos, text=None) -> tuple[EncodedText, GenericVisualInputs | None]:
         tensors, sizes = [], []
-        for image in images:  # cut each image right after it is decoded: its pixels are still in the caches
-            with refused_by_processor():
-                tensors.append(self.kind.tensors(image, len(prompt.images) == 1))
+        # cut each image right after it is decoded: its pixels are still in the caches
+        for file, most, least in files:
+            image = in_time(self._decode_seconds, self.decode, file, most, least)
+            tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:
             text = self.sizes(prompt, sizes, [plan for _, plan in videos])
@@ -91,27 +120,33 @@ class KnownProcessor(HFProcessor):
             tensors.append(self.kind.of_video(frames, plan, grid))
         spans = [*text.images, *text.videos]
         in_text = sorted(range(len(spans)), key=spans.__getitem__)  # frames may be among the images
-        visual = GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
-        return text, visual.as_model_kwargs() if visual else {}
+        self._check_keys(key for item in tensors for key in item)
+        return text, GenericVisualInputs.cat([GenericVisualInputs(**tensors[item]) for item in in_text])
 
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        """The tensors of an image, which is its conversation's only one or not. Raises BadSample."""
+        try:
+            return self.kind.tensors(image, alone)
+        except REFUSALS as error:
+            raise refused_by_processor(error) from error
 
-def processor_for(processor: ProcessorMixin, text: TextEncoder) -> tuple[HFProcessor, str | None]:
-    """The fastest correct one, and why the HF processor itself is called; None if it is not."""
-    theirs = HFProcessor(text)
-    if reason := why_unknown(processor):
-        return theirs, reason
-    try:
-        ours = KnownProcessor(text)
-        prompt = text.chat(PROBE_MESSAGES, None, images=1)
-        expected, _ = text(prompt, [Image.new("RGB", PROBE_SIZE)])
-        same, _ = ours(prompt, [np.zeros((*PROBE_SIZE, 3), np.uint8)], [])
-    except BadSample as bad:
-        return theirs, f"a question about an image is refused: {bad}"
-    except ValueError as error:
-        return theirs, str(error)
-    if not np.array_equal(same.input_ids, expected.input_ids):
-        return theirs, f"{type(processor).__name__} writes other tokens for an image than its known version"
-    return ours, None
+    def why_not(self) -> str | None:
+        """Why the HF processor has to be called instead; None if this does the same."""
+        processor = self.kind.processor
+        if reason := why_unknown(processor):
+            return reason
+        try:
+            prompt = self.text.chat(PROBE_MESSAGES, None, images=1)
+            expected, _ = self.text(prompt, [Image.new("RGB", PROBE_SIZE)])
+            self.tensors(np.zeros((*PROBE_SIZE, 3), np.uint8), alone=True)
+            same = self.sizes(prompt, [PROBE_SIZE], [])
+        except BadSample as bad:
+            return f"a question about an image is refused: {bad}"
+        except ValueError as error:
+            return str(error)
+        if not np.array_equal(same.input_ids, expected.input_ids):
+            return f"{type(processor).__name__} writes other tokens for an image than its known version"
+        return None
 
 
 class SizeEncoder:
@@ -130,16 +165,18 @@ class SizeEncoder:
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
     ) -> EncodedText:
         """The text in tokens. `sizes` are (width, height). Raises BadSample if the processor refuses any."""
-        alone, token = len(sizes) == 1, self._image_id
-        with refused_by_processor():
-            images = [self._ids(height, width, alone, token) for width, height in sizes]
+        alone = len(sizes) == 1
+        try:
+            images = [self._ids(height, width, alone, self._image_id) for width, height in sizes]
             videos = [self._video(plan) for plan in plans]
+        except REFUSALS as error:
+            raise refused_by_processor(error) from error
         texts = [self._short_image] * len(images)
         texts += [
             prompt.text[slice(*span)].replace(self._processor.video_token, text)
             for span, (text, _, _) in zip(prompt.videos, videos, strict=True)
         ]
-        short = self._encode_text.tokenize(prompt.with_media(texts))
+        short = self._encode_text.tokenize(with_media(prompt, texts))
         grown = [
             self._with_image(short.input_ids[slice(*span)], image_ids)
             for span, (image_ids, _) in zip(short.images, images, strict=True)
@@ -148,10 +185,16 @@ class SizeEncoder:
             self._with_runs(short.input_ids[slice(*span)], runs)
             for span, (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
-        ids, weights, spans = _grown(short.input_ids, short.weights, [*short.images, *short.videos], grown)
-        count = len(images)
-        patches, grids = [patches for _, patches in images], [grid for *_, grid in videos]
-        return EncodedText(ids, weights, spans[:count], spans[count:], patches, grids)
+        media, lengths = [*short.images, *short.videos], list(map(len, grown))
+        untrained = [np.zeros(length, np.float32) for length in lengths]
+        return EncodedText(
+            np.concatenate(_replaced(short.input_ids, media, grown)),
+            np.concatenate(_replaced(short.weights, media, untrained)),
+            _moved(short.images, media, lengths),
+            _moved(short.videos, media, lengths),
+            [patches for _, patches in images],
+            [grid for *_, grid in videos],
+        )
 
     def _probe(self) -> tuple[str, int, int]:
         """The shortest text of an image, the id of the image token, and a count of that text's tokens.
@@ -165,9 +208,11 @@ class SizeEncoder:
         short_image = processed.text[slice(*processed.images[0])]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
-        short = self._encode_text.tokenize(prompt.with_media([short_image]))
-        with refused_by_processor():
+        short = self._encode_text.tokenize(with_media(prompt, [short_image]))
+        try:
             tokens, _ = self._kind.count(*PROBE_SIZE, alone=True)
+        except REFUSALS as error:
+            raise refused_by_processor(error) from error
         return short_image, image_id, tokens - (len(expanded.input_ids) - len(short.input_ids))
 
     def _image_token(self, ids: np.ndarray) -> int:
@@ -210,17 +255,31 @@ class SizeEncoder:
         return np.repeat(short_ids, repeats)
 
 
-def _grown(
-    ids: np.ndarray, weights: np.ndarray, spans: list[Span], grown: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, list[Span]]:
-    """Ids, weights and spans with `grown` in place of each span's ids; no token of a span is of a reply."""
-    new_ids, new_weights, new_spans, read, written = [], [], list(spans), 0, 0
-    for index in sorted(range(len(spans)), key=spans.__getitem__):
-        start, stop = spans[index]
-        media = grown[index]
-        new_ids += [ids[read:start], media]
-        new_weights += [weights[read:start], np.zeros(len(media), weights.dtype)]
-        first = written + start - read
-        read, written = stop, first + len(media)
-        new_spans[index] = (first, written)
-    return np.concatenate([*new_ids, ids[read:]]), np.concatenate([*new_weights, weights[read:]]), new_spans
+def with_media(prompt: RenderedChat, texts: list[str]) -> RenderedChat:
+    """The conversation with `texts` in place of the images, then of the videos."""
+    media, lengths = [*prompt.images, *prompt.videos], list(map(len, texts))
+    return replace(
+        prompt,
+        text="".join(_replaced(prompt.text, media, texts)),
+        replies=_moved(prompt.replies, media, lengths),
+        images=_moved(prompt.images, media, lengths),
+        videos=_moved(prompt.videos, media, lengths),
+    )
+
+
+def _replaced(sequence: Any, spans: list[Span], contents: list) -> list:
+    """The pieces of a text or of ids, with `contents` in place of the spans."""
+    pieces, read = [], 0
+    for place in sorted(range(len(spans)), key=spans.__getitem__):
+        start, stop = spans[place]
+        pieces += [sequence[read:start], contents[place]]
+        read = stop
+    return [*pieces, sequence[read:]]
+
+
+def _moved(spans: list[Span], replaced: list[Span], lengths: list[int]) -> list[Span]:
+    """Where `spans` lie once each replaced span has its new length; no edge lies inside one."""
+    in_order = sorted(zip(replaced, lengths, strict=True))
+    stops = [stop for (_, stop), _ in in_order]
+    growth = [0, *accumulate(length - (stop - start) for (start, stop), length in in_order)]
+    return [tuple(edge + growth[bisect_right(stops, edge)] for edge in span) for span in spans]

@@ -24,7 +24,7 @@ from PIL import Image
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
 from megatron_vlm.data.conversation.replies import Span
-from megatron_vlm.data.conversation.turns import refused_by_processor
+from megatron_vlm.data.conversation.turns import REFUSALS, refused_by_processor
 from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid
@@ -41,14 +41,6 @@ class EncodedText:
     videos: list[Span]  # likewise, with the begin and end tokens around a video
     image_patches: list[int] = field(default_factory=list)  # raw patches of each image, if measured
     video_grids: list[Grid] = field(default_factory=list)  # the grid of each video, if measured
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def reply_mask(self) -> np.ndarray:
-        """(T,) bool: tokens of trained replies."""
-        return self.weights > 0
 
 
 class TextEncoder:
@@ -83,7 +75,7 @@ class TextEncoder:
         """
         frames, plans = [frames for frames, _ in videos or []], [plan for _, plan in videos or []]
         options = {"videos": frames, "videos_kwargs": video_options(plans)} if videos else {}
-        with refused_by_processor():
+        try:
             outputs = self._processor(
                 text=[with_marks(prompt)],
                 images=self.kind.arranged(images or []) or None,  # an empty list is an error
@@ -91,13 +83,15 @@ class TextEncoder:
                 add_special_tokens=prompt.add_special_tokens,
                 **options,
             )
+        except REFUSALS as error:
+            raise refused_by_processor(error) from error
         outputs = dict(outputs)
         input_ids = outputs.pop("input_ids")[0].numpy()
         processed = replace(self.marked_tokenizer.prompt, weights=prompt.weights)
-        weights, *media = on_tokens(processed, self.marked_tokenizer.offsets)
+        weights, image_spans, video_spans = on_tokens(processed, self.marked_tokenizer.offsets)
         assert len(weights) == len(input_ids), "the processor changed the ids after tokenizing"
         outputs.pop("video_metadata", None)
-        return EncodedText(input_ids, weights, *media), outputs
+        return EncodedText(input_ids, weights, image_spans, video_spans), outputs
 
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, with the ids that a call of the tokenizer would give."""
@@ -108,7 +102,8 @@ class TextEncoder:
         else:
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-        return EncodedText(np.fromiter(ids, np.int64, len(ids)), *on_tokens(prompt, offsets))
+        weights, images, videos = on_tokens(prompt, offsets)
+        return EncodedText(np.fromiter(ids, np.int64, len(ids)), weights, images, videos)
 
 
 def _only_wraps(tokenizer: Any) -> bool:
@@ -176,7 +171,8 @@ def without_marks(text: str) -> RenderedChat:
     for start, stop in MARK_PAIRS:
         assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
     spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
-    return RenderedChat(MARKS.sub("", text), *spans)
+    replies, images, videos = spans
+    return RenderedChat(MARKS.sub("", text), replies, images, videos)
 
 
 def on_tokens(prompt: RenderedChat, offsets: list[Span]) -> tuple[np.ndarray, list[Span], list[Span]]:

@@ -6,6 +6,7 @@ a processor's work without calling it is another question (`data.kinds.why_unkno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -56,7 +57,7 @@ class Kind:
     def __init__(self, processor: ProcessorMixin):
         self.processor, self.images = processor, processor.image_processor
 
-    @property
+    @functools.cached_property
     def patch_size(self) -> int:
         """Pixels along the side of a raw patch."""
         sides = (getattr(part, "patch_size", None) for part in (self.processor, self.images))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
@@ -30,23 +29,17 @@ class LimitedDrops:
         self._report, self._max_share = report, max_share
         self.epoch: int | None = None  # samples in an epoch of all ranks; None if epochs are not exact
         self._most_in_a_row: int | None = None  # as many drops of one process end the run, see `set_share`
-        self._in_a_row: Counter[str] = Counter()  # drops in a row, by stage
         self.keep, self.arrived = report.keep, report.arrived
 
-    def drop(self, key: str, reason: str, detail: str = "", stage: str = "") -> None:
+    def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
         self._report.drop(key, reason, detail)
-        self._in_a_row[stage] += 1
-        if self._most_in_a_row is not None and self._in_a_row[stage] >= self._most_in_a_row:
-            self._report.epoch_was_dropped(self._in_a_row[stage])
+        if self._most_in_a_row is not None and in_a_row >= self._most_in_a_row:
+            self._report.epoch_was_dropped(in_a_row)
         self.check()
 
     def note(self, hints: Sequence[str]) -> None:
         """Messages about dropped samples end with these lines."""
         self._report.hints = hints
-
-    def passed(self, stage: str) -> None:
-        """One more sample went through a stage of its encoding."""
-        self._in_a_row[stage] = 0
 
     def set_share(self, samples: int, held: int) -> None:
         """Sets limits: each worker reads a share of at most `samples` and draws at random from `held` in its

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.ledger import lost
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import Table
@@ -73,14 +73,14 @@ class EncodedRows(Dataset):
 
     def sample(self, index: int) -> ChatMLSample:
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
+        keys = {"__key__": self.table.key(index), "__restore_key__": ()}
         try:
             conversation, images, videos = read_record(*self.table.record(index))
-            fields = {"conversation": conversation, "imgs": images or None, "videos": videos or None}
+            return clean_sample(conversation, images, videos, **keys)
         except BadSample as bad:
             source, number = self.table.origin(index)
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
-            fields = {"conversation": "", "problem": problem}
-        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
+        return ChatMLSample(problem=problem, **keys)
 
     def batches(self, settled: Iterable[tuple], size: int) -> Iterator[tuple[Any, Batch | dict]]:
         """(place, batch of `size`) from what a ledger settled; at last, samples and drops that are left."""

@@ -7,13 +7,15 @@ an epoch, and a resumed run goes on with the same pairs. In a row, documents 1 a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.packed import join_documents
-from megatron_vlm.data.on_disk.fields import CHOSEN, REJECTED, REJECTED_TURNS, TURNS
+from megatron_vlm.data.on_disk.fields import CHOSEN, REJECTED
 
 HALVES = CHOSEN, REJECTED
 
@@ -36,10 +38,11 @@ class PairEncoder:
         self.chat, self.processing, self.why_hf_processor = one.chat, one.processing, one.why_hf_processor
 
     def measure(self, sample: ChatMLSample) -> MeasuredPair:
-        chosen, rejected = (
-            _named(name, self._one.measure, half)
-            for name, half in zip(HALVES, halves_of(sample), strict=True)
-        )
+        measured = []
+        for name, half in zip(HALVES, halves_of(sample), strict=True):
+            with _named(name):
+                measured.append(self._one.measure(half))
+        chosen, rejected = measured
         patches = chosen.patches + rejected.patches
         self._check(chosen.text.input_ids.tolist(), rejected.text.input_ids.tolist())
         if (most := self._data.max_patches) is not None and patches > most:
@@ -48,11 +51,12 @@ class PairEncoder:
 
     def encode(self, sample: ChatMLSample, measured: MeasuredPair | None = None) -> HFEncoderTaskSample:
         known = measured.halves if measured else (None, None)
-        documents = [
-            _named(name, self._one.encode, half, of_half)
-            for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True)
-        ]
-        self._check(*(document.input_ids.tolist() for document in documents))
+        documents = []
+        for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True):
+            with _named(name):
+                documents.append(self._one.encode(half, of_half))
+        chosen, rejected = (document.input_ids.tolist() for document in documents)
+        self._check(chosen, rejected)
         return join_documents(documents)
 
     def _check(self, chosen: list[int], rejected: list[int]) -> None:
@@ -68,48 +72,30 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     after those that both begin with. Raises BadSample if they do not differ in answers, and only in these."""
     if sample.problem is not None:
         raise sample.problem
-    conversation = sample.conversation
-    if REJECTED_TURNS not in conversation:
+    if sample.rejected is None:
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")
-    chosen, tools = cook_chatml_sample(conversation)
-    rejected = {"system": conversation.get("system"), "messages": conversation[REJECTED_TURNS]}
-    answers = {CHOSEN: chosen, REJECTED: cook_chatml_sample(rejected)[0]}
-    shared = _shared(*answers.values())
-    _check_answers(answers, shared)
-    said = (*TURNS, "conversation", "system", REJECTED_TURNS)
-    others = {name: value for name, value in conversation.items() if name not in said} | {"tools": tools}
-    prompt = [turn | {"loss": False} if turn["role"] == "assistant" else turn for turn in chosen[:shared]]
-    return tuple(
-        dataclasses.replace(sample, conversation=others | {"messages": prompt + turns[shared:]})
-        for turns in answers.values()
-    )
-
-
-def _shared(one: list[dict], other: list[dict]) -> int:
-    """How many turns both begin with."""
-    differ = (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differ, min(len(one), len(other)))
-
-
-def _check_answers(answers: dict[str, list[dict]], shared: int) -> None:
-    rests = {name: turns[shared:] for name, turns in answers.items()}
-    if not any(rests.values()):
+    rejected, _ = cook_chatml_sample(sample.rejected)
+    rejected = place_media(rejected, len(sample.imgs or []), len(sample.videos or []))
+    pairs = enumerate(zip(sample.messages, rejected, strict=False))
+    shortest = min(len(sample.messages), len(rejected))
+    shared = next((turn for turn, (one, other) in pairs if one != other), shortest)
+    answers = {CHOSEN: sample.messages[shared:], REJECTED: rejected[shared:]}
+    if not any(answers.values()):
         raise BadSample("bad_preference", "the chosen and the rejected answer are equal")
-    for name, rest in rests.items():
-        if not rest:
-            raise BadSample(
-                "bad_preference", f"the {name} answer is missing: it ends where the other goes on"
-            )
-        if rest[0]["role"] != "assistant":
-            detail = (
-                f"the prompts differ: turn {shared} of the {name} conversation is of role {rest[0]['role']}"
-            )
+    for name, turns in answers.items():
+        if not turns:
+            raise BadSample("bad_preference", f"the {name} answer is missing: it ends before the other")
+        if (role := turns[0]["role"]) != "assistant":
+            detail = f"the prompts differ: turn {shared} of the {name} conversation is of role {role}"
             raise BadSample("bad_preference", detail)
+    prompt = [turn | {"loss": 0.0} if turn["role"] == "assistant" else turn for turn in rejected[:shared]]
+    return tuple(dataclasses.replace(sample, messages=prompt + turns) for turns in answers.values())
 
 
-def _named(name: str, encode, *given):
-    """Returns what `encode` gives; its BadSample says which answer it is about."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A BadSample from inside says which answer it is about."""
     try:
-        return encode(*given)
+        yield
     except BadSample as bad:
         raise BadSample(bad.reason, f"{name} answer: {bad.detail}") from bad

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -13,41 +13,36 @@ from numpy import ndarray
 from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.on_disk.paths import DataSource
 
-MOST_ROWS = 200_000_000  # of a repeated table in an epoch: their order is an array
 
-
-class Table(Protocol):
-    """Rows by number, from 0."""
+class Table(ABC):
+    """Rows by number, from 0. All of them are in every epoch, each under its number and in its place."""
 
     identity: str  # changes with the data, as far as can be told without reading it
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def rows_of(self, epoch: int, seed: int) -> ndarray:
-        """The rows of an epoch, in no particular order; every epoch has equally many."""
-
+    @abstractmethod
     def record(self, index: int) -> tuple[dict, Path]:
         """A record with the package's column names, and its media root. Raises BadSample."""
 
+    @abstractmethod
     def origin(self, index: int) -> tuple[str, int]:
         """File or dataset, and the record's number in it (JSONL lines count from 0, blank lines included)."""
 
-    def key(self, index: int) -> str: ...
-
-    def place(self, index: int) -> Any: ...  # where a row lies, as JSON data of a few numbers
-
-    def at(self, places: Sequence) -> list: ...  # the rows there
-
+    @abstractmethod
     def content(self) -> str:
         """A digest of all rows in their order, the same wherever the files lie."""
 
-    def fingerprint(self) -> str: ...
+    def rows_of(self, epoch: int, seed: int) -> ndarray:
+        """The rows of an epoch, in no particular order; every epoch has equally many."""
+        return np.arange(len(self))
 
-
-class Numbered:
-    """The base of all tables: a row's place is its number."""
+    def key(self, index: int) -> str:
+        return f"{self.origin(index)[1]:09d}"
 
     def place(self, index: int) -> int:
+        """The place of a row, as JSON data of a few numbers; `at` gives the rows there."""
         return index
 
     def at(self, places: Sequence[int]) -> list[int]:
@@ -58,18 +53,8 @@ class Numbered:
         return f"{len(self)} rows, content {self.content()}"
 
 
-class WholeTable(Numbered):
-    """A table whose rows are all in every epoch."""
-
-    def rows_of(self, epoch: int, seed: int) -> ndarray:
-        return np.arange(len(self))
-
-    def key(self, index: int) -> str:
-        return f"{self.origin(index)[1]:09d}"
-
-
 @dataclass
-class Blend(Numbered):
+class Blend(Table):
     """Several tables, each with the number of its rows in an epoch; `exact` are the tables whose number
     the user gave, as `#n`.
 
@@ -81,11 +66,9 @@ class Blend(Numbered):
     counts: Mapping[str, int]  # rows in an epoch
     exact: Collection[str] = frozenset()
 
-    _starts: ndarray = field(init=False)
-
     def __post_init__(self) -> None:
         self._names = list(self.tables)
-        self._starts = np.cumsum([0, *(len(table) for table in self.tables.values())])
+        self._starts = np.cumsum([0, *map(len, self.tables.values())])
         parts = [f"{name} {self.counts[name]} {table.identity}" for name, table in self.tables.items()]
         self.identity = "\n".join(parts)
 
@@ -122,7 +105,7 @@ class Blend(Numbered):
         return self._names[number], index - int(self._starts[number])
 
 
-def sources_of_keys(table: Any) -> list[str]:
+def sources_of_keys(table: object) -> list[str]:
     """The names that the keys of a table's rows begin with, if it has several parts."""
     return list(table.tables) if isinstance(table, Blend) and len(table.tables) > 1 else []
 
@@ -138,7 +121,7 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
 def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> Blend:
     """One table of several, whose sources say how many rows an epoch has of each.
 
-    Raises ValueError for a table without rows, or if an epoch would have too many rows to list.
+    Raises ValueError for a table without rows.
     """
     parts, counts, exact = {}, {}, set()
     for (name, table), source in zip(tables.items(), sources, strict=True):
@@ -150,11 +133,6 @@ def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> 
             raise ValueError(f"data: {name} has no records; leave it out.")
         total = sum(rows.values())
         wanted = source.rows_in_an_epoch(total)
-        if wanted > max(total, MOST_ROWS):
-            raise ValueError(
-                f"data: an epoch would have {wanted:,} of the {total:,} rows of {name}, of at most "
-                f"{MOST_ROWS:,}; make all epochs shorter in the same proportion."
-            )
         parts |= inner
         exact |= inner.keys() if source.rows else set()
         counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.records.blends import Blend, Table, WholeTable
+from megatron_vlm.data.records.blends import Blend, Table
 
 
 def is_held_out(key: str, share: float) -> bool:
@@ -29,26 +29,22 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
     Raises ValueError if no row is held out, or all rows of one of the sources are.
     """
     tables = table.tables if isinstance(table, Blend) else {"": table}
-    parts, rest = {}, {}
+    chosen, rest = {}, {}
     for name, source in tables.items():
-        chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
-        parts[name] = ChosenRows(source, np.flatnonzero(chosen), f"{share} held out")
-        rest[name] = ChosenRows(source, np.flatnonzero(~chosen), f"without {share} held out")
-        if not len(rest[name]):
-            raise ValueError(
-                f"data.validation_share: {share:g} holds out all {len(source)} rows of "
-                f"{source.origin(0)[0]}, so none is left to train; lower it, or give data.valid_data_path."
-            )
-    if not any(map(len, parts.values())):
+        is_chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
+        chosen[name] = ChosenRows(source, np.flatnonzero(is_chosen), f"{share} held out")
+        rest[name] = ChosenRows(source, np.flatnonzero(~is_chosen), f"without {share} held out")
+    wrong = [f"all {len(one)} rows of {one.origin(0)[0]}" for name, one in tables.items() if not rest[name]]
+    wrong += [] if any(chosen.values()) else [f"none of {len(table)} rows"]
+    if wrong:
         raise ValueError(
-            f"data.validation_share: {share:g} holds out none of {len(table)} rows; raise it, or give "
-            "data.valid_data_path."
+            f"data.validation_share: {share:g} holds out {wrong[0]}; change it, or give data.valid_data_path."
         )
     if not isinstance(table, Blend):
-        return (parts if held_out else rest)[""]
+        return (chosen if held_out else rest)[""]
     if held_out:
-        held = {name: part for name, part in parts.items() if len(part)}
-        return Blend(held, {name: len(part) for name, part in held.items()})
+        some = {name: rows for name, rows in chosen.items() if rows}
+        return Blend(some, {name: len(rows) for name, rows in some.items()})
     counts = dict(table.counts)
     for name in counts.keys() - table.exact:
         counts[name] = max(1, round(counts[name] * len(rest[name]) / len(tables[name])))
@@ -56,7 +52,7 @@ def divided(table: Table, share: float, held_out: bool) -> Table:
 
 
 @dataclass
-class ChosenRows(WholeTable):
+class ChosenRows(Table):
     """Some rows of a table, with the keys that they have there."""
 
     table: Table

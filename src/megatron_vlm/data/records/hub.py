@@ -26,7 +26,10 @@ from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.signatures import what_file
 
+READ = (".arrow", ".parquet", ".json")  # files of a folder that `datasets` may read
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
+# What `datasets` raises on a damaged file
+FAILURES = (DatasetsError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
 
@@ -94,15 +97,7 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
     """Makes a ValueError that names the damaged file of what `datasets` raises, which may be anything."""
     try:
         yield
-    except (
-        DatasetsError,
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except FAILURES as error:
         named, why = _first_unreadable(Path(path)) or (path, error)
         raise damaged(named, f"cannot be read ({_reason(why)})") from error
 
@@ -110,75 +105,67 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
 def _check_files(path: Path) -> None:
     """Raises ValueError if any file is a pipe, or a description of a saved folder is wrong."""
     for file in path.rglob("*") if path.is_dir() else [path]:
-        read = file == path or file.suffix in READERS
+        read = file == path or file.suffix in READ
         if read and file.exists() and (file.suffix == ".json" or not file.is_dir()):
             check_file(file)
-    if (path / "dataset_dict.json").exists():
-        content = read_mapping(path / "dataset_dict.json")
-        with naming_the_damaged(path / "dataset_dict.json"):
-            splits = [str(split) for split in content["splits"]]
-        for split in splits:
-            _check_inside(path, split, path / "dataset_dict.json")
-            _check_saved(path, path / split)
-    elif _is_saved_folder(path):
-        _check_saved(path, path)
+    splits, described = ["."], path / "dataset_dict.json"
+    if described.exists():
+        splits = _described(described, lambda content: [str(name) for name in content["splits"]])
+    elif not _is_saved_folder(path):
+        return
+    for split in splits:
+        _check_inside(path, split, described)
+        info, state = path / split / "dataset_info.json", path / split / "state.json"
+        _described(info, lambda content: datasets.Features.from_dict(content["features"]))
+        files = _described(state, lambda content: [str(file["filename"]) for file in content["_data_files"]])
+        if not files:
+            raise damaged(state, "names no data file: it has no rows")
+        for file in files:
+            _check_inside(path, str(Path(split, file)), state)
 
 
-def _check_saved(path: Path, folder: Path) -> None:
-    """Checks the descriptions of the split in a folder of `path`."""
-    content = read_mapping(folder / "dataset_info.json")
-    with naming_the_damaged(folder / "dataset_info.json"):
-        datasets.Features.from_dict(content["features"])
-    content = read_mapping(folder / "state.json")
-    with naming_the_damaged(folder / "state.json"):
-        names = [str(entry["filename"]) for entry in content["_data_files"]]
-    if not names:
-        raise damaged(folder / "state.json", "names no data file: it has no rows")
-    for name in names:
-        _check_inside(path, str(folder / name), folder / "state.json")
-
-
-def _read_arrow(file: Path) -> None:
-    with pa.memory_map(str(file)) as source:
-        try:
-            reader = pa.ipc.open_stream(source)
-        except pa.ArrowInvalid:
-            reader = pa.ipc.open_file(source)
-        _check_rows(reader.read_all().num_rows)
-
-
-def _check_rows(count: int) -> None:
-    """Raises ValueError if there are no rows. Called only after `datasets` failed, as it does without any."""
-    if count == 0:
-        raise ValueError("it has no rows; take it out")
-
-
-def _read_parquet(file: Path) -> None:
-    with pa.parquet.ParquetFile(file) as parquet:
-        _check_rows(parquet.metadata.num_rows)
-        for batch in parquet.iter_batches():
-            batch.validate(full=True)
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    ".arrow": _read_arrow,
-    ".parquet": _read_parquet,
-    ".json": lambda file: json.loads(read_file(file)),
-}
+def _described(file: Path, read: Callable[[dict], Any]) -> Any:
+    """Returns what `read` finds in a description. Raises ValueError that names the file."""
+    content = read_mapping(file)
+    try:
+        return read(content)
+    except FAILURES as error:
+        raise damaged(file, f"cannot be read ({_reason(error)})") from error
 
 
 def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
-    if path.is_file():
-        readers = {path: READERS.get("." + _reader_of(path)[0], Path.read_text)}
-    else:
-        files = sorted(path.rglob("*")) if path.is_dir() else []
-        readers = {file: READERS[file.suffix] for file in files if file.suffix in READERS and file.is_file()}
-    for file, read in readers.items():
+    files = {path: _reader_of(path)[0]} if path.is_file() else {}
+    if path.is_dir():
+        files = {file: file.suffix[1:] for file in sorted(path.rglob("*")) if file.suffix in READ}
+    for file, kind in files.items():
         try:
-            read(file)
+            if file.is_file():
+                _read(file, kind)
         except (pa.ArrowException, OSError, ValueError) as error:
             return file, error
     return None
+
+
+def _read(file: Path, kind: str) -> None:
+    """Reads a whole file. Raises an error if it cannot be read or has no rows, as `datasets` does then."""
+    if kind == "parquet":
+        with pa.parquet.ParquetFile(file) as parquet:
+            count = parquet.metadata.num_rows
+            for batch in parquet.iter_batches():
+                batch.validate(full=True)
+    elif kind == "arrow":
+        with pa.memory_map(str(file)) as source:
+            try:
+                reader = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                reader = pa.ipc.open_file(source)
+            count = reader.read_all().num_rows
+    else:
+        text, count = read_file(file), 1
+        if kind == "json":
+            json.loads(text)
+    if count == 0:
+        raise ValueError("it has no rows; take it out")
 
 
 def _reason(error: BaseException) -> str:
@@ -269,13 +256,10 @@ def _check_card(folder: Path) -> None:
         if not (file.is_file() and file.stat().st_size):
             continue
         settings = read_mapping(file, _settings_of_card if file.suffix == ".md" else load_yaml, "mend it")
-        configs = settings.get("configs") or []
-        for config in configs if isinstance(configs, list) else [configs]:
-            given = [config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else []
-            for pattern in _texts(given):
-                if urlsplit(pattern).scheme or "::" in pattern:
-                    raise damaged(file, f"names the data {printable(pattern)}", OWN_FILES)
-                _check_inside(folder, pattern, file)
+        for pattern in _names_of_data(settings.get("configs")):
+            if urlsplit(pattern).scheme or "::" in pattern:
+                raise damaged(file, f"names the data {printable(pattern)}", OWN_FILES)
+            _check_inside(folder, pattern, file)
 
 
 def _settings_of_card(text: str) -> dict:
@@ -292,12 +276,16 @@ def _check_inside(folder: Path, name: str, named_by: Any) -> None:
         raise damaged(named_by, f"leads to {printable(name)}, outside of {printable(folder)}", OWN_FILES)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
+def _names_of_data(value: Any, named: bool = False) -> Iterator[str]:
+    """The texts under `data_files` and `data_dir` of a card, however deep."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _names_of_data(item, named or key in ("data_files", "data_dir"))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _names_of_data(item, named)
+    elif isinstance(value, str) and named:
         yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
 
 
 def _keep_media_encoded(rows: datasets.Dataset) -> datasets.Dataset:

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
-from megatron_vlm.data.records.blends import WholeTable
+from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.files import open_file
 from megatron_vlm.signatures import what_is
@@ -23,7 +23,7 @@ from megatron_vlm.signatures import what_is
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
 
 
-class JsonTable(WholeTable):
+class JsonTable(Table):
     """Records in JSON or JSON Lines. Keeps where each lies in the file, but not the records.
 
     Raises ValueError for JSON that is not valid, and if none of the first lines is a record. A single invalid

@@ -50,7 +50,8 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     if prompt and rejected is None and sole(record, fields.REJECTIONS):
         sole(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
     if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
-        prompt = prompt or _prompt(record)
+        if not prompt:
+            prompt = _turns(_asked(record, "bad_preference") or [], "user")
         turns = _answered(prompt, chosen)
         if rejected is not None:
             return turns, _answered(prompt, rejected)
@@ -68,12 +69,14 @@ def _same_turns(one: Any, other: Any) -> bool:
         return False
 
 
-def _prompt(record: dict) -> list:
-    prompt = record.get(sole(record, fields.PROMPTS, "bad_preference"))
-    query = record.get(sole(record, fields.QUERIES, "bad_preference"))
-    if isinstance(prompt, str) and isinstance(query, str):
-        prompt = f"{prompt}\n{query}"
-    return [] if prompt is None else _turns(prompt, "user")
+def _asked(record: dict, reason: str) -> Any:
+    """The prompt of a record, and its query after a newline; None if it asks nothing. Raises BadSample."""
+    prompt, query = _first(record, fields.PROMPTS, reason), _first(record, fields.QUERIES, reason)
+    if prompt is None or not query:
+        return prompt
+    if not (isinstance(prompt, str) and isinstance(query, str)):
+        raise BadSample(reason, "prompt and query are not both text")
+    return f"{prompt}\n{query}"
 
 
 def _answered(prompt: list, answer: Any) -> list:
@@ -115,25 +118,20 @@ def _plain_turns(record: dict) -> list[dict]:
         if not any(record.get(name) for name in fields.MEDIA["image"]):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
-    prompt, query = _first(record, fields.PROMPTS), _first(record, fields.QUERIES)
-    reply = _first(record, fields.REPLIES)
+    prompt, reply = _asked(record, "bad_conversation"), _first(record, fields.REPLIES, "bad_conversation")
     if prompt is None or reply is None:
         raise BadSample(
             "bad_conversation", f"no turns: none of {list(fields.TURNS)} among {sorted(map(str, record))}"
         )
-    if query:
-        if not (isinstance(prompt, str) and isinstance(query, str)):
-            raise BadSample("bad_conversation", "prompt and query are not both text")
-        prompt = f"{prompt}\n{query}"
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
-    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(*pair)]
+    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(pair[0], pair[1])]
 
 
-def _first(record: dict, names: tuple[str, ...]) -> Any:
+def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:
     empty = next((name for name in names if record.get(name) is not None), None)
-    return record.get(sole(record, names) or empty)
+    return record.get(sole(record, names, reason) or empty)
 
 
 def _exchange(prompt: Any, reply: Any) -> list[dict]:

@@ -15,15 +15,12 @@ from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
 META_SOURCES = ("file_name", "hf_hub_url")
-META_KEYS = {  # `formatting` is not read: the record itself tells
-    *META_SOURCES,
-    *("columns", "tags", "formatting", "media_dir", "sample_ratio", "num_samples", "split", "subset"),
-    "ranking",
-}
+NUMBERS = ("sample_ratio", "num_samples")
 FIELDS = {
     **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), "text"),
     **dict.fromkeys(("columns", "tags"), "mapping"),
 }
+META_KEYS = {*FIELDS, *NUMBERS, "formatting", "ranking"}  # `formatting` is not read: the record itself tells
 LARGEST_META = 1 << 24  # bytes
 
 
@@ -71,21 +68,21 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     if isinstance(path, Path) and not path.exists():
         raise FileNotFoundError(f"{place}: {path} does not exist.")
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
-    source = DataSource(str(path), entry.get("subset"), *_rows_and_share(place, entry))
+    rows, share = _rows_and_share(place, entry)
+    source = DataSource(str(path), entry.get("subset"), rows, share)
     return Entry(place, source, columns, media_dir, entry.get("split"))
 
 
 def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
-    ratio, count = entry.get("sample_ratio"), entry.get("num_samples")
-    if ratio is not None and count is not None:
-        raise ValueError(f"{place}: sample_ratio {ratio} and num_samples {count}; give one of them.")
-    for value in (ratio, count):
+    named = {name: entry[name] for name in NUMBERS if entry.get(name) is not None}
+    for name, value in named.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise ValueError(f"{place}: {value!r} rows; give a positive number, or leave the dataset out.")
+        if not (number and math.isfinite(value) and value > 0) or len(named) > 1:
+            raise ValueError(f"{place}: {name} {value!r}; of {', '.join(NUMBERS)} give one of them, above 0.")
+    count, ratio = named.get("num_samples"), named.get("sample_ratio")
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
-    return None if count is None else int(count), ratio
+    return count and int(count), ratio
 
 
 def read_meta(path: Path) -> dict[str, dict] | None:

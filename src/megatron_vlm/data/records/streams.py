@@ -39,7 +39,8 @@ class StreamedRows:
         return cls(path, stream, Path(media_dir) if media_dir else media_root(path), columns)
 
     def key(self, row: Row) -> str:
-        return "{:05d}-{:09d}".format(*row[0])
+        shard, number = row[0]
+        return f"{shard:05d}-{number:09d}"
 
     def place(self, row: Row) -> tuple[int, int]:
         return row[0]

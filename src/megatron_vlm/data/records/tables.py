@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
-from megatron_vlm.data.records.blends import Table, WholeTable, blend_tables, path_names
+from megatron_vlm.data.records.blends import Table, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.json_rows import JsonTable
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
@@ -23,7 +23,7 @@ from megatron_vlm.signatures import what_file
 
 
 @dataclass
-class HFTable(WholeTable):
+class HFTable(Table):
     """A table over a `datasets.Dataset` with undecoded images."""
 
     name: str

@@ -1,18 +1,15 @@
-"""Tells a user by a source's first records what is not read, or not as it is written."""
+"""Tells a user by a source's first records which media are not read, and which placeholders stay text."""
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
-from megatron_vlm.data.on_disk.fields import MEDIA
-from megatron_vlm.data.on_disk.named import is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
 from megatron_vlm.data.records.blends import Blend, Table
@@ -20,34 +17,36 @@ from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
-LOOKED_AT = 100  # records of each source, from its first to its last
-Record = tuple[dict, Path, dict, dict[str, list]]  # root of its media; what `normalise` makes of it
+LOOKED_AT = 100  # records of each source, from its first to its last: another spelling may begin anywhere
 
 
 def first_notes(table: Table | StreamedRows) -> Iterator[str]:
-    """Lines about each source by its first records: media that are not read, and what is read in another form
-    than it is written. There are none about a stream, as reading it would take its records."""
+    """Lines about each source: media in columns that are not read, and placeholders of other models that stay
+    text. There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
-    for part in table.tables.values() if isinstance(table, Blend) else [table]:
-        if records := list(_some_records(part)):
-            for note in (*_unread(records), *_other_paths(records), *_placeholders(records)):
-                yield f"data: {printable(part.origin(0)[0])}: {note}"
+    for source in table.tables.values() if isinstance(table, Blend) else [table]:
+        records, has_media, left = [], False, Counter()
+        for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
+            with suppress(BadSample):
+                record, _ = source.record(int(index))
+                conversation, media = normalise(record)
+                records.append(record)
+                has_media = has_media or any(media.values())
+                left.update(_left(conversation, media))
+        lines = [] if has_media else [*_unread(records)]
+        lines += [
+            f"{count} of {len(records)} records looked at write {printable(spelling)} not once for each of "
+            f"their {kind}s, so it stays text; write <{kind}> there instead"
+            for (kind, spelling), count in left.items()
+        ]
+        for line in lines:
+            yield f"data: {printable(source.origin(0)[0])}: {line}"
 
 
-def _some_records(table: Table) -> Iterator[Record]:
-    """Valid records, as far apart as they are few: another spelling may begin anywhere."""
-    for index in np.linspace(0, len(table) - 1, min(LOOKED_AT, len(table)), dtype=int):
-        with suppress(BadSample):
-            record, root = table.record(int(index))
-            yield record, root, *normalise(record)
-
-
-def _unread(records: list[Record]) -> Iterator[str]:
-    """Columns that look like media, if no record has any that are read."""
-    if any(any(media.values()) for *_, media in records):
-        return
-    items = [item for record, *_ in records for item in record.items()]
+def _unread(records: list[dict]) -> Iterator[str]:
+    """Columns that look like media."""
+    items = [item for record in records for item in record.items()]
     for ours, ends in (("images", PICTURES), ("videos", FILMS)):
         for theirs in dict.fromkeys(printable(key) for key, value in items if _is(value, ends)):
             yield (
@@ -67,38 +66,11 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value.lower().endswith(ends)
 
 
-def _other_paths(records: list[Record]) -> Iterator[str]:
-    """Paths that exist in another form."""
-    found = []
-    for _, root, _, media in records:
-        for name in (name for named in media.values() for name in named if is_path(name)):
-            with suppress(OSError):
-                if not os.path.lexists(root / name) and (path := meant(name, root)):
-                    found.append((name, path.relative_to(root)))
-    if found:
-        name, path = found[0]
-        yield (
-            f"{len(found)} media paths of {len(records)} records looked at differ from those of files in "
-            f"slashes, case or spaces; '{printable(name)}' is read as {printable(path)}"
-        )
-
-
-def _placeholders(records: list[Record]) -> Iterator[str]:
-    """Placeholders of other models: what becomes of them."""
-    for kind in MEDIA:
-        read, left = [], []
-        for *_, conversation, media in records:
-            with suppress(BadSample):
-                messages, _ = cook_chatml_sample(conversation)
-                known = any(part["type"] == kind for message in messages for part in message["content"])
-                if media[kind] and (foreign := foreign_placeholders(messages, kind)):
-                    fit = not known and stand_for(foreign, len(media[kind]))
-                    (read if fit else left).append(printable(foreign[0]))
-        begin = f"of {len(records)} records looked at write"
-        if read:
-            yield f"{len(read)} {begin} {read[0]} where their {kind}s stand; it is read as <{kind}>"
-        if left:
-            yield (
-                f"{len(left)} {begin} {left[0]} not once for each of their {kind}s, so it stays text; write "
-                f"<{kind}> there instead"
-            )
+def _left(conversation: dict, media: dict[str, list]) -> Iterator[tuple[str, str]]:
+    """The kinds of media for which a record has placeholders that `place_media` leaves, and one of them."""
+    messages, _ = cook_chatml_sample(conversation)
+    kinds = {part["type"] for message in messages for part in message["content"]}
+    for kind, items in media.items():
+        foreign = foreign_placeholders(messages, kind) if items else []
+        if foreign and (kind in kinds or not stand_for(foreign, len(items))):
+            yield kind, foreign[0]
