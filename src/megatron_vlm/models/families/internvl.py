@@ -109,6 +109,3 @@ class InternVL(llava_keys.LikeLlava):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         return len(visual.pixel_values) * (self.patches_a_side**2 + 1) ** 2
-
-
-FAMILY = InternVL

@@ -85,6 +85,3 @@ class Mistral3(llava_keys.LikeLlava):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         return towers.pixtral_pairs(self.vision, visual)
-
-
-FAMILY = Mistral3

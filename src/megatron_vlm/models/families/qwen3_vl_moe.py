@@ -46,17 +46,9 @@ class Qwen3VLMoe(qwen3_vl.Qwen3VL):
             "moe_aux_loss_coeff": moe_rules.balance(text),
         }
 
-    @property
-    def rules(self) -> list[Rule]:
-        text = self.text
-        experts = moe_rules.rules(
-            qwen3_vl.LAYER, text.num_experts, text.hidden_size, text.moe_intermediate_size
-        )
-        return [*super().rules, *experts]
+    def feed_forward_rules(self) -> list[Rule]:
+        return [*super().feed_forward_rules(), *moe_rules.rules(self, self.text.num_experts)]
 
 
 def _has_experts(text: Any, layer: int) -> bool:
     return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
-
-
-FAMILY = Qwen3VLMoe
