@@ -82,16 +82,15 @@ def _items(
     visual: GenericVisualInputs | None, merge_size: int, tokens_per_second: float | None
 ) -> dict[int, Iterator[np.ndarray]]:
     """For both kinds, the positions (3, M) of each item, counted from 0 inside the item."""
-    images = [] if visual is None or visual.image_grid_thw is None else visual.image_grid_thw.tolist()
-    videos = [] if visual is None or visual.video_grid_thw is None else visual.video_grid_thw.tolist()
-    intervals = [1.0] * len(videos)
-    if tokens_per_second is None:
+    visual = visual or GenericVisualInputs()
+    images = [] if visual.image_grid_thw is None else visual.image_grid_thw.tolist()
+    videos = [] if visual.video_grid_thw is None else visual.video_grid_thw.tolist()
+    intervals = [tokens_per_second] * len(videos)
+    if tokens_per_second is None:  # frames, of one moment each
         videos = [[1, h, w] for t, h, w in videos for _ in range(t)]
-        intervals = [1.0] * len(videos)
-    else:
-        if visual is not None and visual.second_per_grid_ts is not None:
-            intervals = visual.second_per_grid_ts.tolist()
-        intervals = [interval * tokens_per_second for interval in intervals]
+        intervals = [0.0] * len(videos)
+    elif visual.second_per_grid_ts is not None:
+        intervals = [seconds * tokens_per_second for seconds in visual.second_per_grid_ts.tolist()]
     return {
         IMAGE: (_grid(grid, merge_size, 1.0) for grid in images),
         VIDEO: (_grid(grid, merge_size, every) for grid, every in zip(videos, intervals, strict=True)),
