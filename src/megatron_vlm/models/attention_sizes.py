@@ -12,11 +12,6 @@ class Heads(NamedTuple):
     groups: int  # key/value heads
     values: bool = True
 
-    @property
-    def keys_and_values(self) -> int:
-        """Rows of the projections that make them."""
-        return (1 + self.values) * self.groups * self.channels
-
 
 def heads_of(sizes: Any, layer: int) -> Heads:
     """The heads of `layer`, counted from 0 in the whole model. `sizes`: a LanguageModelConfig or a family's

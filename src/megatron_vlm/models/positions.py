@@ -54,7 +54,14 @@ def mrope_positions(
     # follows starts behind the item's largest position.
     while seen < len(where):  # tokens done: end; next position: start; placeholders done: seen
         first = int(where[seen])
-        item = _place(next(items[int(kinds_T[first])], None), kinds_T, first)
+        item = next(items[int(kinds_T[first])], np.empty((3, 0)))
+        length = item.shape[1]
+        run = kinds_T[first : first + max(length, 1)]
+        if not length or len(run) < length or (run != run[0]).any():
+            raise ValueError(
+                f"token {first}: {(run == run[0]).sum()} placeholders, but the grids have "
+                f"{f'an item of {length} visual tokens' if length else 'no item left'} there"
+            )
         out[:, end:first] = np.arange(start, start + first - end)
         start, end, seen = start + first - end, first + item.shape[1], seen + item.shape[1]
         out[:, first:end] = item + start
@@ -63,19 +70,6 @@ def mrope_positions(
         raise ValueError(f"{left} images or video frames have no placeholders among {len(kinds_T)} tokens")
     out[:, end:] = np.arange(start, start + len(kinds_T) - end)
     return torch.from_numpy(out)
-
-
-def _place(item: np.ndarray | None, kinds_T: np.ndarray, first: int) -> np.ndarray:
-    """The item's positions. Raises ValueError unless they fill a run of placeholders from `first` on."""
-    length = 1 if item is None else item.shape[1]
-    run = kinds_T[first : first + length]
-    if item is None or len(run) < length or not (run == run[0]).all():
-        found = int((run == run[0]).sum())
-        raise ValueError(
-            f"token {first}: {found} placeholders, but the grids have "
-            f"{'no item left' if item is None else f'an item of {length} visual tokens'} there"
-        )
-    return item
 
 
 def _items(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import gemma, keys, llava_keys, towers
+from megatron_vlm.models.family_parts import gemma, keys, llama, towers
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -54,7 +54,7 @@ class Gemma3Vision(nn.Module):
         return self.multi_modal_projector(hidden_NPE).flatten(0, 1)
 
 
-class Gemma3(llava_keys.SideBySide, gemma.GemmaFamily):
+class Gemma3(llama.SideBySide, gemma.GemmaFamily):
     model_type = "gemma3"
     sections = SECTIONS
     bidirectional_images = True

@@ -218,8 +218,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
         return rules
 
     def feed_forward_rules(self) -> list[Rule]:
-        """Rules for the dense feed-forward and, if there are some, the router, the experts and the norms
-        around them."""
+        """Rules for the dense feed-forward, and for any experts with their router and their norms."""
         if not self.text.enable_moe_block:
             return super().feed_forward_rules()
         router = {"weight": "proj.weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}

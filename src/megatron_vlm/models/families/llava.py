@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.supported import SUPPORTED
 
@@ -71,7 +71,7 @@ class LlavaVision(nn.Module):
         return self.multi_modal_projector(states_NPE[:, self.first :]).flatten(0, 1)
 
 
-class Llava(llava_keys.LikeLlava):
+class Llava(texts.LikeLlava):
     model_type = "llava"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")

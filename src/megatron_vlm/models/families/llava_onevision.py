@@ -19,7 +19,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
@@ -103,12 +103,12 @@ def packed(
     return features
 
 
-class LlavaOnevision(llava_keys.LikeLlava):
+class LlavaOnevision(texts.LikeLlava):
     model_type = "llava_onevision"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
-    vision_keys = {"image_newline": "image_newline", **llava_keys.LikeLlava.vision_keys}
-    renames = (*llava_keys.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
+    vision_keys = {"image_newline": "image_newline", **texts.LikeLlava.vision_keys}
+    renames = (*texts.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
     groups = Description.groups | {"projector": ("vision.multi_modal_projector.", "vision.image_newline")}
 
     @property

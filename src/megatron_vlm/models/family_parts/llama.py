@@ -128,3 +128,21 @@ class LlamaFamily(Description):
         """A rule for this weight of every layer; `fused` are `Rule.rows` and `Rule.row_shape`."""
         hf_keys = tuple(f"{self.hf_model}layers.*.{name}" for name in theirs)
         return Rule(LAYER + ours, hf_keys, operation, **fused)
+
+
+class SideBySide(LlamaFamily):
+    """A family that keeps tower, projector and language model side by side."""
+
+    # HF key prefixes in the wild -> the hub's
+    renames = (
+        (r"^vision_tower\.vision_model\.", "vision_tower."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
+        (r"^lm_head\.", "language_model.lm_head."),
+    )
+    vision_keys = {
+        "vision_tower.**": "vision_tower.**",
+        "multi_modal_projector.**": "multi_modal_projector.**",
+    }
+    hf_model = "language_model.model."
+    hf_head = "language_model.lm_head.weight"

@@ -43,6 +43,10 @@ class HoldsTexts(llama.LlamaFamily):
         return Rotary([inverse_frequencies(self.text)], query_scale=query_scale)
 
 
+class LikeLlava(HoldsTexts, llama.SideBySide):
+    """A family with LLaVA's keys that can hold several of TEXTS."""
+
+
 def _bounded(text: Any) -> dict:
     """The rule "dynamic" is the default one up to max_position_embeddings; further on, Transformers' depends
     on the longest row of a batch."""

@@ -69,7 +69,8 @@ def product_flops(architecture: dict, layer: int) -> float:
     """Operations of a forward pass of one token through `layer`, without attention."""
     heads = heads_of(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
-    projections = 2 * architecture["hidden_size"] * (2 * queries + heads.keys_and_values)
+    keys_and_values = (1 + heads.values) * heads.groups * heads.channels
+    projections = 2 * architecture["hidden_size"] * (2 * queries + keys_and_values)
     return projections + _feed_forward_flops(architecture, layer)
 
 
@@ -146,7 +147,7 @@ def image_cost(config: RunConfig, description: Description) -> ImageCost:
 
 @contextmanager
 def counted() -> Iterator[Callable[[], tuple[int, int]]]:
-    """Counts operations on shapes: gives a function for those of products, and those of attention."""
+    """Counts operations on shapes: gives a function for how many products have, and how many attention."""
     with (
         torch.device("cpu"),
         FlopCounterMode(display=False) as products,
