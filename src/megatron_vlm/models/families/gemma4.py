@@ -106,7 +106,8 @@ class Gemma4Vision(nn.Module):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         device = pixel_values.device
-        positions_P2 = torch.cat([_positions(*shape) for shape in shapes_N]).to(device, non_blocking=True)
+        positions_P2 = torch.cat([_positions(rows, columns) for rows, columns in shapes_N])
+        positions_P2 = positions_P2.to(device, non_blocking=True)
         padding_1P = torch.zeros(1, len(positions_P2), dtype=torch.bool, device=device)
         hidden_1PE = self.vision_tower.patch_embedder(pixel_values[None], positions_P2[None], padding_1P)
         hidden_PE = self._encoded(hidden_1PE, positions_P2[None], image_grid_thw.prod(-1))

@@ -94,8 +94,9 @@ class LlamaFamily(Description):
     def attention_rules(self) -> list[Rule]:
         """Rules for attention and the norm before it, in every layer."""
         architecture = self.architecture
-        sizes = (architecture[key] for key in ("num_attention_heads", "num_query_groups", "kv_channels"))
-        operation = GroupedQKV(*sizes)
+        operation = GroupedQKV(
+            architecture["num_attention_heads"], architecture["num_query_groups"], architecture["kv_channels"]
+        )
         ours, theirs = "self_attention.linear_", "self_attn."
         norms = {"input_layernorm": "input_layernorm"}
         if architecture.get("qk_layernorm"):
