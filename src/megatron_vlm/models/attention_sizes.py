@@ -20,8 +20,3 @@ def heads_of(sizes: Any, layer: int) -> Heads:
     if each := sizes.get("layer_heads"):
         return each[layer]
     return Heads(sizes["kv_channels"], sizes["num_query_groups"])
-
-
-def all_heads(sizes: Any) -> set[Heads]:
-    """The different ones of a model."""
-    return set((sizes if isinstance(sizes, dict) else vars(sizes)).get("layer_heads") or [heads_of(sizes, 0)])
