@@ -155,11 +155,11 @@ def write(plan: ComposePlan, output: Path) -> None:
         config = load(plan.model_type).portable_config(saved)
         for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
             write_whole(aside / name, json.dumps(content, indent=2) + "\n")
-        _write_words(plan, aside)
+        _write_vocabulary(plan, aside)
         plan.writer.write(aside, COMPOSED[plan.model_type].hub_names)
 
 
-def _write_words(plan: ComposePlan, folder: Path) -> None:
+def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
     """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
     plan.tokenizer.chat_template = None  # the processor's is the only one
     tokens = {each.role: each.token for each in plan.tokens}
