@@ -36,9 +36,10 @@ from transformers import (
 
 from megatron_vlm.commands.compose import compose as command
 from megatron_vlm.compose import composing
-from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config
+from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config, part_config
 from megatron_vlm.compose.sources import Component, named_tokens, open_language_model, open_tower
 from megatron_vlm.compose.tensors import Writer
+from megatron_vlm.compose.tokens import RoleToken
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
@@ -484,8 +485,9 @@ def test_recipes_are_for_what_compose_writes(name, tmp_path):
     published = json.loads((CONFIGS / f"{name}.json").read_text())
     tower, language = (Component(tmp_path, published[half]) for half in ("vision_config", "text_config"))
     changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
-    rest = (changes, published["image_token_id"], published["dtype"], Choices())
-    found = composed_config(COMPOSED["lfm2_vl"], tower, language, *rest)
+    image = RoleToken("image", "", published["image_token_id"], "found")
+    keys, _ = COMPOSED["lfm2_vl"].keys(part_config(tower), {"image": image}, Choices())
+    found = composed_config("lfm2_vl", tower, language, changes, keys, published["dtype"])
     for half in ("vision_config", "text_config"):
         published[half]["dtype"] = published["dtype"]
     assert found.to_diff_dict() == Lfm2VlConfig.from_dict(published).to_diff_dict()
@@ -682,7 +684,7 @@ def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_
 
 def test_shards_are_bounded_and_indexed(parts, tmp_path):
     plan = planned(parts("siglip2"), parts("llama"))
-    plan.writer.write(tmp_path, {name: name for name in plan.writer.stored}, shard_bytes=2**17)
+    plan.writer.write(tmp_path, shard_bytes=2**17)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 4 and set(index.values()) == {file.name for file in files}

@@ -21,7 +21,7 @@ from megatron_vlm.recipes.published import SIZES
 from tiny.checkpoints import build_tiny_checkpoint
 
 # the first size of each family
-REAL = {family: sizes[0].name for family, sizes in SIZES.items()}
+REAL = {family: sizes[0][0] for (family, _), sizes in SIZES.items()}
 
 
 @pytest.fixture(scope="module", params=list(REAL))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProc
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from megatron_vlm.compose.sources import IMAGE_TOKENS, Component
+from megatron_vlm.compose.tokens import RoleToken
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.hf import as_hf_config
@@ -49,34 +49,25 @@ class Choices:
 class Composed:
     """A class that holds both."""
 
-    model_type: str
     architecture: str
     roles: Mapping[str, str]  # its special tokens by role, as they are spelled where the tokenizer has none
-    config: Callable[
-        [Any, Any, int], dict[str, Any]
-    ]  # (vision config, text config, image token) → its own keys
-    images: Callable[[Component, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
     processor: type[ProcessorMixin]
-    # (vision config, {role: token}) → its processor's own settings
-    settings: Callable[[Any, dict[str, str]], dict[str, Any]] = lambda vision, tokens: {}
+    # (vision config, its tokens by role, choices) → its own keys of config.json, its processor's own settings
+    keys: Callable[[Any, Mapping[str, RoleToken], Choices], tuple[dict[str, Any], dict[str, Any]]]
+    images: Callable[[Component, Any, Choices], Any]  # (tower, vision config, choices) → its image processor
     hub_names: tuple[tuple[str, str], ...] = ()  # patterns in names of parameters → as files spell them
-
-    def hub_name(self, name: str) -> str:
-        for pattern, replacement in self.hub_names:
-            name = re.sub(pattern, replacement, name)
-        return name
 
 
 def composed_config(
-    composed: Composed,
+    model_type: str,
     tower: Component,
     language: Component,
     changes: Mapping[str, Any],
-    image_token: int,
+    keys: Mapping[str, Any],
     dtype: str,
-    choices: Choices,
 ) -> PreTrainedConfig:
-    """The config of the whole, whose parts all run in `dtype`; `changes` belong to the text config."""
+    """The config of the whole, whose parts all run in `dtype`; `changes` belong to the text config, `keys` to
+    the whole."""
     vision = part_config(tower)
     text = part_config(language)
     if hasattr(vision, "vision_use_head"):
@@ -84,13 +75,13 @@ def composed_config(
     for key, value in changes.items():
         setattr(text, key, value)
     vision.dtype = text.dtype = dtype
-    return CONFIG_MAPPING[composed.model_type](
+    return CONFIG_MAPPING[model_type](
         vision_config=vision,
         text_config=text,
         tie_word_embeddings=text.tie_word_embeddings,
         dtype=dtype,
-        architectures=[composed.architecture],
-        **composed.config(vision, image_token, choices),
+        architectures=[COMPOSED[model_type].architecture],
+        **keys,
     )
 
 
@@ -107,8 +98,8 @@ def _own_images(tower: Component) -> Any:
 
 def _colours(tower: Component) -> dict[str, Any]:
     """The values of COLOURS in the tower's image processor."""
-    theirs = _own_images(tower)
-    return {key: value for key in COLOURS if (value := getattr(theirs, key, None)) is not None}
+    images = _own_images(tower)
+    return {key: value for key in COLOURS if (value := getattr(images, key, None)) is not None}
 
 
 def _lfm2_vl_images(tower: Component, vision: Any, choices: Choices) -> Any:
@@ -147,13 +138,42 @@ def _mistral3_images(tower: Component, vision: Any, choices: Choices) -> Any:
     )
 
 
-def _has_class_token(model_type: str) -> bool:
-    return model_type == "clip_vision_model"
+def _lfm2_vl_keys(vision: Any, tokens: Mapping[str, RoleToken], choices: Choices) -> tuple[dict, dict]:
+    config = {
+        "image_token_id": tokens["image"].id,
+        "downsample_factor": MERGED,
+        "projector_hidden_size": choices.projector_width,
+    }
+    return config, {}
 
 
-def _features(model_type: str) -> str:
-    """Which features of the tower are taken: `default` leaves the first out, CLIP's class token."""
-    return "default" if _has_class_token(model_type) else "full"
+def _llava_keys(vision: Any, tokens: Mapping[str, RoleToken], choices: Choices) -> tuple[dict, dict]:
+    has_class_token = vision.model_type == "clip_vision_model"
+    # "default" leaves out the first feature of an image, the class token
+    strategy = {"vision_feature_select_strategy": "default" if has_class_token else "full"}
+    config = {
+        "image_token_index": tokens["image"].id,
+        "image_seq_length": (vision.image_size // vision.patch_size) ** 2,
+        "vision_feature_layer": FEATURE_LAYER,
+    }
+    settings = {
+        "patch_size": vision.patch_size,
+        "num_additional_image_tokens": int(has_class_token),
+        "image_token": tokens["image"].token,
+    }
+    return config | strategy, settings | strategy
+
+
+def _mistral3_keys(vision: Any, tokens: Mapping[str, RoleToken], choices: Choices) -> tuple[dict, dict]:
+    config = {"image_token_index": tokens["image"].id, "spatial_merge_size": MERGED}
+    settings = {
+        "patch_size": vision.patch_size,
+        "spatial_merge_size": MERGED,
+        "image_token": tokens["image"].token,
+        "image_break_token": tokens["row_break"].token,
+        "image_end_token": tokens["image_end"].token,
+    }
+    return config, settings
 
 
 _ENDS = {"pad": "<|pad|>", "end_of_turn": "<|end_of_turn|>"}
@@ -162,54 +182,29 @@ _HUB_NAMES = (
     (r"^lm_head\.", "language_model.lm_head."),
     (r"^model\.", ""),
 )
-COMPOSED = {
+COMPOSED = {  # by model type
     "lfm2_vl": Composed(
-        "lfm2_vl",
         "Lfm2VlForConditionalGeneration",
-        roles={"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>", **_ENDS},
-        config=lambda vision, image, choices: {
-            "image_token_id": image,
-            "downsample_factor": MERGED,
-            "projector_hidden_size": choices.projector_width,
-        },
-        images=_lfm2_vl_images,
-        processor=Lfm2VlProcessor,
+        {"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>", **_ENDS},
+        Lfm2VlProcessor,
+        _lfm2_vl_keys,
+        _lfm2_vl_images,
     ),
     "llava": Composed(
-        "llava",
         "LlavaForConditionalGeneration",
-        roles={"image": "<image>", **_ENDS},
-        config=lambda vision, image, choices: {
-            "image_token_index": image,
-            "image_seq_length": (vision.image_size // vision.patch_size) ** 2,
-            "vision_feature_layer": FEATURE_LAYER,
-            "vision_feature_select_strategy": _features(vision.model_type),
-        },
-        images=_llava_images,
-        processor=LlavaProcessor,
-        settings=lambda vision, tokens: {
-            "patch_size": vision.patch_size,
-            "vision_feature_select_strategy": _features(vision.model_type),
-            "num_additional_image_tokens": int(_has_class_token(vision.model_type)),
-            "image_token": tokens["image"],
-        },
-        hub_names=_HUB_NAMES,
+        {"image": "<image>", **_ENDS},
+        LlavaProcessor,
+        _llava_keys,
+        _llava_images,
+        _HUB_NAMES,
     ),
     "mistral3": Composed(
-        "mistral3",
         "Mistral3ForConditionalGeneration",
-        roles={"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
-        config=lambda vision, image, choices: {"image_token_index": image, "spatial_merge_size": MERGED},
-        images=_mistral3_images,
-        processor=PixtralProcessor,
-        settings=lambda vision, tokens: {
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": MERGED,
-            "image_token": tokens["image"],
-            "image_break_token": tokens["row_break"],
-            "image_end_token": tokens["image_end"],
-        },
-        hub_names=_HUB_NAMES,
+        {"image": "[IMG]", "row_break": "[IMG_BREAK]", "image_end": "[IMG_END]", **_ENDS},
+        PixtralProcessor,
+        _mistral3_keys,
+        _mistral3_images,
+        _HUB_NAMES,
     ),
 }
 

@@ -11,14 +11,7 @@ from jinja2 import TemplateError
 from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
 from megatron_vlm.checks.model_on_disk import read_json
-from megatron_vlm.compose.classes import (
-    COMPOSED,
-    Choices,
-    Composed,
-    composed_config,
-    expected_shapes,
-    part_config,
-)
+from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config, expected_shapes, part_config
 from megatron_vlm.compose.sources import ROLES, TOWERS, Component
 from megatron_vlm.compose.templates import chat_template
 from megatron_vlm.compose.tensors import EMBEDDING_KEY, TOWER_PREFIX, Writer, is_tied, sources_of
@@ -46,17 +39,16 @@ TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "
 class ComposePlan:
     """The checkpoint that will be written."""
 
-    composed: Composed
-    tower: Component
-    language: Component
+    model_type: str
     tokenizer: Any
     tokens: list[RoleToken]
     rows_before: int
     config: PreTrainedConfig
     generation: dict[str, Any]
     writer: Writer
-    images: Any  # the image processor
     template: str
+    image_processor: Any
+    settings: dict[str, Any]  # the processor's own
 
     def table(self) -> str:
         """A line for each special token, and how many rows the embedding gets."""
@@ -72,12 +64,12 @@ class ComposePlan:
         vision = self.config.vision_config
         language = self.config.text_config
         rows = language.vocab_size
-        tied = self.config.tie_word_embeddings
+        layers = "embedding" if self.config.tie_word_embeddings else "embedding and output layer"
         added = sum(each.how == ADDED for each in self.tokens)
         grows = f"{self.rows_before} → {rows} rows" if rows > self.rows_before else f"{rows} rows, as before"
-        table.append(f"{added} tokens are added; embedding{'' if tied else ' and output layer'}: {grows}")
+        table.append(f"{added} tokens are added; {layers}: {grows}")
         what = (
-            f"{self.composed.architecture}: {vision.model_type} of width {vision.hidden_size}, "
+            f"{self.config.architectures[0]}: {vision.model_type} of width {vision.hidden_size}, "
             f"{language.model_type} of width {language.hidden_size}, {len(self.writer.stored)} tensors, "
             f"{readable_size(self.writer.nbytes)}"
         )
@@ -96,7 +88,8 @@ def plan(
     seed: int = 0,
 ) -> ComposePlan:
     """Plans the checkpoint from the headers of the weights and the tokenizer. Raises ConfigError."""
-    composed = COMPOSED[TOWERS[tower.config["model_type"]]]
+    model_type = TOWERS[tower.config["model_type"]]
+    composed = COMPOSED[model_type]
     text = part_config(language)
     tokenizer = open_tokenizer(language.folder)
     weights = HFCheckpoint(language.folder)
@@ -111,23 +104,23 @@ def plan(
         "pad_token_id": by_role["pad"].id,
     }
     dtype = str(weights.stored(EMBEDDING_KEY).dtype).removeprefix("torch.")
-    config = composed_config(composed, tower, language, changes, by_role["image"].id, dtype, choices)
+    vision = part_config(tower)
+    keys, settings = composed.keys(vision, by_role, choices)
+    config = composed_config(model_type, tower, language, changes, keys, dtype)
     shapes = expected_shapes(config)
     in_tower = HFCheckpoint(tower.folder, ((TOWER_PREFIX, ""),))  # by their names in the tower
     sources = sources_of(shapes, in_tower, weights, rows, tied)
-    template = _template(tokenizer, by_role, template)
     return ComposePlan(
-        composed,
-        tower,
-        language,
-        tokenizer,
-        tokens,
-        rows,
-        config,
-        _generation_config(language, by_role),
-        Writer(shapes, sources, new_rows, seed),
-        composed.images(tower, config.vision_config, choices),
-        template,
+        model_type=model_type,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        rows_before=rows,
+        config=config,
+        generation=_generation_config(language, by_role),
+        writer=Writer(shapes, sources, new_rows, seed),
+        template=_template(tokenizer, by_role, template),
+        image_processor=composed.images(tower, vision, choices),
+        settings=settings,
     )
 
 
@@ -157,31 +150,25 @@ def write(plan: ComposePlan, output: Path) -> None:
     """Write the checkpoint. Raises as `files.folder_aside` and `files.need_room`."""
     with folder_aside(output) as aside:
         need_room(output, plan.writer.nbytes)
-        _write_config(plan, aside)
+        plan.config.save_pretrained(aside)
+        saved = json.loads(read_text(aside / CONFIG_FILE))
+        config = load(plan.model_type).portable_config(saved)
+        for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
+            write_whole(aside / name, json.dumps(content, indent=2) + "\n")
         _write_vocabulary(plan, aside)
-        plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
-
-
-def _write_config(plan: ComposePlan, folder: Path) -> None:
-    """config.json, as every supported version of Transformers reads it, and generation_config.json."""
-    plan.config.save_pretrained(folder)
-    saved = json.loads(read_text(folder / CONFIG_FILE))
-    config = load(plan.composed.model_type).portable_config(saved)
-    for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
-        write_whole(folder / name, json.dumps(content, indent=2) + "\n")
+        plan.writer.write(aside, COMPOSED[plan.model_type].hub_names)
 
 
 def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
     """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
-    tokens = {each.role: each.token for each in plan.tokens}
     plan.tokenizer.chat_template = None  # the processor's is the only one
+    tokens = {each.role: each.token for each in plan.tokens}
     names = {TOKENIZER_NAMES[role]: token for role, token in tokens.items() if role in TOKENIZER_NAMES}
-    tokenizer = save_tokenizer(plan.tokenizer, folder, names)
-    processor = plan.composed.processor(
-        image_processor=plan.images,
-        tokenizer=tokenizer,
+    processor = COMPOSED[plan.model_type].processor(
+        image_processor=plan.image_processor,
+        tokenizer=save_tokenizer(plan.tokenizer, folder, names),
         chat_template=plan.template,
-        **plan.composed.settings(plan.config.vision_config, tokens),
+        **plan.settings,
     )
     processor.save_pretrained(folder)
     again = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
@@ -199,6 +186,7 @@ def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> di
             "download it again, or remove it."
         )
     ends = config.get("eos_token_id")
-    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
     ends = list(dict.fromkeys([*ends, by_role["end_of_turn"].id]))
     return config | {"eos_token_id": ends, "pad_token_id": by_role["pad"].id}

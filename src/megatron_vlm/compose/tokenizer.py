@@ -64,18 +64,13 @@ def save_tokenizer(tokenizer: Any, folder: Path, names: Mapping[str, str]) -> An
 
 def refuse_changed(before: Any, after: Any) -> None:
     """Raises ConfigError unless both make the same ids of every text."""
-    mine, theirs = (_rules(tokenizer) for tokenizer in (before, after))
-    changed = [name for name in mine if mine[name] != theirs.get(name)]
-    if changed:
-        raise ConfigError(
-            f"Transformers reads the tokenizer that it has written back with another {changed[0]}, and would "
-            "then make other ids of texts; give a language model with another tokenizer.json."
-        )
-
-
-def _rules(tokenizer: Any) -> dict[str, Any]:
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    return {name: rule for name, rule in state.items() if name not in ("truncation", "padding")}
+    mine, theirs = (json.loads(each.backend_tokenizer.to_str()) for each in (before, after))
+    for name, rule in mine.items():
+        if name not in ("truncation", "padding") and rule != theirs.get(name):
+            raise ConfigError(
+                f"Transformers reads the tokenizer that it has written back with another {name}, and would "
+                "then make other ids of texts; give a language model with another tokenizer.json."
+            )
 
 
 def begins_texts(tokenizer: Any) -> str:

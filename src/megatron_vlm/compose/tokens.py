@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import chain, combinations, permutations
 from typing import Any
 
 from tokenizers import AddedToken
@@ -52,19 +52,18 @@ def assign(tokenizer: Any, roles: Mapping[str, str], named: Mapping[str, str]) -
             )
     before = set(tokenizer.get_vocab())
     tokens = {role: named.get(role) or _present(tokenizer, role) or new for role, new in roles.items()}
-    for role, token in tokens.items():
-        _refuse_text(tokenizer, role, token)
-    _refuse_collisions(tokenizer, tokens)
-    whole = {each.content for each in _added(tokenizer) if each.special and not each.single_word}
+    for role, what in chain(_not_alone(tokenizer, tokens), _collisions(tokenizer, tokens)):
+        raise ConfigError(_remedied(role, tokens[role], what))
+    whole_words = {each.content for each in _added(tokenizer) if each.special and not each.single_word}
     tokenizer.add_tokens(  # a present one keeps its id, and is found wherever it stands
-        [AddedToken(token, special=True, normalized=False) for token in tokens.values() if token not in whole]
+        [AddedToken(new, special=True, normalized=False) for new in tokens.values() if new not in whole_words]
     )
     tokenizer.pad_token = tokens["pad"]
-    found = []
+    assigned = []
     for role, token in tokens.items():
         how = ADDED if token not in before else GIVEN if role in named else FOUND
-        found.append(RoleToken(role, token, _only_id(tokenizer, role, token), how))
-    return found
+        assigned.append(RoleToken(role, token, _only_id(tokenizer, role, token), how))
+    return assigned
 
 
 def _present(tokenizer: Any, role: str) -> str | None:
@@ -81,51 +80,47 @@ def _added(tokenizer: Any) -> Iterable[AddedToken]:
     return tokenizer.added_tokens_decoder.values()
 
 
-def _refuse_text(tokenizer: Any, role: str, token: str) -> None:
+def _not_alone(tokenizer: Any, tokens: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Roles whose token is ordinary text, with what it is."""
+    vocabulary = tokenizer.get_vocab()
     added = {each.content for each in _added(tokenizer)}
-    if token not in tokenizer.get_vocab() and not re.search(r"[^\w\s]", token):
-        raise ConfigError(_remedied(role, token, "is a word, which texts would then lose"))
-    if token in tokenizer.get_vocab() and token not in added:
-        ids = tokenizer.encode(token, add_special_tokens=False)
-        what = f"splits into the ids {ids}" if len(ids) > 1 else f"is a piece of ordinary text (id {ids[0]})"
-        raise ConfigError(_remedied(role, token, what))
-
-
-def _refuse_collisions(tokenizer: Any, tokens: Mapping[str, str]) -> None:
-    roles: dict[str, str] = {}
     for role, token in tokens.items():
-        if token in roles:
-            other = roles[token]
-            if {role, other} == {"pad", "end_of_turn"}:
-                what = "is also the end of a turn, which would then never be trained as such"
-                raise ConfigError(_remedied("pad", token, what))
-            raise ConfigError(_remedied(role, token, f"is the token of {other} already"))
-        roles[token] = role
-    for inner, outer in permutations(roles, 2):
-        if inner in outer:  # processors count the image token in text
-            what = f"is part of {printable(outer)}, the token of {roles[outer]}"
-            raise ConfigError(_remedied(roles[inner], inner, what))
-    for name in ("bos_token", "eos_token", "unk_token"):
-        role = roles.get(getattr(tokenizer, name))
-        if role and (role not in NAMED or (role, name) == ("pad", "bos_token")):
-            token = getattr(tokenizer, name)
-            raise ConfigError(_remedied(role, token, f"is the tokenizer's {name} already"))
+        if token not in vocabulary and not re.search(r"[^\w\s]", token):
+            yield role, "is a word, which texts would then lose"
+        if token in vocabulary and token not in added:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            is_piece = f"is a piece of ordinary text (id {ids[0]})"
+            yield role, is_piece if len(ids) == 1 else f"splits into the ids {ids}"
+
+
+def _collisions(tokenizer: Any, tokens: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Roles whose token has another meaning already, with that."""
+    for (other, taken), (role, token) in combinations(tokens.items(), 2):
+        if token == taken and {role, other} == {"pad", "end_of_turn"}:
+            yield "pad", "is also the end of a turn, which would then never be trained as such"
+        elif token == taken:
+            yield role, f"is the token of {other} already"
+    for (role, token), (other, outer) in permutations(tokens.items(), 2):
+        if token in outer:  # processors count the image token in text
+            yield role, f"is part of {printable(outer)}, the token of {other}"
+    for role, token in tokens.items():
+        for name in ("bos_token", "eos_token", "unk_token"):
+            may_be = role in NAMED and (role, name) != ("pad", "bos_token")
+            if token == getattr(tokenizer, name) and not may_be:
+                yield role, f"is the tokenizer's {name} already"
 
 
 def _only_id(tokenizer: Any, role: str, token: str) -> int:
     """The one id that the token has wherever it stands, and that no other token has."""
-    ids = tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError(_remedied(role, token, f"splits into the ids {ids}"))
-    for text in (f"a{token}b", token * 2):
-        found = tokenizer.encode(text, add_special_tokens=False)
-        if found.count(ids[0]) != text.count(token):
-            raise ConfigError(
-                _remedied(role, token, f"is not found in {text!r}, which gives the ids {found}")
-            )
-    if others := {name for name, i in tokenizer.get_vocab().items() if i == ids[0]} - {token}:
-        raise ConfigError(_remedied(role, token, f"gets the id {ids[0]}, which {printable(min(others))} has"))
-    return ids[0]
+    (first, *rest) = tokenizer.encode(token, add_special_tokens=False)
+    if rest:
+        raise ConfigError(_remedied(role, token, f"splits into the ids {[first, *rest]}"))
+    text = f"a{token}b{token}{token}"
+    if tokenizer.encode(text, add_special_tokens=False).count(first) != text.count(token):
+        raise ConfigError(_remedied(role, token, f"is not found in {text!r}"))
+    if others := {name for name, i in tokenizer.get_vocab().items() if i == first} - {token}:
+        raise ConfigError(_remedied(role, token, f"gets the id {first}, which {printable(min(others))} has"))
+    return first
 
 
 def _remedied(role: str, token: str, what: str) -> str:

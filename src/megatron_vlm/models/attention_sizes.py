@@ -12,11 +12,6 @@ class Heads(NamedTuple):
     groups: int  # key/value heads
     values: bool = True
 
-    @property
-    def keys_and_values(self) -> int:
-        """Rows of the projections that make them."""
-        return (1 + self.values) * self.groups * self.channels
-
 
 def heads_of(sizes: Any, layer: int) -> Heads:
     """The heads of `layer`, counted from 0 in the whole model. `sizes`: a LanguageModelConfig or a family's
@@ -25,8 +20,3 @@ def heads_of(sizes: Any, layer: int) -> Heads:
     if each := sizes.get("layer_heads"):
         return each[layer]
     return Heads(sizes["kv_channels"], sizes["num_query_groups"])
-
-
-def all_heads(sizes: Any) -> set[Heads]:
-    """The different ones of a model."""
-    return set((sizes if isinstance(sizes, dict) else vars(sizes)).get("layer_heads") or [heads_of(sizes, 0)])

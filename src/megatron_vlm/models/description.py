@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ class Description(ABC):
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()
     # freeze group -> prefixes of its parameters in VLMModel
-    groups: Mapping[str, tuple[str, ...]] = {
+    groups: dict[str, tuple[str, ...]] = {
         "tower": ("vision.vision_tower.",),
         "projector": ("vision.multi_modal_projector.",),
         "language_model": ("language_model.",),

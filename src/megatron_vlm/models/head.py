@@ -46,10 +46,10 @@ def output_scores(
     log-probability of each wanted token and the entropy of its distribution, see `log_probabilities`."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    found = log_probabilities(
+    log_p_N, entropy_N = log_probabilities(
         hidden_ND, weight, context.labels, config.vocab_size, temperature, entropy, config.logit_softcap
     )
-    return torch.stack(found if entropy else found[:1])
+    return torch.stack([log_p_N, entropy_N] if entropy else [log_p_N])
 
 
 def output_logits(
@@ -116,13 +116,13 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, labels_N, vocabulary, scale, entropy: bool, softcap: float | None):
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
-        how = scale, softcap, vocabulary - first
+        used = vocabulary - first
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
         parts, logits = [], None
         for rows in _chunks(hidden_ND, weight_VD):
             logits = None  # frees the chunk before
-            logits = _logits(hidden_ND[rows], weight_VD, *how)
+            logits = _logits(hidden_ND[rows], weight_VD, scale, softcap, used)
             numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
             if entropy:
                 log_p = logits.sub(numbers[0][:, None])
@@ -136,7 +136,10 @@ class _LogProbabilities(torch.autograd.Function):
             log_share_QN = log_sums_QN - log_sum_N
             entropy_N = (log_share_QN.exp() * (entropies_QN[0] - log_share_QN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
-        ctx.how, ctx.kept = how, logits
+        ctx.scale = scale
+        ctx.softcap = softcap
+        ctx.used = used
+        ctx.kept = logits
         return labels_QN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
@@ -146,17 +149,20 @@ class _LogProbabilities(torch.autograd.Function):
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), None
         kept, ctx.kept = ctx.kept, None
-        scale, softcap, _ = ctx.how
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
-            log_p = _logits(hidden_ND[rows], weight_VD, *ctx.how) if kept is None else kept
-            slope = None if softcap is None else 1 - (log_p / (scale * softcap)).square_()
+            log_p = kept
+            if log_p is None:
+                log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale, ctx.softcap, ctx.used)
+            slope = None
+            if ctx.softcap is not None:
+                slope = 1 - (log_p / (ctx.scale * ctx.softcap)).square_()
             kept, log_p = None, log_p.sub_(log_sum_N[rows, None])
             factor = -grad_log_p_N[rows, None]
             if entropy_N is not None:
                 factor = factor - (log_p + entropy_N[rows, None]) * grad_entropy_N[rows, None]
             grad = log_p.exp_().mul_(factor)
             grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
-            grad = (grad if slope is None else grad.mul_(slope)).mul_(scale).to(weight_VD.dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).to(weight_VD.dtype)
             grad_hidden_ND[rows] = grad @ weight_VD
             if ctx.needs_input_grad[1]:
                 part_VD = grad.t() @ hidden_ND[rows]

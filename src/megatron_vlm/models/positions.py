@@ -54,7 +54,14 @@ def mrope_positions(
     # follows starts behind the item's largest position.
     while seen < len(where):  # tokens done: end; next position: start; placeholders done: seen
         first = int(where[seen])
-        item = _place(next(items[int(kinds_T[first])], None), kinds_T, first)
+        item = next(items[int(kinds_T[first])], np.empty((3, 0)))
+        length = item.shape[1]
+        run = kinds_T[first : first + max(length, 1)]
+        if not length or len(run) < length or (run != run[0]).any():
+            raise ValueError(
+                f"token {first}: {(run == run[0]).sum()} placeholders, but the grids have "
+                f"{f'an item of {length} visual tokens' if length else 'no item left'} there"
+            )
         out[:, end:first] = np.arange(start, start + first - end)
         start, end, seen = start + first - end, first + item.shape[1], seen + item.shape[1]
         out[:, first:end] = item + start
@@ -65,33 +72,19 @@ def mrope_positions(
     return torch.from_numpy(out)
 
 
-def _place(item: np.ndarray | None, kinds_T: np.ndarray, first: int) -> np.ndarray:
-    """The item's positions. Raises ValueError unless they fill a run of placeholders from `first` on."""
-    length = 1 if item is None else item.shape[1]
-    run = kinds_T[first : first + length]
-    if item is None or len(run) < length or not (run == run[0]).all():
-        found = int((run == run[0]).sum())
-        raise ValueError(
-            f"token {first}: {found} placeholders, but the grids have "
-            f"{'no item left' if item is None else f'an item of {length} visual tokens'} there"
-        )
-    return item
-
-
 def _items(
     visual: GenericVisualInputs | None, merge_size: int, tokens_per_second: float | None
 ) -> dict[int, Iterator[np.ndarray]]:
     """For both kinds, the positions (3, M) of each item, counted from 0 inside the item."""
-    images = [] if visual is None or visual.image_grid_thw is None else visual.image_grid_thw.tolist()
-    videos = [] if visual is None or visual.video_grid_thw is None else visual.video_grid_thw.tolist()
-    intervals = [1.0] * len(videos)
-    if tokens_per_second is None:
+    visual = visual or GenericVisualInputs()
+    images = [] if visual.image_grid_thw is None else visual.image_grid_thw.tolist()
+    videos = [] if visual.video_grid_thw is None else visual.video_grid_thw.tolist()
+    intervals = [tokens_per_second] * len(videos)
+    if tokens_per_second is None:  # frames, of one moment each
         videos = [[1, h, w] for t, h, w in videos for _ in range(t)]
-        intervals = [1.0] * len(videos)
-    else:
-        if visual is not None and visual.second_per_grid_ts is not None:
-            intervals = visual.second_per_grid_ts.tolist()
-        intervals = [interval * tokens_per_second for interval in intervals]
+        intervals = [0.0] * len(videos)
+    elif visual.second_per_grid_ts is not None:
+        intervals = [seconds * tokens_per_second for seconds in visual.second_per_grid_ts.tolist()]
     return {
         IMAGE: (_grid(grid, merge_size, 1.0) for grid in images),
         VIDEO: (_grid(grid, merge_size, every) for grid, every in zip(videos, intervals, strict=True)),

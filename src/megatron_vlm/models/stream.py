@@ -128,7 +128,12 @@ class StreamLayout:
         wanted = trained if of_loss else wanted
         output_places = np.flatnonzero(row_of[wanted] >= 0)
 
-        placeholders = self._placeholders()
+        # places of all placeholders in the stream: of images in order, then of videos
+        placeholders = np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
+        routes = torch.full((length, 1, 1), FREE_ROUTE, dtype=torch.int16)
+        if "routes" in self.batch:
+            routes = self.batch["routes"].flatten(0, 1)[taken]
+        routes[len(held) :] = ROUTE_OF_PADDING
 
         def on_device(array: np.ndarray | Tensor) -> Tensor:
             return torch.as_tensor(array).to(device, non_blocking=True)
@@ -146,19 +151,8 @@ class StreamLayout:
             output_places=on_device(output_places),
             outputs=len(wanted),
             trained_weight=weights.sum(dtype=np.float64).item(),
-            routes=on_device(self._routes(taken, len(held))),
+            routes=on_device(routes[None]),
         )
-
-    def _routes(self, taken: np.ndarray, real: int) -> Tensor:
-        routes = torch.full((len(taken), 1, 1), FREE_ROUTE, dtype=torch.int16)
-        if "routes" in self.batch:
-            routes = self.batch["routes"].flatten(0, 1)[taken]
-        routes[real:] = ROUTE_OF_PADDING
-        return routes[None]
-
-    def _placeholders(self) -> np.ndarray:
-        """Places of all placeholders in the stream: of images in order, then of videos."""
-        return np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
 
 
 def _blocks(lengths: list[int], visual: np.ndarray) -> list[tuple[int, int, int]]:

@@ -91,7 +91,9 @@ class VLMModel(MegatronModule):
             extras_TD = [zero.index_copy(0, rows, f) for zero, f in zip(extras_TD, deep_MD, strict=True)]
         elif self.training and self._trains_vision():
             # none of its features: their gradient is zero, also where that of the hidden states is infinite
-            hidden_TD = hidden_TD + self._features_of_blank(hidden_TD.device).flatten()[:0].sum()
+            # of a blank image, so that a micro batch without images starts the same collectives
+            blank = self.vision(**self._blank_image.to(hidden_TD.device).as_model_kwargs())
+            hidden_TD = hidden_TD + blank.flatten()[:0].sum()
         embedded = torch.stack((hidden_TD, *extras_TD), dim=1)
         if self.adapters and torch.is_grad_enabled():
             # Megatron's recomputation and schedules begin a backward pass only where inputs have gradients
@@ -141,10 +143,6 @@ class VLMModel(MegatronModule):
         first, *others = (item.to(device) for item in items)
         visual = GenericVisualInputs.cat([first, *others]) if others else first  # one is not copied again
         return self.vision(**self.pixels(visual.as_model_kwargs(), self.config.params_dtype))
-
-    def _features_of_blank(self, device: torch.device) -> Tensor:
-        """Features of a blank image, so that a micro batch without images starts the same collectives."""
-        return self.vision(**self._blank_image.to(device).as_model_kwargs())
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Called by Megatron's schedules with the previous stage's output."""

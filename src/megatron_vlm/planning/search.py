@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.models.attention_sizes import all_heads
+from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
@@ -77,7 +77,8 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
-    widest = max(heads.groups * heads.channels for heads in all_heads(architecture))
+    all_heads = [heads_of(architecture, layer) for layer in range(architecture["num_layers"])]
+    widest = max(heads.groups * heads.channels for heads in all_heads)
     keys = 2 * tokens * value * widest // parallel.tp
     exchanged += layers * (2 + again) * call("alltoall", keys * (parallel.cp - 1), parallel.cp, parallel.tp)
     shared = plan.gpus // (parallel.tp * parallel.pp)

@@ -6,9 +6,8 @@ layouts. A new size is a line of `SIZES`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from megatron_vlm.config import RunConfig
@@ -18,11 +17,15 @@ from megatron_vlm.supported import SUPPORTED
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
 ONE, TWO, FOUR = "one 80 GB GPU and up", "two 80 GB GPUs and up", "four 80 GB GPUs and up"
 NODE, NODES = "one node of eight 80 GB GPUs", "nodes of eight 80 GB GPUs and up"
-TWO_NODES, FOUR_NODES = f"two {NODES}", f"four {NODES}"
+NODES_2 = f"two {NODES}"
+NODES_4 = f"four {NODES}"
+NODES_8 = f"eight {NODES}"
+NODES_16 = f"sixteen {NODES}"
 # layouts that several sizes share, as arguments
 TP8_PP2 = "tp=8 pp=2 recompute=full"
 TP8_PP4 = "tp=8 pp=4 recompute=full"
 PP2_EP8 = "pp=2 ep=8 recompute=full"
+PP16_EP8 = "pp=16 ep=8 recompute=full"
 
 
 @dataclass(frozen=True)
@@ -40,124 +43,6 @@ class Recipe:
         return build(self.defaults | {key: f"{run_dir}/{path}" for key, path in self.inside.items()}, changes)
 
 
-def _size(name: str, title: str, gpus: str, hf_path: str, layout: str = "") -> Recipe:
-    """A published size; `layout` holds arguments as on a command line."""
-    shared = {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
-    own = dict(argument.split("=") for argument in layout.split())
-    return Recipe(name, f"{title}, for {gpus}.", {"name": name, "hf_path": hf_path, **shared, **own})
-
-
-SIZES: dict[str, list[Recipe]] = {  # by family
-    "gemma3": [
-        _size(
-            "gemma3_vl_4b", "Gemma3 4B", f"{FOUR}, or two with recompute=full", "google/gemma-3-4b-it", "tp=2"
-        ),
-        _size("gemma3_vl_12b", "Gemma3 12B", NODE, "google/gemma-3-12b-it", "tp=4"),
-        _size(
-            "gemma3_vl_27b", "Gemma3 27B", f"{NODE} and up", "google/gemma-3-27b-it", "tp=8 recompute=full"
-        ),
-    ],
-    "gemma4": [
-        _size(
-            "gemma4_31b", "Gemma 4 31B, dense", TWO_NODES, "google/gemma-4-31B-it", "tp=4 pp=2 recompute=full"
-        ),
-        _size(
-            "gemma4_26b_a4b", "Gemma 4 26B with 128 experts", TWO_NODES, "google/gemma-4-26B-A4B-it", PP2_EP8
-        ),
-    ],
-    "mistral3": [
-        _size("ministral3_3b", "Ministral3 3B", TWO, "mistralai/Ministral-3-3B-Instruct-2512", "tp=2"),
-        _size("ministral3_8b", "Ministral3 8B", FOUR, "mistralai/Ministral-3-8B-Instruct-2512", "tp=4"),
-        _size("ministral3_14b", "Ministral3 14B", NODE, "mistralai/Ministral-3-14B-Instruct-2512", "tp=4"),
-        _size(
-            "mistral_small_3_24b",
-            "Mistral Small 3.2 24B",
-            f"{NODE} with recompute=full, or two",
-            "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
-            "tp=8",
-        ),
-    ],
-    "lfm2_vl": [
-        _size("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", FOUR, "./siglip2_llama31_8b", "tp=4"),
-        _size("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", TWO, "./siglip2_qwen3_4b", "tp=2"),
-    ],
-    "glm4v": [
-        _size("glm_41v_9b", "GLM-4.1V-Thinking 9B", NODE, "zai-org/GLM-4.1V-9B-Thinking"),
-        _size("glm_46v_flash", "GLM-4.6V-Flash, 9B", NODE, "zai-org/GLM-4.6V-Flash"),
-    ],
-    "llava": [
-        _size("llava15_7b", "LLaVA 1.5 7B", FOUR, "llava-hf/llava-1.5-7b-hf", "tp=2"),
-        _size("llava15_13b", "LLaVA 1.5 13B", FOUR, "llava-hf/llava-1.5-13b-hf", "tp=4"),
-    ],
-    "llava_onevision": [
-        _size(
-            "llava_onevision_05b", "LLaVA-OneVision 0.5B", ONE, "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"
-        ),
-        _size(
-            "llava_onevision_7b",
-            "LLaVA-OneVision 7B",
-            FOUR,
-            "llava-hf/llava-onevision-qwen2-7b-ov-hf",
-            "tp=4",
-        ),
-        _size(
-            "llava_onevision_72b",
-            "LLaVA-OneVision 72B",
-            FOUR_NODES,
-            "llava-hf/llava-onevision-qwen2-72b-ov-hf",
-            TP8_PP4,
-        ),
-    ],
-    "internvl": [
-        _size("internvl35_1b", "InternVL3.5 1B", ONE, "OpenGVLab/InternVL3_5-1B-HF"),
-        _size("internvl35_4b", "InternVL3.5 4B", TWO, "OpenGVLab/InternVL3_5-4B-HF", "tp=2"),
-        _size("internvl35_8b", "InternVL3.5 8B", FOUR, "OpenGVLab/InternVL3_5-8B-HF", "tp=4"),
-        _size("internvl35_14b", "InternVL3.5 14B", NODE, "OpenGVLab/InternVL3_5-14B-HF", "tp=4"),
-    ],
-    "glm4v_moe": [
-        _size(
-            "glm_45v",
-            "GLM-4.5V, 106B with 128 experts",
-            f"eight {NODES}",
-            "zai-org/GLM-4.5V",
-            "pp=8 ep=8 recompute=full",
-        ),
-    ],
-    "qwen2_vl": [
-        _size("qwen2_vl_2b", "Qwen2-VL 2B", ONE, "Qwen/Qwen2-VL-2B-Instruct"),
-        _size("qwen2_vl_7b", "Qwen2-VL 7B", FOUR, "Qwen/Qwen2-VL-7B-Instruct", "tp=4"),
-        _size("qwen2_vl_72b", "Qwen2-VL 72B", FOUR_NODES, "Qwen/Qwen2-VL-72B-Instruct", TP8_PP4),
-    ],
-    "qwen2_5_vl": [
-        _size("qwen25_vl_3b", "Qwen2.5-VL 3B", TWO, "Qwen/Qwen2.5-VL-3B-Instruct", "tp=2"),
-        _size("qwen25_vl_7b", "Qwen2.5-VL 7B", FOUR, "Qwen/Qwen2.5-VL-7B-Instruct", "tp=4"),
-        _size("qwen25_vl_32b", "Qwen2.5-VL 32B", TWO_NODES, "Qwen/Qwen2.5-VL-32B-Instruct", TP8_PP2),
-        _size("qwen25_vl_72b", "Qwen2.5-VL 72B", FOUR_NODES, "Qwen/Qwen2.5-VL-72B-Instruct", TP8_PP4),
-    ],
-    "qwen3_vl": [
-        _size("qwen3_vl_2b", "Qwen3-VL 2B", ONE, "Qwen/Qwen3-VL-2B-Instruct"),
-        _size("qwen3_vl_4b", "Qwen3-VL 4B", TWO, "Qwen/Qwen3-VL-4B-Instruct", "tp=2"),
-        _size("qwen3_vl_8b", "Qwen3-VL 8B", FOUR, "Qwen/Qwen3-VL-8B-Instruct", "tp=4"),
-        _size("qwen3_vl_32b", "Qwen3-VL 32B", TWO_NODES, "Qwen/Qwen3-VL-32B-Instruct", TP8_PP2),
-    ],
-    "qwen3_vl_moe": [
-        _size(
-            "qwen3_vl_30b_a3b",
-            "Qwen3-VL 30B with 128 experts",
-            TWO_NODES,
-            "Qwen/Qwen3-VL-30B-A3B-Instruct",
-            PP2_EP8,
-        ),
-        _size(
-            "qwen3_vl_235b_a22b",
-            "Qwen3-VL 235B with 128 experts",
-            f"sixteen {NODES}",
-            "Qwen/Qwen3-VL-235B-A22B-Instruct",
-            "pp=16 ep=8 recompute=full",
-        ),
-    ],
-}
-
 # What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
 # limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
 OF_FAMILY: dict[str, RecipeArgs] = {
@@ -165,6 +50,85 @@ OF_FAMILY: dict[str, RecipeArgs] = {
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {"max_pixels": 1280 * 32**2}),
     "llava_onevision": {"seq_length": 8192},
+}
+
+
+# (family, organisation on the hub) → its sizes: name, title, GPUs, checkpoint, layout as on a command line
+SIZES: dict[tuple[str, str], list[tuple[str, ...]]] = {
+    ("gemma3", "google"): [
+        ("gemma3_vl_4b", "Gemma3 4B", f"{FOUR}, or two with recompute=full", "gemma-3-4b-it", "tp=2"),
+        ("gemma3_vl_12b", "Gemma3 12B", NODE, "gemma-3-12b-it", "tp=4"),
+        ("gemma3_vl_27b", "Gemma3 27B", f"{NODE} and up", "gemma-3-27b-it", "tp=8 recompute=full"),
+    ],
+    ("gemma4", "google"): [
+        ("gemma4_31b", "Gemma 4 31B, dense", NODES_2, "gemma-4-31B-it", "tp=4 pp=2 recompute=full"),
+        ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", NODES_2, "gemma-4-26B-A4B-it", PP2_EP8),
+    ],
+    ("mistral3", "mistralai"): [
+        ("ministral3_3b", "Ministral3 3B", TWO, "Ministral-3-3B-Instruct-2512", "tp=2"),
+        ("ministral3_8b", "Ministral3 8B", FOUR, "Ministral-3-8B-Instruct-2512", "tp=4"),
+        ("ministral3_14b", "Ministral3 14B", NODE, "Ministral-3-14B-Instruct-2512", "tp=4"),
+        (
+            "mistral_small_3_24b",
+            "Mistral Small 3.2 24B",
+            f"{NODE} with recompute=full, or two",
+            "Mistral-Small-3.2-24B-Instruct-2506",
+            "tp=8",
+        ),
+    ],
+    ("lfm2_vl", "."): [
+        ("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", FOUR, "siglip2_llama31_8b", "tp=4"),
+        ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", TWO, "siglip2_qwen3_4b", "tp=2"),
+    ],
+    ("glm4v", "zai-org"): [
+        ("glm_41v_9b", "GLM-4.1V-Thinking 9B", NODE, "GLM-4.1V-9B-Thinking"),
+        ("glm_46v_flash", "GLM-4.6V-Flash, 9B", NODE, "GLM-4.6V-Flash"),
+    ],
+    ("llava", "llava-hf"): [
+        ("llava15_7b", "LLaVA 1.5 7B", FOUR, "llava-1.5-7b-hf", "tp=2"),
+        ("llava15_13b", "LLaVA 1.5 13B", FOUR, "llava-1.5-13b-hf", "tp=4"),
+    ],
+    ("llava_onevision", "llava-hf"): [
+        ("llava_onevision_05b", "LLaVA-OneVision 0.5B", ONE, "llava-onevision-qwen2-0.5b-ov-hf"),
+        ("llava_onevision_7b", "LLaVA-OneVision 7B", FOUR, "llava-onevision-qwen2-7b-ov-hf", "tp=4"),
+        ("llava_onevision_72b", "LLaVA-OneVision 72B", NODES_4, "llava-onevision-qwen2-72b-ov-hf", TP8_PP4),
+    ],
+    ("internvl", "OpenGVLab"): [
+        ("internvl35_1b", "InternVL3.5 1B", ONE, "InternVL3_5-1B-HF"),
+        ("internvl35_4b", "InternVL3.5 4B", TWO, "InternVL3_5-4B-HF", "tp=2"),
+        ("internvl35_8b", "InternVL3.5 8B", FOUR, "InternVL3_5-8B-HF", "tp=4"),
+        ("internvl35_14b", "InternVL3.5 14B", NODE, "InternVL3_5-14B-HF", "tp=4"),
+    ],
+    ("glm4v_moe", "zai-org"): [
+        ("glm_45v", "GLM-4.5V, 106B with 128 experts", NODES_8, "GLM-4.5V", "pp=8 ep=8 recompute=full"),
+    ],
+    ("qwen2_vl", "Qwen"): [
+        ("qwen2_vl_2b", "Qwen2-VL 2B", ONE, "Qwen2-VL-2B-Instruct"),
+        ("qwen2_vl_7b", "Qwen2-VL 7B", FOUR, "Qwen2-VL-7B-Instruct", "tp=4"),
+        ("qwen2_vl_72b", "Qwen2-VL 72B", NODES_4, "Qwen2-VL-72B-Instruct", TP8_PP4),
+    ],
+    ("qwen2_5_vl", "Qwen"): [
+        ("qwen25_vl_3b", "Qwen2.5-VL 3B", TWO, "Qwen2.5-VL-3B-Instruct", "tp=2"),
+        ("qwen25_vl_7b", "Qwen2.5-VL 7B", FOUR, "Qwen2.5-VL-7B-Instruct", "tp=4"),
+        ("qwen25_vl_32b", "Qwen2.5-VL 32B", NODES_2, "Qwen2.5-VL-32B-Instruct", TP8_PP2),
+        ("qwen25_vl_72b", "Qwen2.5-VL 72B", NODES_4, "Qwen2.5-VL-72B-Instruct", TP8_PP4),
+    ],
+    ("qwen3_vl", "Qwen"): [
+        ("qwen3_vl_2b", "Qwen3-VL 2B", ONE, "Qwen3-VL-2B-Instruct"),
+        ("qwen3_vl_4b", "Qwen3-VL 4B", TWO, "Qwen3-VL-4B-Instruct", "tp=2"),
+        ("qwen3_vl_8b", "Qwen3-VL 8B", FOUR, "Qwen3-VL-8B-Instruct", "tp=4"),
+        ("qwen3_vl_32b", "Qwen3-VL 32B", NODES_2, "Qwen3-VL-32B-Instruct", TP8_PP2),
+    ],
+    ("qwen3_vl_moe", "Qwen"): [
+        ("qwen3_vl_30b_a3b", "Qwen3-VL 30B with 128 experts", NODES_2, "Qwen3-VL-30B-A3B-Instruct", PP2_EP8),
+        (
+            "qwen3_vl_235b_a22b",
+            "Qwen3-VL 235B with 128 experts",
+            NODES_16,
+            "Qwen3-VL-235B-A22B-Instruct",
+            PP16_EP8,
+        ),
+    ],
 }
 
 TP2 = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
@@ -195,9 +159,13 @@ def _demo(family: str) -> Recipe:
     return Recipe(family + DEMO, summary, defaults | DEMOS.get(family, TP2), inside)
 
 
-def _published(family: str) -> list[Recipe]:
-    of_family = OF_FAMILY.get(family, {})
-    return [replace(one, defaults={**of_family, **one.defaults}) for one in SIZES.get(family, [])]
+def _published() -> Iterator[Recipe]:
+    for (family, organisation), sizes in SIZES.items():
+        for name, title, gpus, checkpoint, *layout in sizes:
+            defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
+            defaults |= {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
+            defaults |= dict(argument.split("=") for argument in " ".join(layout).split())
+            yield Recipe(name, f"{title}, for {gpus}.", defaults)
 
 
-RECIPES = {one.name: one for one in (*itertools.chain(*map(_published, SUPPORTED)), *map(_demo, SUPPORTED))}
+RECIPES = {one.name: one for one in (*_published(), *map(_demo, SUPPORTED))}

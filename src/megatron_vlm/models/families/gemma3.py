@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama, llava_keys, towers
-from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights.rules import Rule
+from megatron_vlm.models.family_parts import gemma, keys, llama, towers
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -56,32 +54,17 @@ class Gemma3Vision(nn.Module):
         return self.multi_modal_projector(hidden_NPE).flatten(0, 1)
 
 
-class Gemma3(llava_keys.SideBySide):
+class Gemma3(llama.SideBySide, gemma.GemmaFamily):
     model_type = "gemma3"
     sections = SECTIONS
     bidirectional_images = True
 
     @property
     def architecture(self) -> dict:
-        text = self.text
-        return llama.architecture(text, self.tied, activation="hidden_activation") | {
-            "softmax_scale": text.query_pre_attn_scalar**-0.5,
-            **llama.attention_bias(text),
+        return super().architecture | {
+            "softmax_scale": self.text.query_pre_attn_scalar**-0.5,
             "layernorm_zero_centered_gamma": True,
-            "qk_layernorm": True,
-            "norm_after_sublayer": True,
-            "embedding_scale": text.hidden_size**0.5,
-            "layer_windows": llama.layer_windows(text),
-            "layer_rotary": tuple(self.layer_kinds.index(kind) for kind in text.layer_types),
         }
-
-    @property
-    def layer_kinds(self) -> list[str]:
-        """The kinds of layers; each has a rotary rule of its own."""
-        return sorted(set(self.text.layer_types))
-
-    def rotary(self) -> Rotary:
-        return Rotary([inverse_frequencies(self.text, kind) for kind in self.layer_kinds])
 
     def build_vision(self) -> nn.Module:
         return Gemma3Vision(self.hf_config)
@@ -97,19 +80,3 @@ class Gemma3(llava_keys.SideBySide):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         return len(visual.pixel_values) * (self.vision.image_size // self.vision.patch_size) ** 4
-
-    @property
-    def rules(self) -> list[Rule]:
-        after = {
-            "self_attn_bda.norm": "post_attention_layernorm",
-            "mlp_bda.norm": "post_feedforward_layernorm",
-        }
-        return [
-            *self.outer_rules(),
-            *llama.attention_rules(self.architecture, llava_keys.LAYER),
-            *llama.mlp_rules(llava_keys.LAYER, norm="pre_feedforward_layernorm"),
-            *llama.norm_rules(llava_keys.LAYER, after),
-        ]
-
-
-FAMILY = Gemma3

@@ -16,15 +16,12 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import gemma4_layers, keys, llama, moe_rules, towers
-from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.family_parts import gemma, gemma4_layers, keys, llama, moe_rules, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
-from megatron_vlm.models.weights.rules import Cut, GatedMLP, GroupedQKV, Rule, Whole
+from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Whole
 
 FULL = "full_attention"
-MODEL = "model.language_model."
-LAYER = MODEL + "layers.*."
 
 
 def _chosen(count: Any, text: Any) -> bool:
@@ -93,18 +90,6 @@ SECTIONS = keys.sections(
 )
 
 
-def _of_kind(text: Any, kind: str) -> Any:
-    """The text model's config as layers of one kind have it."""
-    if hasattr(text, "per_layer_config"):
-        return text.per_layer_config[kind]
-    found = deepcopy(text)  # Transformers up to 5.12
-    if kind == FULL:
-        found.head_dim = text.global_head_dim or text.head_dim
-        if text.attention_k_eq_v:
-            found.num_key_value_heads = text.num_global_key_value_heads
-    return found
-
-
 class Gemma4Vision(nn.Module):
     """The HF tower and projector; all images run as one sequence in which each image sees only itself.
 
@@ -121,7 +106,8 @@ class Gemma4Vision(nn.Module):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         device = pixel_values.device
-        positions_P2 = torch.cat([_positions(*shape) for shape in shapes_N]).to(device, non_blocking=True)
+        positions_P2 = torch.cat([_positions(rows, columns) for rows, columns in shapes_N])
+        positions_P2 = positions_P2.to(device, non_blocking=True)
         padding_1P = torch.zeros(1, len(positions_P2), dtype=torch.bool, device=device)
         hidden_1PE = self.vision_tower.patch_embedder(pixel_values[None], positions_P2[None], padding_1P)
         hidden_PE = self._encoded(hidden_1PE, positions_P2[None], image_grid_thw.prod(-1))
@@ -150,15 +136,11 @@ def _positions(rows: int, columns: int) -> Tensor:
         return torch.stack((numbers % columns, numbers // columns), dim=-1)
 
 
-class Gemma4(Description):
+class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     model_type = "gemma4"
     sections = SECTIONS
-    visual_keys = ("pixel_values", "image_grid_thw")
-    groups = {
-        "tower": ("vision.vision_tower.",),
-        "projector": ("vision.embed_vision.",),
-        "language_model": ("language_model.",),
-    }
+    groups = Description.groups | {"projector": ("vision.embed_vision.",)}
+    vision_keys = {"vision_tower.**": "model.vision_tower.**", "embed_vision.**": "model.embed_vision.**"}
     has_experts = True
     bidirectional_images = "windows"
     peft_experts = ("router.proj",)
@@ -166,57 +148,48 @@ class Gemma4(Description):
     @property
     def architecture(self) -> dict:
         text = self.text
-        of_first = _of_kind(text, text.layer_types[0])
-        return llama.architecture(of_first, self.tied, activation="hidden_activation") | {
+        return super().architecture | {
             "softmax_scale": 1.0,
-            **llama.attention_bias(text),
-            "qk_layernorm": True,
             "wide_norms": True,
-            "norm_after_sublayer": True,
-            "embedding_scale": text.hidden_size**0.5,
             "logit_softcap": text.final_logit_softcapping,
-            "layer_windows": llama.layer_windows(text),
-            "layer_rotary": tuple(self.layer_kinds.index(kind) for kind in text.layer_types),
             "layer_heads": self.layer_heads,
             "own_layer_spec": gemma4_layers.layer_spec,
             **(_experts(text) if text.enable_moe_block else {}),
         }
 
-    @property
-    def layer_kinds(self) -> list[str]:
-        """The kinds of layers; each has a rotary rule of its own."""
-        return sorted(set(self.text.layer_types))
+    def text_of(self, kind: str) -> Any:
+        text = self.text
+        if hasattr(text, "per_layer_config"):
+            return text.per_layer_config[kind]
+        changed = deepcopy(text)  # Transformers up to 5.12
+        if kind == FULL:
+            changed.head_dim = text.global_head_dim or text.head_dim
+            if text.attention_k_eq_v:
+                changed.num_key_value_heads = text.num_global_key_value_heads
+        return changed
 
     @property
     def layer_heads(self) -> tuple[Heads, ...]:
         """The heads of each layer."""
-        text, kinds = self.text, {}
+        heads = {}
         for kind in self.layer_kinds:
-            own = _of_kind(text, kind)
-            values = not (text.attention_k_eq_v and kind == FULL)
-            kinds[kind] = Heads(own.head_dim, own.num_key_value_heads, values)
-        return tuple(kinds[kind] for kind in text.layer_types)
-
-    def rotary(self) -> Rotary:
-        return Rotary([inverse_frequencies(_of_kind(self.text, kind), kind) for kind in self.layer_kinds])
+            text = self.text_of(kind)
+            values = not (self.text.attention_k_eq_v and kind == FULL)
+            heads[kind] = Heads(text.head_dim, text.num_key_value_heads, values)
+        return tuple(heads[kind] for kind in self.text.layer_types)
 
     def build_vision(self) -> nn.Module:
         return Gemma4Vision(self.hf_config)
 
-    def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        patch = self.vision.patch_size
-        return towers.blank_patches(3 * patch**2, patch, self.vision.pooling_kernel_size, pixels)
+    @property
+    def merge_size(self) -> int:
+        return self.vision.pooling_kernel_size
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
-        vision = self.vision
-        towers.refuse_other_patches(visual.pixel_values, 3 * vision.patch_size**2)
-        if (most := int(visual.image_grid_thw.max())) > vision.position_embedding_size:
-            places = vision.position_embedding_size
+        places = self.vision.position_embedding_size
+        if (most := int(visual.image_grid_thw.max())) > places:
             raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
-        return (visual.image_grid_thw.prod(-1) // vision.pooling_kernel_size**2).tolist()
-
-    def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        return int((visual.image_grid_thw.prod(-1) ** 2).sum())
+        return super().visual_tokens(visual)
 
     def visual_kinds(self, input_ids: Any) -> Any:
         """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with
@@ -227,37 +200,41 @@ class Gemma4(Description):
 
     @property
     def rules(self) -> list[Rule]:
-        parts = ("vision_tower.**", "embed_vision.**")
-        after = {
-            "self_attn_bda.norm": "post_attention_layernorm",
-            "mlp_bda.norm": "post_feedforward_layernorm",
-        }
-        dense = llama.mlp_rules(LAYER, "pre_feedforward_layernorm")
-        return [
-            *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
-            *llama.outer_rules(self.text.vocab_size, self.tied, MODEL),
-            *self._attention_rules(),
-            *(_expert_rules(self.text) if self.text.enable_moe_block else dense),
-            *llama.norm_rules(LAYER, after),
-            llama.layer_rule(LAYER, "mlp_bda.layer_scalar", ("layer_scalar",), Whole()),
-        ]
+        return [*super().rules, self.layer_rule("mlp_bda.layer_scalar", ["layer_scalar"], Whole())]
 
-    def _attention_rules(self) -> list[Rule]:
+    def attention_rules(self) -> list[Rule]:
+        """Rules layer by layer, as each may have other heads."""
         text = self.text
-        norms = {"input_layernorm": "input_layernorm"}
-        norms |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
-        rules = llama.norm_rules(LAYER, norms)
+        rules = self.norm_rules({"input_layernorm": "input_layernorm"} | llama.QK_NORMS)
         kinds = {"weight": Cut(1), "bias": Whole()} if text.attention_bias else {"weight": Cut(1)}
         for kind, cut in kinds.items():
             proj = f"self_attention.linear_proj.{kind}"
-            rules.append(llama.layer_rule(LAYER, proj, (f"self_attn.o_proj.{kind}",), cut))
+            rules.append(self.layer_rule(proj, [f"self_attn.o_proj.{kind}"], cut))
             for layer, heads in enumerate(self.layer_heads):
                 ours = llama.LAYER.replace("*", str(layer)) + f"self_attention.linear_qkv.{kind}"
-                theirs = LAYER.replace("*", str(layer)) + "self_attn."
+                theirs = f"{self.hf_model}layers.{layer}.self_attn."
                 hf_keys = tuple(f"{theirs}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
                 operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
                 rules.append(Rule(ours, hf_keys, operation))
         return rules
+
+    def feed_forward_rules(self) -> list[Rule]:
+        """Rules for the dense feed-forward, and for any experts with their router and their norms."""
+        if not self.text.enable_moe_block:
+            return super().feed_forward_rules()
+        router = {"weight": "proj.weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}
+        norms = {
+            "mlp.norm_of_dense": "pre_feedforward_layernorm",
+            "mlp.norm_after_dense": "post_feedforward_layernorm_1",
+            "mlp.norm_of_experts": "pre_feedforward_layernorm_2",
+            "mlp.norm_after_experts": "post_feedforward_layernorm_2",
+        }
+        return [
+            *self.norm_rules(norms),
+            *moe_rules.shared_rules(self, "mlp."),
+            *[self.layer_rule(f"mlp.router.{o}", [f"router.{hf}"], Whole()) for o, hf in router.items()],
+            *moe_rules.fused_rules(self, self.text.num_experts, "experts."),
+        ]
 
     @staticmethod
     def portable_config(config: dict) -> dict:
@@ -282,34 +259,3 @@ def _experts(text: Any) -> dict:
         "moe_shared_expert_intermediate_size": text.intermediate_size,
         "moe_router_topk": text.top_k_experts,
     }
-
-
-def _expert_rules(text: Any) -> list[Rule]:
-    """Rules for the dense feed-forward, the router, the experts and the norms around them."""
-    sizes = {"fc1": (2 * text.moe_intermediate_size, text.hidden_size)}
-    sizes["fc2"] = sizes["fc1"][1], text.moe_intermediate_size
-    experts = {"fc1": "experts.gate_up_proj", "fc2": "experts.down_proj"}
-    router = {"weight": "proj.weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}
-    norms = {
-        "mlp.norm_of_dense": "pre_feedforward_layernorm",
-        "mlp.norm_after_dense": "post_feedforward_layernorm_1",
-        "mlp.norm_of_experts": "pre_feedforward_layernorm_2",
-        "mlp.norm_after_experts": "post_feedforward_layernorm_2",
-    }
-    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    rule = llama.layer_rule
-    return [
-        *llama.norm_rules(LAYER, norms),
-        rule(LAYER, "mlp.shared_experts.linear_fc1.weight", gate_up, GatedMLP()),
-        rule(LAYER, "mlp.shared_experts.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
-        *[rule(LAYER, f"mlp.router.{ours}", (f"router.{hf}",), Whole()) for ours, hf in router.items()],
-        *[
-            moe_rules.fused(
-                rule(LAYER, f"mlp.experts.*.linear_{ours}", (hf,), Whole()), text.num_experts, sizes[ours]
-            )
-            for ours, hf in experts.items()
-        ],
-    ]
-
-
-FAMILY = Gemma4

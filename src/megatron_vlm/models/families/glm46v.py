@@ -12,6 +12,3 @@ from megatron_vlm.models.family_parts import glm4v
 class Glm46v(dense.Glm4v):
     model_type = "glm46v"
     sections = glm4v.sections("glm46v", dense.TEXT, *dense.VISION_TYPES)
-
-
-FAMILY = Glm46v

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_vlm.models.family_parts import glm4v, keys, llama
-from megatron_vlm.models.weights.rules import Rule
 
 TEXT = keys.Section(("glm4v_text",), keys.text() | {"head_dim": keys.WHOLE_HEADS}, rope=glm4v.MROPE.keys())
 VISION_TYPES = ("glm4v_vision", "glm4v")
@@ -12,6 +11,8 @@ VISION_TYPES = ("glm4v_vision", "glm4v")
 class Glm4v(glm4v.GlmFamily):
     model_type = "glm4v"
     sections = glm4v.sections("glm4v", TEXT, *VISION_TYPES)
+    norms_after = {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+    fused_mlp = True
 
     @property
     def architecture(self) -> dict:
@@ -20,16 +21,3 @@ class Glm4v(glm4v.GlmFamily):
             "norm_after_sublayer": True,
             "rotary_interleaved": True,
         }
-
-    @property
-    def rules(self) -> list[Rule]:
-        after = {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
-        return [
-            *self.outer_rules(),
-            *llama.attention_rules(self.architecture, glm4v.LAYER),
-            *llama.mlp_rules(glm4v.LAYER, fused=True),
-            *llama.norm_rules(glm4v.LAYER, after),
-        ]
-
-
-FAMILY = Glm4v

@@ -68,21 +68,19 @@ class Glm4vMoe(glm4v.GlmFamily):
             **_group_limit(text),
         }
 
-    @property
-    def rules(self) -> list[Rule]:
-        text, layer = self.text, glm4v.LAYER
+    def feed_forward_rules(self) -> list[Rule]:
+        text = self.text
+        bias = ["mlp.gate.e_score_correction_bias"]
         return [
-            *self.outer_rules(),
-            *llama.attention_rules(self.architecture, layer),
-            *llama.mlp_rules(layer),
-            *moe_rules.rules(layer, text.n_routed_experts, text.hidden_size, text.moe_intermediate_size),
-            *moe_rules.shared_rules(layer),
-            llama.layer_rule(layer, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()),
+            *super().feed_forward_rules(),
+            *moe_rules.rules(self, text.n_routed_experts),
+            *moe_rules.shared_rules(self),
+            self.layer_rule("mlp.router.expert_bias", bias, Whole()),
         ]
 
     @property
     def ignored_keys(self) -> dict[str, str]:
-        after_the_last = f"{glm4v.HF_MODEL}layers.{self.text.num_hidden_layers}."
+        after_the_last = f"{self.hf_model}layers.{self.text.num_hidden_layers}."
         return {after_the_last + "**": "multi-token prediction, which Transformers leaves out too"}
 
 
@@ -90,6 +88,3 @@ def _group_limit(text: Any) -> dict:
     if text.n_group == text.topk_group:
         return {}
     return {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
-
-
-FAMILY = Glm4vMoe

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
@@ -83,14 +83,10 @@ class InternVLVision(nn.Module):
         return self.multi_modal_projector(shuffled.flatten(1, 2)).flatten(0, 1)
 
 
-class InternVL(llava_keys.LikeLlava):
+class InternVL(texts.LikeLlava):
     model_type = "internvl"
     sections = SECTIONS
     frames_as_images = True
-
-    @property
-    def patches_a_side(self) -> int:
-        return _patches_a_side(self.vision)
 
     def build_vision(self) -> nn.Module:
         return towers.train_what_is_used(InternVLVision(self.hf_config), self.blank_image(0))
@@ -104,11 +100,8 @@ class InternVL(llava_keys.LikeLlava):
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of features of each tile."""
         towers.refuse_other_sizes(visual.pixel_values, self.vision)
-        features_a_side = round(self.patches_a_side * self.hf_config.downsample_ratio)
+        features_a_side = round(_patches_a_side(self.vision) * self.hf_config.downsample_ratio)
         return [features_a_side**2] * len(visual.pixel_values)
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        return len(visual.pixel_values) * (self.patches_a_side**2 + 1) ** 2
-
-
-FAMILY = InternVL
+        return len(visual.pixel_values) * (_patches_a_side(self.vision) ** 2 + 1) ** 2

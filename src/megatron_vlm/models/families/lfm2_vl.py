@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
-from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
-from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.supported import SUPPORTED
-
-MODEL = "model.language_model."
 
 SECTIONS = keys.sections(
     keys.Section(
@@ -85,40 +81,18 @@ class Siglip2Vision(nn.Module):
         return encoder(hidden_PE[None], pad(patches_N.cumsum(0), (1, 0))).last_hidden_state[0]
 
 
-class Lfm2VL(texts.HoldsTexts):
+class Lfm2VL(texts.HoldsTexts, towers.GridFamily):
     model_type = "lfm2_vl"
     sections = SECTIONS
-    visual_keys = ("pixel_values", "image_grid_thw")
+    vision_keys = {
+        "vision_tower.**": "model.vision_tower.**",
+        "multi_modal_projector.**": "model.multi_modal_projector.**",
+    }
     renames = ((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),)
 
     def build_vision(self) -> nn.Module:
         return Siglip2Vision(self.hf_config)
 
     @property
-    def patch_width(self) -> int:
-        """How many numbers a patch has."""
-        return self.vision.num_channels * self.vision.patch_size**2
-
-    def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        factor = self.hf_config.downsample_factor
-        return towers.blank_patches(self.patch_width, self.vision.patch_size, factor, pixels)
-
-    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
-        """The number of merged patches of each item."""
-        towers.refuse_other_patches(visual.pixel_values, self.patch_width)
-        return (visual.image_grid_thw.prod(-1) // self.hf_config.downsample_factor**2).tolist()
-
-    def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        return int((visual.image_grid_thw.prod(-1) ** 2).sum())
-
-    @property
-    def rules(self) -> list[Rule]:
-        parts = ("vision_tower.**", "multi_modal_projector.**")
-        return [
-            *[Rule(f"vision.{part}", (f"model.{part}",), Whole()) for part in parts],
-            *llama.outer_rules(self.text.vocab_size, self.tied, MODEL),
-            *self.layer_rules(MODEL + "layers.*."),
-        ]
-
-
-FAMILY = Lfm2VL
+    def merge_size(self) -> int:
+        return self.hf_config.downsample_factor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.supported import SUPPORTED
 
@@ -59,8 +59,7 @@ class LlavaVision(nn.Module):
         tower = towers.hf_tower(hf_config.vision_config)
         self.vision_tower = use_segments(tower) if hf_config.vision_config.model_type == PIXTRAL else tower
         self.multi_modal_projector = LlavaMultiModalProjector(hf_config)
-        layers = hf_config.vision_feature_layer
-        self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
+        self.feature_layers = hf_config.vision_feature_layer
         self.first = int(hf_config.vision_feature_select_strategy == "default")
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> Tensor:
@@ -68,12 +67,11 @@ class LlavaVision(nn.Module):
         if image_sizes is not None:
             more = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
         pixels = pixel_values.to(self.multi_modal_projector.linear_1.weight.dtype)
-        states = self.vision_tower(pixels, output_hidden_states=True, **more).hidden_states
-        chosen_NPE = torch.cat([states[layer] for layer in self.feature_layers], dim=-1)[:, self.first :]
-        return self.multi_modal_projector(chosen_NPE).flatten(0, 1)
+        states_NPE = towers.chosen_states(self.vision_tower, pixels, self.feature_layers, **more)
+        return self.multi_modal_projector(states_NPE[:, self.first :]).flatten(0, 1)
 
 
-class Llava(llava_keys.LikeLlava):
+class Llava(texts.LikeLlava):
     model_type = "llava"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")
@@ -110,6 +108,3 @@ class Llava(llava_keys.LikeLlava):
         if self.any_size:
             return towers.pixtral_pairs(self.vision, visual)
         return len(visual.pixel_values) * self.tower_tokens**2
-
-
-FAMILY = Llava

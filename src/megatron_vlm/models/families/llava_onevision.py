@@ -18,8 +18,8 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 )
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
-from megatron_vlm.models.weights.rules import Rule, Whole
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
@@ -67,8 +67,6 @@ class OneVision(nn.Module):
         self.multi_modal_projector = LlavaOnevisionMultiModalProjector(hf_config)
         self.image_newline = nn.Parameter(torch.zeros(hf_config.text_config.hidden_size))
         self.config = hf_config  # Transformers' functions for features read it, and nothing else of a model
-        layers = hf_config.vision_feature_layer
-        self.feature_layers = [layers] if isinstance(layers, int) else list(layers)
 
     def forward(
         self,
@@ -91,8 +89,8 @@ class OneVision(nn.Module):
     def _of_tiles(self, pixels: Tensor) -> Tensor:
         """(tiles, patches, D)"""
         pixels = pixels.to(self.multi_modal_projector.linear_1.weight.dtype)
-        states = self.vision_tower(pixels, output_hidden_states=True).hidden_states
-        return self.multi_modal_projector(torch.cat([states[layer] for layer in self.feature_layers], dim=-1))
+        layers = self.config.vision_feature_layer
+        return self.multi_modal_projector(towers.chosen_states(self.vision_tower, pixels, layers))
 
 
 def packed(
@@ -105,16 +103,13 @@ def packed(
     return features
 
 
-class LlavaOnevision(llava_keys.LikeLlava):
+class LlavaOnevision(texts.LikeLlava):
     model_type = "llava_onevision"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
-    renames = (*llava_keys.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
-    groups = {
-        "tower": ("vision.vision_tower.",),
-        "projector": ("vision.multi_modal_projector.", "vision.image_newline"),
-        "language_model": ("language_model.",),
-    }
+    vision_keys = {"image_newline": "image_newline", **texts.LikeLlava.vision_keys}
+    renames = (*texts.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
+    groups = Description.groups | {"projector": ("vision.multi_modal_projector.", "vision.image_newline")}
 
     @property
     def patches_a_side(self) -> int:
@@ -168,10 +163,3 @@ class LlavaOnevision(llava_keys.LikeLlava):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         return self.tower_units(visual) * self.patches_a_side**4
-
-    @property
-    def rules(self) -> list[Rule]:
-        return [Rule("vision.image_newline", ("image_newline",), Whole()), *super().rules]
-
-
-FAMILY = LlavaOnevision

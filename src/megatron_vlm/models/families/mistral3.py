@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llava_keys, texts, towers
+from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.supported import SUPPORTED
 
@@ -24,7 +24,6 @@ def _one_layer(layer: Any, hf_config: Any) -> bool:
     return towers.layers_exist(layer, hf_config) and (isinstance(layer, int) or len(layer) == 1)
 
 
-TEXT_TYPES = SUPPORTED["mistral3"].text_types
 SECTIONS = keys.sections(
     keys.Section(
         ("mistral3",),
@@ -34,7 +33,7 @@ SECTIONS = keys.sections(
         | {"projector_hidden_act": keys.NAMED}
         | {"vision_feature_layer": keys.Values("one of the " + towers.LAYERS, _one_layer)},
     ),
-    texts.sections(TEXT_TYPES),
+    texts.sections(SUPPORTED["mistral3"].text_types),
     towers.PIXTRAL,
 )
 
@@ -58,7 +57,7 @@ class PixtralVision(nn.Module):
         return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes["image_sizes"])
 
 
-class Mistral3(llava_keys.LikeLlava):
+class Mistral3(texts.LikeLlava):
     model_type = "mistral3"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")
@@ -85,6 +84,3 @@ class Mistral3(llava_keys.LikeLlava):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         return towers.pixtral_pairs(self.vision, visual)
-
-
-FAMILY = Mistral3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.weights.rules import Rule, Whole
 
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
@@ -26,11 +26,12 @@ class Qwen25VL(patch_towers.PatchFamily):
     sections = sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes")
     visual_keys = (*patch_towers.VISUAL_KEYS, "second_per_grid_ts")
     mrope = MROPE
+    vision_keys = {"visual.**": "visual.**"}
+    hf_model = "model."
     renames = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
-    groups = {
+    groups = Description.groups | {
         "tower": ("vision.visual.patch_embed.", "vision.visual.blocks."),
         "projector": ("vision.visual.merger.",),
-        "language_model": ("language_model.",),
     }
 
     @property
@@ -41,15 +42,3 @@ class Qwen25VL(patch_towers.PatchFamily):
     def architecture(self) -> dict:
         own = {"add_qkv_bias": True, "layer_windows": llama.layer_windows(self.text)}
         return llama.architecture(self.text, self.tied) | own
-
-    @property
-    def rules(self) -> list[Rule]:
-        return [
-            Rule("vision.visual.**", ("visual.**",), Whole()),
-            *llama.outer_rules(self.text.vocab_size, self.tied, "model."),
-            *llama.attention_rules(self.architecture, "model.layers.*."),
-            *llama.mlp_rules("model.layers.*."),
-        ]
-
-
-FAMILY = Qwen25VL

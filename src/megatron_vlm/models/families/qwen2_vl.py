@@ -22,6 +22,3 @@ class Qwen2VL(qwen2_5_vl.Qwen25VL):
         return Qwen2VisionTransformerPretrainedModel._from_config(
             deepcopy(self.vision), attn_implementation="sdpa"
         )
-
-
-FAMILY = Qwen2VL

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.weights.rules import Rule, Whole
 
-HF_MODEL = "model.language_model."
-LAYER = HF_MODEL + "layers.*."
 MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
 TEXT = keys.text() | keys.any_of("attention_bias")
 VISION = patch_towers.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
@@ -22,10 +20,10 @@ class Qwen3VL(patch_towers.PatchFamily):
     model_type = "qwen3_vl"
     sections = SECTIONS
     mrope = MROPE
-    groups = {
+    vision_keys = {"visual.**": "model.visual.**"}
+    groups = Description.groups | {
         "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
         "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
-        "language_model": ("language_model.",),
     }
 
     @property
@@ -35,15 +33,3 @@ class Qwen3VL(patch_towers.PatchFamily):
             **llama.attention_bias(self.text),
             "deepstack_layers": self.deepstack_features,
         }
-
-    @property
-    def rules(self) -> list[Rule]:
-        return [
-            Rule("vision.visual.**", ("model.visual.**",), Whole()),
-            *llama.outer_rules(self.text.vocab_size, self.tied, HF_MODEL),
-            *llama.attention_rules(self.architecture, LAYER),
-            *llama.mlp_rules(LAYER),
-        ]
-
-
-FAMILY = Qwen3VL

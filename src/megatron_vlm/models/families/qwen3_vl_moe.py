@@ -40,23 +40,14 @@ class Qwen3VLMoe(qwen3_vl.Qwen3VL):
             return super().architecture
         return super().architecture | {
             "num_moe_experts": text.num_experts,
-            "moe_layer_freq": [int(_has_experts(text, layer)) for layer in range(text.num_hidden_layers)],
+            "moe_layer_freq": [
+                int(layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0)
+                for layer in range(text.num_hidden_layers)
+            ],
             "moe_ffn_hidden_size": text.moe_intermediate_size,
             "moe_router_topk": text.num_experts_per_tok,
             "moe_aux_loss_coeff": moe_rules.balance(text),
         }
 
-    @property
-    def rules(self) -> list[Rule]:
-        text = self.text
-        experts = moe_rules.rules(
-            qwen3_vl.LAYER, text.num_experts, text.hidden_size, text.moe_intermediate_size
-        )
-        return [*super().rules, *experts]
-
-
-def _has_experts(text: Any, layer: int) -> bool:
-    return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
-
-
-FAMILY = Qwen3VLMoe
+    def feed_forward_rules(self) -> list[Rule]:
+        return [*super().feed_forward_rules(), *moe_rules.rules(self, self.text.num_experts)]

@@ -42,8 +42,9 @@ class PlainNorm(nn.Module):
         self.register_buffer("ones", torch.ones(width, dtype=config.params_dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        of_what = x, self.ones, self.eps, False, True
-        return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
+        if torch.is_grad_enabled():
+            return Norm.apply(x, self.ones, self.eps, False, True)
+        return norm(x, self.ones, self.eps, False, True)[0]
 
 
 class QueryKeyLinear(ColumnParallelLinear):

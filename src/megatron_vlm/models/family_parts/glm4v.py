@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatron_vlm.models.family_parts import keys, llama, patch_towers
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.family_parts import keys, patch_towers
 from megatron_vlm.models.positions import IMAGE, VIDEO
-from megatron_vlm.models.weights.rules import Rule, Whole
 
-HF_MODEL = "model.language_model."
 MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
-LAYER = HF_MODEL + "layers.*."
 
 
 def sections(model_type: str, text: keys.Section, *vision_types: str) -> keys.Sections:
@@ -51,14 +49,14 @@ class GlmFamily(patch_towers.PatchFamily):
     """A family with this tower, these placeholders and this M-RoPE."""
 
     mrope = MROPE
-    groups = {
+    groups = Description.groups | {
         "tower": (
             *(f"vision.visual.{part}." for part in ("embeddings", "patch_embed", "blocks")),
             *(f"vision.visual.{norm}." for norm in ("post_conv_layernorm", "post_layernorm")),
         ),
         "projector": ("vision.visual.downsample.", "vision.visual.merger."),
-        "language_model": ("language_model.",),
     }
+    vision_keys = {"visual.**": "model.visual.**"}
     images_or_videos = True
 
     def build_vision(self) -> Glm4vVision:
@@ -69,8 +67,3 @@ class GlmFamily(patch_towers.PatchFamily):
         begun = (input_ids == self.hf_config.video_start_token_id).cumsum(-1)
         ended = (input_ids == self.hf_config.video_end_token_id).cumsum(-1)
         return (input_ids == self.hf_config.image_token_id) * (IMAGE + (VIDEO - IMAGE) * (begun > ended))
-
-    def outer_rules(self) -> list[Rule]:
-        """Rules for tower, projector, embedding, last norm and output layer."""
-        tower = Rule("vision.visual.**", ("model.visual.**",), Whole())
-        return [tower, *llama.outer_rules(self.text.vocab_size, self.tied, HF_MODEL)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -49,14 +48,9 @@ class Section:
 
     def fixed(self, config: Any) -> dict[str, Any]:
         """The fields of the config's class that must keep their default, with that default."""
-        default = _default(type(config))
+        default = type(config)()
         names = [each.name for each in fields(config)]
         return {name: getattr(default, name) for name in names if name not in self.known()}
-
-
-@cache
-def _default(config_class: type) -> Any:
-    return config_class()
 
 
 Sections = tuple[tuple[Section, ...], ...]  # for each of NAMES those that a checkpoint may have there
@@ -173,16 +167,8 @@ def _without_weights(name: Any, section: Any) -> bool:
     return name in ACT2FN and not any(True for _ in ACT2FN[name].parameters())
 
 
-def _full_attention(layer_types: Any, section: Any) -> bool:
-    return set(layer_types or ()) <= {"full_attention"}
-
-
 def _with_window(layer_types: Any, text: Any) -> bool:
     return set(layer_types) <= {"full_attention"} | ({"sliding_attention"} if text.sliding_window else set())
-
-
-def _in_vocabulary(token: Any, text: Any) -> bool:
-    return token is None or -text.vocab_size <= token < text.vocab_size
 
 
 def _is_token(token: Any, whole: Any) -> bool:
@@ -193,23 +179,24 @@ def _whole_head(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor in (None, 1) or rule_and_text[0].get("rope_type") == "default"
 
 
-def _whole_heads(head_dim: Any, text: Any) -> bool:
-    return head_dim in (None, text.hidden_size // text.num_attention_heads)
-
-
 def _divides_heads(groups: Any, text: Any) -> bool:
     return groups is None or (groups > 0 == text.num_attention_heads % groups)
 
 
 ACTIVATION = Values("the names of Transformers' activations that have no weights", _without_weights)
 # of models whose rotary embedding reads `head_dim` in Transformers, and whose attention does not
-WHOLE_HEADS = Values("hidden_size / num_attention_heads", _whole_heads)
+WHOLE_HEADS = Values(
+    "hidden_size / num_attention_heads",
+    lambda width, text: width in (None, text.hidden_size // text.num_attention_heads),
+)
 NAMED = Values("the names of Transformers' activations", lambda name, section: name in ACT2FN)
 TOKEN = Values("a token of the vocabulary", _is_token)  # of the whole model's section
 COLOURS = only(3)  # of pixels
 EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)
 GROUPS = Values("a divisor of num_attention_heads, or null", _divides_heads)
-FULL_ATTENTION = Values('null, or "full_attention" in every layer', _full_attention)
+FULL_ATTENTION = Values(
+    'null, or "full_attention" in every layer', lambda kinds, _: set(kinds or ()) <= {"full_attention"}
+)
 LAYER_TYPES = Values('"full_attention", and "sliding_attention" where sliding_window is set', _with_window)
 
 # --- what sections have in common --------------------------------------------------------------------------
@@ -244,7 +231,10 @@ def text(activation: str = "hidden_act") -> dict[str, Values]:
         **sizes("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads"),
         **{"num_key_value_heads": GROUPS, "head_dim": EVEN},
         **any_of("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters"),
-        "pad_token_id": Values("null, or a token of the vocabulary", _in_vocabulary),
+        "pad_token_id": Values(
+            "null, or a token of the vocabulary",
+            lambda token, text: token is None or -text.vocab_size <= token < text.vocab_size,
+        ),
         activation: ACTIVATION,
         "layer_types": FULL_ATTENTION,
         "text_config": only(None),

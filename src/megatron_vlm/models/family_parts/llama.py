@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.activations import ACT2FN
 
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights.rules import Cut, GatedMLP, GroupedQKV, Operation, Rule, Vocabulary, Whole
 
 MODEL = "language_model."
 LAYER = MODEL + "decoder.layers.*."
+QK_NORMS = {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+GATE_UP = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
 
 
 def head_dim(text: Any) -> int:
@@ -43,7 +47,7 @@ def attention_bias(text: Any) -> dict:
     return {"add_qkv_bias": text.attention_bias, "add_proj_bias": text.attention_bias}
 
 
-def outer_rules(vocab_size: int, tied: bool, hf_model: str, hf_head: str = "lm_head.weight") -> list[Rule]:
+def outer_rules(vocab_size: int, tied: bool, hf_model: str, hf_head: str) -> list[Rule]:
     """Rules for embedding, last norm and output layer; `hf_model` is the prefix of the text model's keys.
 
     Tied weights are stored as the embedding, as both, or as the output layer alone.
@@ -65,44 +69,81 @@ def outer_rules(vocab_size: int, tied: bool, hf_model: str, hf_head: str = "lm_h
     ]
 
 
-def attention_rules(architecture: dict, hf_layer: str) -> list[Rule]:
-    """Rules for attention and the norm before it, in every layer; `hf_layer` ends in `layers.*.`"""
-    qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    sizes = (architecture[key] for key in ("num_attention_heads", "num_query_groups", "kv_channels"))
-    operation = GroupedQKV(*sizes)
-    rules = [
-        *norm_rules(hf_layer, {"input_layernorm": "input_layernorm"}),
-        layer_rule(
-            hf_layer, "self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), operation
-        ),
-        layer_rule(hf_layer, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)),
-    ]
-    if architecture.get("add_qkv_bias"):
-        biases = tuple(f"{name}.bias" for name in qkv)
-        rules.append(layer_rule(hf_layer, "self_attention.linear_qkv.bias", biases, operation))
-    if architecture.get("add_proj_bias"):
-        proj = ("self_attn.o_proj.bias",)
-        rules.append(layer_rule(hf_layer, "self_attention.linear_proj.bias", proj, Whole()))
-    if architecture.get("qk_layernorm"):
-        rules += norm_rules(hf_layer, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
-    return rules
+class LlamaFamily(Description):
+    """A family with Llama's decoder layers, whose keys begin with these prefixes."""
+
+    # names in `vision`, of modules or weights -> their HF keys
+    vision_keys: Mapping[str, str] = {}
+    hf_model = "model.language_model."  # prefix of the text model's keys
+    hf_head = "lm_head.weight"
+    norm_before_mlp = "post_attention_layernorm"
+    norms_after: Mapping[str, str] = {}  # norms of the outputs of sub-layers, ours -> theirs
+    fused_mlp = False  # gate and up are one HF tensor
+
+    @property
+    def rules(self) -> list[Rule]:
+        vision = [Rule(f"vision.{ours}", (theirs,), Whole()) for ours, theirs in self.vision_keys.items()]
+        return [
+            *vision,
+            *outer_rules(self.text.vocab_size, self.tied, self.hf_model, self.hf_head),
+            *self.attention_rules(),
+            *self.feed_forward_rules(),
+            *self.norm_rules(self.norms_after),
+        ]
+
+    def attention_rules(self) -> list[Rule]:
+        """Rules for attention and the norm before it, in every layer."""
+        architecture = self.architecture
+        operation = GroupedQKV(
+            architecture["num_attention_heads"], architecture["num_query_groups"], architecture["kv_channels"]
+        )
+        ours, theirs = "self_attention.linear_", "self_attn."
+        norms = {"input_layernorm": "input_layernorm"}
+        if architecture.get("qk_layernorm"):
+            norms |= QK_NORMS
+        rules = [
+            self.layer_rule(f"{ours}qkv.weight", [f"{theirs}{x}_proj.weight" for x in "qkv"], operation),
+            self.layer_rule(f"{ours}proj.weight", [f"{theirs}o_proj.weight"], Cut(1)),
+        ]
+        if architecture.get("add_qkv_bias"):
+            biases = [f"{theirs}{x}_proj.bias" for x in "qkv"]
+            rules.append(self.layer_rule(f"{ours}qkv.bias", biases, operation))
+        if architecture.get("add_proj_bias"):
+            rules.append(self.layer_rule(f"{ours}proj.bias", [f"{theirs}o_proj.bias"], Whole()))
+        return self.norm_rules(norms) + rules
+
+    def feed_forward_rules(self) -> list[Rule]:
+        """Rules for the dense feed-forward and the norm before it, in every layer that has one."""
+        gate_up = ["mlp.gate_up_proj.weight"] if self.fused_mlp else GATE_UP
+        return [
+            *self.norm_rules({"pre_mlp_layernorm": self.norm_before_mlp}),
+            self.layer_rule("mlp.linear_fc1.weight", gate_up, GatedMLP(self.fused_mlp)),
+            self.layer_rule("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], Cut(1)),
+        ]
+
+    def norm_rules(self, norms: Mapping[str, str]) -> list[Rule]:
+        """Rules for norms of every layer, ours -> theirs."""
+        return [self.layer_rule(f"{o}.weight", [f"{t}.weight"], Whole()) for o, t in norms.items()]
+
+    def layer_rule(self, ours: str, theirs: list[str], operation: Operation, **fused: Any) -> Rule:
+        """A rule for this weight of every layer; `fused` are `Rule.rows` and `Rule.row_shape`."""
+        hf_keys = tuple(f"{self.hf_model}layers.*.{name}" for name in theirs)
+        return Rule(LAYER + ours, hf_keys, operation, **fused)
 
 
-def mlp_rules(hf_layer: str, norm: str = "post_attention_layernorm", fused: bool = False) -> list[Rule]:
-    """Rules for the dense feed-forward and the norm before it, in every layer that has one; `fused`: gate and
-    up are one HF tensor."""
-    gate_up = ("mlp.gate_up_proj.weight",) if fused else ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    return [
-        *norm_rules(hf_layer, {"pre_mlp_layernorm": norm}),
-        layer_rule(hf_layer, "mlp.linear_fc1.weight", gate_up, GatedMLP(fused)),
-        layer_rule(hf_layer, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Cut(1)),
-    ]
+class SideBySide(LlamaFamily):
+    """A family that keeps tower, projector and language model side by side."""
 
-
-def norm_rules(hf_layer: str, norms: dict[str, str]) -> list[Rule]:
-    """Rules for norms of every layer, ours -> theirs."""
-    return [layer_rule(hf_layer, f"{o}.weight", (f"{t}.weight",), Whole()) for o, t in norms.items()]
-
-
-def layer_rule(hf_layer: str, ours: str, theirs: tuple[str, ...], operation: Operation) -> Rule:
-    return Rule(LAYER + ours, tuple(hf_layer + name for name in theirs), operation)
+    # HF key prefixes in the wild -> the hub's
+    renames = (
+        (r"^vision_tower\.vision_model\.", "vision_tower."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
+        (r"^lm_head\.", "language_model.lm_head."),
+    )
+    vision_keys = {
+        "vision_tower.**": "vision_tower.**",
+        "multi_modal_projector.**": "multi_modal_projector.**",
+    }
+    hf_model = "language_model.model."
+    hf_head = "language_model.lm_head.weight"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.models.family_parts import keys
-from megatron_vlm.models.family_parts.llama import layer_rule
+from megatron_vlm.models.family_parts.llama import LlamaFamily
 from megatron_vlm.models.weights.rules import Cut, GatedMLP, Rule, Whole
 
 TEXT = keys.any_of("output_router_logits", "router_aux_loss_coef")
@@ -18,34 +17,41 @@ def balance(text: Any) -> float:
     return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
 
 
-def rules(hf_layer: str, experts: int, hidden: int, ffn: int) -> list[Rule]:
-    """Rules for router and routed experts of every layer that has them; `hf_layer` ends in `layers.*.`
+def rules(family: LlamaFamily, experts: int) -> list[Rule]:
+    """Rules for router and routed experts of every layer that has them.
 
     A checkpoint fuses the experts of a layer into one tensor per projection, transposed or not, or stores
     them one by one.
     """
-    fc1 = "mlp.experts.*.linear_fc1"
-    fc2 = "mlp.experts.*.linear_fc2"
-    one = "mlp.experts.*."
-    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    rule, ours, one = family.layer_rule, "mlp.experts.*.linear_", "mlp.experts.*."
+    gate_up = [one + "gate_proj.weight", one + "up_proj.weight"]
     return [
-        layer_rule(hf_layer, "mlp.router.weight", ("mlp.gate.weight",), Whole()),
-        fused(layer_rule(hf_layer, fc1, (gate_up,), Whole()), experts, (2 * ffn, hidden)),
-        fused(layer_rule(hf_layer, fc2, (down,), Whole()), experts, (hidden, ffn)),
-        layer_rule(hf_layer, fc1, (one + "gate_proj.weight", one + "up_proj.weight"), GatedMLP()),
-        layer_rule(hf_layer, fc2, (one + "down_proj.weight",), Whole()),
+        rule("mlp.router.weight", ["mlp.gate.weight"], Whole()),
+        *fused_rules(family, experts, "mlp.experts."),
+        rule(ours + "fc1", gate_up, GatedMLP()),
+        rule(ours + "fc2", [one + "down_proj.weight"], Whole()),
     ]
 
 
-def fused(rule: Rule, experts: int, shape: tuple[int, int]) -> Rule:
-    return replace(rule, rows=experts, row_shape=shape)
-
-
-def shared_rules(hf_layer: str) -> list[Rule]:
-    """Rules for the shared experts, which every token passes: one MLP, which tensor parallelism cuts."""
-    ours, theirs = "mlp.shared_experts.linear_", "mlp.shared_experts."
-    gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
+def fused_rules(family: LlamaFamily, experts: int, hf_prefix: str) -> list[Rule]:
+    """Rules for the tensors of experts, which are fused."""
+    hidden, ffn = family.text.hidden_size, family.text.moe_intermediate_size
     return [
-        layer_rule(hf_layer, ours + "fc1.weight", gate_up, GatedMLP()),
-        layer_rule(hf_layer, ours + "fc2.weight", (theirs + "down_proj.weight",), Cut(1)),
+        family.layer_rule(
+            f"mlp.experts.*.linear_{ours}", [hf_prefix + theirs], Whole(), rows=experts, row_shape=shape
+        )
+        for ours, theirs, shape in (
+            ("fc1", "gate_up_proj", (2 * ffn, hidden)),
+            ("fc2", "down_proj", (hidden, ffn)),
+        )
+    ]
+
+
+def shared_rules(family: LlamaFamily, hf_prefix: str = "mlp.shared_experts.") -> list[Rule]:
+    """Rules for the shared experts, which every token passes: one MLP, which tensor parallelism cuts."""
+    ours = "mlp.shared_experts.linear_"
+    gate_up = [hf_prefix + "gate_proj.weight", hf_prefix + "up_proj.weight"]
+    return [
+        family.layer_rule(ours + "fc1.weight", gate_up, GatedMLP()),
+        family.layer_rule(ours + "fc2.weight", [hf_prefix + "down_proj.weight"], Cut(1)),
     ]

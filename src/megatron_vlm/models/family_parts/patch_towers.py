@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
@@ -123,7 +122,7 @@ class MRope:
         return 2 * sum(sections) == int(llama.head_dim(text) * factor)
 
 
-class PatchFamily(Description):
+class PatchFamily(llama.LlamaFamily, towers.GridFamily):
     """A family whose tower takes patches and grids, and whose positions are M-RoPE's."""
 
     visual_keys = VISUAL_KEYS
@@ -139,7 +138,7 @@ class PatchFamily(Description):
             input_ids_T,
             visual,
             kinds=self.visual_kinds,
-            merge_size=self.vision.spatial_merge_size,
+            merge_size=self.merge_size,
             tokens_per_second=self.tokens_per_second,
         )
 
@@ -159,32 +158,19 @@ class PatchFamily(Description):
         indexes = set(getattr(self.vision, "deepstack_visual_indexes", ()))
         return min(len(indexes & set(range(self.vision.depth))), self.text.num_hidden_layers)
 
-    def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        vision = self.vision
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return towers.blank_patches(width, vision.patch_size, vision.spatial_merge_size, pixels)
-
-    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
-        """The number of merged patches of each item."""
-        vision = self.vision
-        width = vision.in_channels * vision.patch_size**2
-        for pixels in (visual.pixel_values, visual.pixel_values_videos):
-            if pixels is not None:
-                towers.refuse_other_patches(pixels, width, width * vision.temporal_patch_size)
-        grids_N3 = _joined(visual.image_grid_thw, visual.video_grid_thw)
-        return (grids_N3.prod(-1) // vision.spatial_merge_size**2).tolist()
+    @property
+    def merge_size(self) -> int:
+        return self.vision.spatial_merge_size
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        """Patches see each other in an image or a moment of a video, in some layers in their window only."""
+        """In some layers of some towers, patches see each other in their window only."""
         vision = self.vision
-        frames_N, heights_N, widths_N = _joined(visual.image_grid_thw, visual.video_grid_thw).cpu().unbind(-1)
-        whole = int((frames_N * (heights_N * widths_N) ** 2).sum())
+        pairs = super().tower_pairs(visual)
         if not hasattr(vision, "fullatt_block_indexes"):
-            return whole
-        side = (
-            vision.window_size // vision.patch_size // vision.spatial_merge_size * vision.spatial_merge_size
-        )
+            return pairs
+        side = vision.window_size // vision.patch_size // self.merge_size * self.merge_size
+        frames_N, heights_N, widths_N = towers.joined_grids(visual).unbind(-1)
         # windows are all pairs of a run of rows and a run of columns, and so are the squares of their sizes
         windows = int((frames_N * _squares(heights_N, side) * _squares(widths_N, side)).sum())
         layers = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
-        return layers * whole + (vision.depth - layers) * windows
+        return layers * pairs + (vision.depth - layers) * windows

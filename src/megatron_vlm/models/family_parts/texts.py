@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
-from megatron_vlm.models.weights.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
     return tuple(TEXTS[model_type].section for model_type in model_types)
 
 
-class HoldsTexts(Description):
+class HoldsTexts(llama.LlamaFamily):
     """A family that can hold several of TEXTS."""
 
     @property
@@ -44,9 +42,9 @@ class HoldsTexts(Description):
         query_scale = TEXTS[self.text.model_type].query_scale(self.text)
         return Rotary([inverse_frequencies(self.text)], query_scale=query_scale)
 
-    def layer_rules(self, hf_layer: str) -> list[Rule]:
-        """Rules for every layer; `hf_layer` ends in `layers.*.`"""
-        return [*llama.attention_rules(self.architecture, hf_layer), *llama.mlp_rules(hf_layer)]
+
+class LikeLlava(HoldsTexts, llama.SideBySide):
+    """A family with LLaVA's keys that can hold several of TEXTS."""
 
 
 def _bounded(text: Any) -> dict:
@@ -61,16 +59,10 @@ def _same_window(text: Any) -> dict:
     return {"layer_windows": (text.sliding_window,) * text.num_hidden_layers if text.sliding_window else ()}
 
 
-def _query_scale(text: Any) -> Callable[[Tensor], Tensor]:
-    rule = text.rope_parameters
-    return partial(
-        query_scale, beta=rule["llama_4_scaling_beta"], period=rule["original_max_position_embeddings"]
-    )
-
-
-def query_scale(position_ids: Tensor, beta: float, period: int) -> Tensor:
-    """Factor on the queries (Llama 4's attention temperature): grows with every `period` positions."""
-    return 1 + beta * torch.log(1 + torch.floor(position_ids / period))
+def query_scale(rule: dict, position_ids: Tensor) -> Tensor:
+    """Factor on the queries (Llama 4's attention temperature): grows with every period of positions."""
+    period = rule["original_max_position_embeddings"]
+    return 1 + rule["llama_4_scaling_beta"] * torch.log(1 + torch.floor(position_ids / period))
 
 
 # no field of Qwen2's, which Transformers reads if it is there
@@ -99,7 +91,7 @@ TEXTS = {
     "ministral3": Text(
         keys.Section(("ministral3",), _MISTRAL, rope=keys.ROPE | dict.fromkeys(_LLAMA4_SCALING, keys.NUMBER)),
         architecture=_same_window,
-        query_scale=_query_scale,
+        query_scale=lambda text: partial(query_scale, text.rope_parameters),
     ),
     "qwen2": Text(
         keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),

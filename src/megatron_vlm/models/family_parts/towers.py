@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -12,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModel, PreTrainedModel
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys
 
 TOWER = keys.VISION | {
@@ -34,11 +36,58 @@ def layers_exist(layers: Any, hf_config: Any) -> bool:
     return len(layers) > 0 and all(-count <= layer < count for layer in layers)
 
 
+class GridFamily(Description):
+    """A family whose tower takes the patches of images in their own size, and their grids."""
+
+    visual_keys: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+
+    @property
+    @abstractmethod
+    def merge_size(self) -> int:
+        """The patches along each side of a feature."""
+
+    def blank_image(self, pixels: int) -> dict[str, Tensor]:
+        vision = self.vision
+        side = self.merge_size * max(1, round(pixels**0.5 / (vision.patch_size * self.merge_size)))
+        width = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(side**2, width),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of merged patches of each item."""
+        width = 3 * self.vision.patch_size**2  # of a patch of one moment, as raw ones are
+        widths = (width, width * getattr(self.vision, "temporal_patch_size", 1))
+        for pixels in (visual.pixel_values, visual.pixel_values_videos):
+            if pixels is not None and pixels.shape[-1] not in widths:
+                raise ValueError(f"patches of {pixels.shape[-1]} numbers, and the tower takes {widths[-1]}")
+        return (joined_grids(visual).prod(-1) // self.merge_size**2).tolist()
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        """Patches see each other in an image or a moment of a video."""
+        frames_N, heights_N, widths_N = joined_grids(visual).unbind(-1)
+        return int((frames_N * (heights_N * widths_N) ** 2).sum())
+
+
+def joined_grids(visual: GenericVisualInputs) -> Tensor:
+    """(N, 3): the grids of images, then of videos."""
+    grids = (visual.image_grid_thw, visual.video_grid_thw)
+    return torch.cat([grid for grid in grids if grid is not None]).cpu()
+
+
 def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
     """Transformers' tower for this config, a copy of which it keeps, with "sdpa" as its attention."""
     return AutoModel.from_config(
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
+
+
+def chosen_states(tower: PreTrainedModel, pixels: Tensor, layers: int | list[int], **sizes: Any) -> Tensor:
+    """The hidden states (N, P, E) of a layer, or of several side by side."""
+    states = tower(pixels, output_hidden_states=True, **sizes).hidden_states
+    layers = [layers] if isinstance(layers, int) else layers
+    return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
 def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> nn.Module:
@@ -82,12 +131,6 @@ def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> No
         raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
 
 
-def refuse_other_patches(pixels: Tensor, *widths: int) -> None:
-    """Raises ValueError unless patches have as many numbers as the tower's, of one moment or of several."""
-    if pixels.shape[-1] not in widths:
-        raise ValueError(f"patches of {pixels.shape[-1]} numbers, and the tower takes {widths[-1]}")
-
-
 def pixtral_sizes(image_sizes: Tensor, patch_size: int) -> dict[str, Any]:
     """Arguments of Pixtral's tower, whose attention is `tower_attention.attend`, for images (N, 2) in pixels:
     they stay on the host, see `batch.HOST_FIELDS`."""
@@ -103,18 +146,6 @@ def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tens
         "pixel_values": torch.zeros(1, vision.num_channels, side, side),
         # the host reads them, also while a model is built on the meta device
         "image_sizes": torch.tensor([[side, side]], device="cpu"),
-    }
-
-
-def blank_patches(width: int, patch_size: int, factor: int, pixels: int) -> dict[str, Tensor]:
-    """A black square of about that area.
-
-    Its patches have `width` numbers each, and squares of `factor` x `factor` of them become one feature.
-    """
-    side = factor * max(1, round(pixels**0.5 / (patch_size * factor)))
-    return {
-        "pixel_values": torch.zeros(side**2, width),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
     }
 
 

@@ -6,7 +6,10 @@ the gradients of activations after a trained parameter, and as much again for gr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +69,8 @@ def product_flops(architecture: dict, layer: int) -> float:
     """Operations of a forward pass of one token through `layer`, without attention."""
     heads = heads_of(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
-    projections = 2 * architecture["hidden_size"] * (2 * queries + heads.keys_and_values)
+    keys_and_values = (1 + heads.values) * heads.groups * heads.channels
+    projections = 2 * architecture["hidden_size"] * (2 * queries + keys_and_values)
     return projections + _feed_forward_flops(architecture, layer)
 
 
@@ -98,35 +102,58 @@ def output_flops(architecture: dict) -> float:
 def image_cost(config: RunConfig, description: Description) -> ImageCost:
     """The cost of an image of `data.max_pixels`: tower and projector run on shapes alone, without numbers."""
     image, vision, visual = tower_of_shapes(config, description, config.data.max_pixels or DEFAULT_IMAGE)
-    passes = _vision_passes(config, description)
-    saved = _Saved(vision if passes > 1 else torch.nn.Identity())
+    passes = 3
+    if "tower" in config.frozen:  # of a tower with adapters, they alone have gradients of weights
+        passes = 2 if config.adapter.used and adapted(config, description, "tower") else 1
+    # what is saved for the backward pass, inside and outside of the layers that recomputation runs again
+    inside: list[torch.Tensor] = []
+    outside: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    now = [outside]
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        inputs.append(args[0])
+        now.append(inside)
+
+    def leave(*_: Any) -> None:
+        now.pop()
+
+    for module in vision.modules():
+        if passes > 1 and isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
     with (
-        torch.device("cpu"),
-        torch.autograd.graph.saved_tensors_hooks(saved.add, lambda nothing: nothing),
-        FlopCounterMode(display=False) as linear,
-        AttentionOfShapes() as attention,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: now[-1].append(t), lambda nothing: nothing),
+        counted() as operations,
     ):
         vision(**visual.as_model_kwargs())
-    kept, outside, inputs = saved.nbytes({p.untyped_storage()._cdata for p in vision.parameters()})
+    weights = {p.untyped_storage()._cdata for p in vision.parameters()}
     tokens = description.visual_tokens(image)
     pixels = sum(t.nbytes for t in visual.as_model_kwargs().values() if t.is_floating_point())
-    return ImageCost(
+    cost = ImageCost(
         tokens=sum(tokens),
         items=len(tokens),
         pixel_bytes=pixels,
-        flops=linear.get_total_flops() + attention.flops,
-        saved_bytes=kept,
-        saved_outside=outside,
-        layer_inputs=inputs,
+        flops=sum(operations()),
+        saved_bytes=sum(_storages(inside + outside, weights).values()),
+        saved_outside=sum(_storages(outside, weights | _storages(inputs, set()).keys()).values()),
+        layer_inputs=tuple(float(t.nbytes) for t in inputs),
         passes=passes,
     )
+    for tensors in (inside, outside, inputs):  # the graph holds the hook, which holds these, which hold it
+        tensors.clear()
+    return cost
 
 
-def _vision_passes(config: RunConfig, description: Description) -> int:
-    """1 for a frozen tower, 2 for one with adapters, which alone have gradients of weights, else 3."""
-    if "tower" not in config.frozen:
-        return 3
-    return 2 if config.adapter.used and adapted(config, description, "tower") else 1
+@contextmanager
+def counted() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Counts operations on shapes: gives a function for how many products have, and how many attention."""
+    with (
+        torch.device("cpu"),
+        FlopCounterMode(display=False) as products,
+        AttentionOfShapes() as attention,
+    ):
+        yield lambda: (products.get_total_flops(), attention.flops)
 
 
 def adapted(config: RunConfig, description: Description, part: str) -> bool:
@@ -135,41 +162,6 @@ def adapted(config: RunConfig, description: Description, part: str) -> bool:
     weights = [target.weight for target in find_targets(adapter, description)]
     weights += find_whole(adapter, description)
     return any(weight.startswith(description.groups[part]) for weight in weights)
-
-
-class _Saved:
-    """The tensors that `vision` saves for its backward pass: some inside, others outside of the layers that
-    recomputation runs again."""
-
-    def __init__(self, vision: torch.nn.Module):
-        self._inside: list[torch.Tensor] = []
-        self._outside: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-        self._now = self._outside
-        for module in vision.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self._now.append(tensor)
-
-    def _enter(self, module: torch.nn.Module, args: tuple) -> None:
-        self._inputs.append(args[0])
-        self._now = self._inside
-
-    def _leave(self, *_) -> None:
-        self._now = self._outside
-
-    def nbytes(self, weights: set[int]) -> tuple[float, float, tuple[float, ...]]:
-        """Bytes of all, of those outside, and of the layers' inputs. Forgets the tensors: the graph holds the
-        hook, which holds this, and would be held by them."""
-        inputs = tuple(float(t.nbytes) for t in self._inputs)
-        outside = _storages(self._outside, weights | _storages(self._inputs, set()).keys())
-        everywhere = _storages(self._inside + self._outside, weights)
-        for kept in (self._inside, self._outside, self._inputs):
-            kept.clear()
-        return sum(everywhere.values()), sum(outside.values()), inputs
 
 
 def _storages(tensors: list[torch.Tensor], others: set[int]) -> dict[int, int]:

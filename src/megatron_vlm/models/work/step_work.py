@@ -16,9 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.description import Description
@@ -86,15 +83,11 @@ def tower_flops(config: RunConfig, description: Description) -> tuple[float, flo
     """Operations of tower and projector for each of `Description.tower_units`; and of the tower's attention
     for a pair of patches. Both come from passes of an image of shapes alone, with what the run freezes."""
     image, vision, visual = costs.tower_of_shapes(config, description, 0)
-    with (
-        torch.device("cpu"),
-        FlopCounterMode(display=False) as products,
-        costs.AttentionOfShapes() as attention,
-    ):
+    with costs.counted() as operations:
         features = vision(**visual.as_model_kwargs())
         if features.requires_grad:
             features.sum().backward()
         for _ in range(costs.reference_passes(config)):
             vision(**visual.as_model_kwargs())
-    units, pairs = description.tower_units(image), description.tower_pairs(image)
-    return products.get_total_flops() / units, attention.flops / pairs
+    products, attention = operations()
+    return products / description.tower_units(image), attention / description.tower_pairs(image)
