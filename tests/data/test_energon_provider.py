@@ -463,7 +463,7 @@ def test_a_metadataset_that_points_to_an_unchecked_description_is_refused(tmp_pa
 def test_a_metadataset_that_draws_nothing_of_a_dataset_is_refused_by_name(tmp_path, dataset, encoder, weight):
     meta = metadataset(tmp_path / "meta.yaml", dataset)
     meta.write_text(meta.read_text().replace("weight: 1,", f"weight: {weight},", 1))
-    with pytest.raises(ValueError, match=f"meta.yaml: weight of .* in blend of split train is '?{weight}"):
+    with pytest.raises(ValueError, match=f"meta.yaml: weight of .* is '?{weight}"):
         train_loader(meta, encoder)
 
 
