@@ -252,5 +252,5 @@ def test_metadatasets_that_name_each_other_twice_are_not_all_walked(whole, tmp_p
     for number in range(40):
         inner = f"{{path: {number - 1}.yaml}}" if number else "{path: shards}"
         (copy / f"{number}.yaml").write_text(text.replace("{path: shards}", f"{inner}\n      - {inner}"))
-    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets, or itself; take references out"):
+    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets, or itself; take refe"):
         check_dataset(copy / "39.yaml")

@@ -21,7 +21,6 @@ from megatron_vlm.messages import printable
 META = ".nv-meta"
 ALLOWED_CLASSES = ("CrudeWebdataset", "Metadataset", "MetadatasetV2")
 MOST_DATASETS = 1000  # that a metadataset may hold, by whatever way
-INDEX = "run `megatron-vlm prepare` on it, or read it as it is with data.dataset_type=hf"
 RANGE, NESTED = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}"), re.compile(r"\{[^}]*\{")
 INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
@@ -33,10 +32,10 @@ PLAIN_KEYS = {
 }
 SHARES = {"weight", "repetitions"}  # of the datasets of a blend
 FIELDS = {
-    "subflavors": "mapping",
-    "split_parts": "mapping of lists of text",
-    "exclude": "list of text",
-    "shard_counts": "mapping of numbers",
+    "subflavors": dict,
+    "split_parts": dict[str, list[str]],
+    "exclude": list[str],
+    "shard_counts": dict[str, int],
 }
 
 
@@ -47,16 +46,15 @@ def check_dataset(path: str | EPath) -> None:
     function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
     and be as long as their index says. No description may stand for more than its dataset has.
     """
-    waiting, read = [EPath(path)], 0
+    waiting = [EPath(path)]
+    read = 0
     while waiting:
-        dataset, read = waiting.pop(), read + 1
+        dataset = waiting.pop()
+        read += 1
         if read > MOST_DATASETS:  # Energon would walk them all, or never end
             fact = f"names more than {MOST_DATASETS} datasets, or itself"
             raise damaged(path, fact, "take references out")
-        if _is_file(dataset, ".jsonl"):
-            if dataset.is_local():
-                _check_indexed(dataset.local_path(), None, INDEX)
-        elif _is_file(dataset, ".yaml"):
+        if _is_metadataset(dataset):
             description = _read_description(dataset)
             _check_plain(description, dataset)
             if not isinstance(description.get("splits"), dict):
@@ -68,11 +66,9 @@ def check_dataset(path: str | EPath) -> None:
 
 
 def split_names(path: str | EPath) -> list[str]:
-    """The splits of a dataset or metadataset; empty for a JSONL file, which is read whole for every split."""
+    """The splits of a dataset or metadataset."""
     path = EPath(path)
-    if _is_file(path, ".jsonl"):
-        return []
-    if _is_file(path, ".yaml"):
+    if _is_metadataset(path):
         return sorted(_read_description(path).get("splits") or {})
     file = path / META / "split.yaml"
     return sorted(_read_description(file).get("split_parts") or {}) if file.is_file() else []
@@ -81,7 +77,7 @@ def split_names(path: str | EPath) -> list[str]:
 def blends_by_weight(path: str | EPath) -> bool:
     """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
     path = EPath(path)
-    if not _is_file(path, ".yaml"):
+    if not _is_metadataset(path):
         return False
     description = _read_description(path)
     by_weight = description.get("__class__") != "MetadatasetV2" or any(
@@ -100,6 +96,7 @@ def _check_folder(path: EPath) -> None:
         )
     if (meta / "sample_loader.py").is_file():
         raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
+    # whatever a setting may name is checked, also where no setting names it; a missing file is an error
     needed = meta / "dataset.yaml", meta / "split.yaml"
     descriptions = {}
     for file in {*infos, *needed, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
@@ -128,7 +125,7 @@ def _check_shards(path: EPath, file: EPath, description: dict, counts: dict[str,
                 raise damaged(file, f"names {printable(shard)}, which .info.json does not count")
             shards.add(shard)
     for shard in sorted(shards) if path.is_local() else ():
-        _check_indexed(path.local_path() / shard, counts[shard])
+        _check_shard(path.local_path() / shard, counts[shard])
     samples = sum(counts[shard] for shard in shards)
     for _ in _expanded(file, description.get("exclude") or [], len(counts) + samples):
         pass  # each is a shard or a sample
@@ -142,9 +139,9 @@ def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
         yield from (folder / entry.name for entry in folder.local_path().glob(f"*{suffix}"))
 
 
-def _is_file(path: EPath, suffix: str) -> bool:
-    """Whether a dataset is a file of this name, and no prepared folder that has it."""
-    return path.name.endswith(suffix) and not any(_is_there(path / META / name) for name in INFO_NAMES)
+def _is_metadataset(path: EPath) -> bool:
+    """Whether a dataset is a YAML file, and no prepared folder of such a name."""
+    return path.name.endswith(".yaml") and not any(_is_there(path / META / name) for name in INFO_NAMES)
 
 
 def _is_there(file: EPath) -> bool:
@@ -226,18 +223,17 @@ def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:
             raise damaged(file, f"names {printable(pattern)}: {error}") from error
 
 
-def _check_indexed(data: Path, samples: int | None, remedy: str = RESTORE) -> None:
-    """Checks a shard or a JSONL file by its index, which holds where each sample begins, and where the last
-    one ends."""
-    index = data.with_name(data.name + ".idx")
-    for file in (data, index):
-        with naming(file, remedy):
+def _check_shard(shard: Path, samples: int) -> None:
+    """Checks a shard by its index, which holds where each sample begins, and where the last one ends."""
+    index = shard.with_name(shard.name + ".idx")
+    for file in (shard, index):
+        with naming(file, RESTORE):
             check_file(file)
     raw = read_file(index)
     offsets = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8")
     if len(raw) % 8 or len(offsets) < 2 or (offsets[1:] <= offsets[:-1]).any():
-        raise damaged(index, f"of {len(raw)} bytes is no index of samples", remedy)
-    if samples is not None and len(offsets) - 1 != samples:
-        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}", remedy)
-    if (size := data.stat().st_size) < offsets[-1]:
-        raise damaged(data, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated", remedy)
+        raise damaged(index, f"of {len(raw)} bytes is no index of samples")
+    if len(offsets) - 1 != samples:
+        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}")
+    if (size := shard.stat().st_size) < offsets[-1]:
+        raise damaged(shard, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated")

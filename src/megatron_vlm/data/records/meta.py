@@ -21,8 +21,8 @@ META_KEYS = {  # `formatting` is not read: the record itself tells
     "ranking",
 }
 FIELDS = {
-    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), "text"),
-    **dict.fromkeys(("columns", "tags"), "mapping"),
+    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), str),
+    **dict.fromkeys(("columns", "tags"), dict),
 }
 LARGEST_META = 1 << 24  # bytes
 
