@@ -56,10 +56,10 @@ class EncodedRows(Dataset):
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
         try:
-            found = self._naming(self.encoder.documents.measure, index)
+            document = self._naming(self.encoder.documents.measure, index)
         except BadSample:
             return None
-        return found.length, found.patches
+        return document.length, document.patches
 
     def _naming(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
@@ -73,14 +73,14 @@ class EncodedRows(Dataset):
 
     def sample(self, index: int) -> ChatMLSample:
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
+        sample = ChatMLSample(__key__=self.table.key(index), __restore_key__=(), conversation="")
         try:
-            conversation, images, videos = read_record(*self.table.record(index))
-            fields = {"conversation": conversation, "imgs": images or None, "videos": videos or None}
+            sample.conversation, images, videos = read_record(*self.table.record(index))
+            sample.imgs, sample.videos = images or None, videos or None
         except BadSample as bad:
             source, number = self.table.origin(index)
-            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
-            fields = {"conversation": "", "problem": problem}
-        return ChatMLSample(__key__=self.table.key(index), __restore_key__=(), **fields)
+            sample.problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+        return sample
 
     def batches(self, settled: Iterable[tuple], size: int) -> Iterator[tuple[Any, Batch | dict]]:
         """(place, batch of `size`) from what a ledger settled; at last, samples and drops that are left."""
@@ -110,12 +110,8 @@ def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor:
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
-        collate_fn=_unchanged,
+        collate_fn=lambda item: item,
         generator=torch.Generator(),  # the run's own random numbers stay as they are
         multiprocessing_context="fork" if num_workers else None,
     )
     return through_arenas(loader)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
