@@ -73,8 +73,8 @@ class RowReader:
         return Row(documents, tokens, trained, len(numbers_S))
 
     def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[str, ...]]]:
-        """What each token is, and the pictures of every image and video in text order. The mark of a token is
-        0 if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
+        """Marks of the tokens, and the pictures of every image and video in text order. A token's mark is 0
+        if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
         # the mask of a label belongs to the token after it
         marks_BS = torch.nn.functional.pad(batch["loss_mask"][:, :-1] > 0, (1, 0)).long()
         ids, visual = batch["input_ids"].flatten(), batch["visual_inputs"]
@@ -164,23 +164,17 @@ TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-:root { color-scheme: light dark; --line: #8885; --trained: #2a9d4a44; --visual: #4a6ad033; }
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-.totals { display: flex; flex-wrap: wrap; gap: 1rem 2rem; }
-.totals b { display: block; font-size: 1.4rem; }
-article { border: 1px solid var(--line); border-radius: 8px; margin: 1.5rem 0; }
-article > header { padding: .5rem 1rem; border-bottom: 1px solid var(--line); font-weight: 600; }
-section { padding: .5rem 1rem 1rem; } section + section { border-top: 3px double var(--line); }
-section > header { font-size: .85rem; opacity: .75; margin-bottom: .3rem; overflow-wrap: anywhere; }
+.totals { display: flex; flex-wrap: wrap; gap: 2rem; }
+.totals b { display: block; }
+article { border: 1px solid #8885; margin: 1.5rem 0; padding: 1rem; }
+section + section { border-top: 3px double #8885; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
-.trained { background: var(--trained); border-radius: 3px; }
-.visual { display: inline-block; background: var(--visual); border-radius: 6px; padding: 4px; margin: 2px;
-  white-space: normal; }
-.visual img { display: inline-block; max-width: 100%; vertical-align: top; }
+.trained { background: #2a9d4a44; }
+.visual { display: inline-block; background: #4a6ad033; padding: 4px; white-space: normal; }
 .visual small { display: block; }
-table { border-collapse: collapse; } td, th { padding: .2rem .8rem; border: 1px solid var(--line);
-  text-align: left; overflow-wrap: anywhere; }
-summary { cursor: pointer; } pre { overflow-x: auto; }
+td, th { padding: .2rem .8rem; border: 1px solid #8885; text-align: left; overflow-wrap: anywhere; }
 </style></head><body>
 <h1>{{ title }}</h1>
 <p class="totals">{% for name, count in totals.items() %}
