@@ -11,6 +11,7 @@ import datasets
 import pytest
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -180,6 +181,12 @@ def test_a_damaged_file_of_a_map_style_dataset_is_named(whole, encoder, tmp_path
 def test_the_whole_files_are_read(whole, encoder, path, kind):
     """Else the refusals above could be of anything."""
     assert len(set(open_and_read(whole / path, encoder, kind))) == ROWS
+
+
+def test_a_pipe_as_an_energon_dataset_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    [said] = data_problems(DataConfig(dataset_type="energon"), "data.train_data_path", str(tmp_path / "pipe"))
+    assert "pipe is a file, dataset_type energon reads prepared folders" in said
 
 
 def test_the_sqlite_index_is_not_needed(whole, encoder, tmp_path):

@@ -51,7 +51,7 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
 def _energon_problems(path: Path, shown: str) -> Iterator[str]:
     if not path.exists():
         yield f"{shown} does not exist; write one with `megatron-vlm prepare`."
-    elif path.is_file():
+    elif not path.is_dir():
         if path.suffix != ".yaml":
             yield (
                 f"{shown} is a file, dataset_type energon reads prepared folders; set data.dataset_type=hf, "
