@@ -84,9 +84,8 @@ def stats_text(config: RunConfig, samples: int) -> str:
     tokens, trained, images, patches = measured.T
     lines = [f"{len(measured)} samples of {_paths(config)}", ""]
     lines += _table({"tokens": tokens, "trained tokens": trained, "images": images, "patches": patches})
-    lines += (
-        [f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}"] if drops else []
-    )
+    if drops:
+        lines.append(f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}")
     return "\n".join([*lines, "", *_proposal(tokens, patches)])
 
 

@@ -106,11 +106,9 @@ def _positions(position_ids: Tensor) -> str:
     """The range of positions: `0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
     axes = position_ids if position_ids.dim() == 2 else position_ids[None]
     ranges = [f"{int(axis.min())}–{int(axis.max())}" for axis in axes]
-    return (
-        " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
-        if axes[1:].any()
-        else ranges[0]
-    )
+    if not axes[1:].any():
+        return ranges[0]
+    return " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
 
 
 # --- pictures --------------------------------------------------------------------------------------------
